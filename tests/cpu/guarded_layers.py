@@ -175,19 +175,31 @@ def encoders(tell: Tell) -> None:
 class _Decoder:
     """The weights of a layer, and how it is made of copies of them."""
 
-    def __init__(self, names: Sequence[str], heads: tuple[int, int, int], k: int, inner: int, *, head_norms: bool) -> None:
+    def __init__(
+        self, names: Sequence[str], heads: tuple[int, int, int], k: int, inner: int, *, head_norms: bool, formula: str = ""
+    ) -> None:
+        """formula: "" that of Llama; "all": with every kind of step before, after and within products; "after": norms after them alone."""
+        self.formula = formula
         query, key, dim = self.heads = heads
         cut = (query + key) * dim if len(names) > 1 else (query + 2 * key) * dim
         rows = (cut, (query + 2 * key) * dim - cut) if len(names) > 1 else (cut,)
         shapes = [*((n, k) for n in rows), (k, query * dim), (2 * inner, k), (k, inner)]
         self.weights = [ops.pack(ops.quantize(torch.randn(s) / 8, names[i % len(names)])) for i, s in enumerate(shapes)]
         self.biases = [torch.randn(n) if i < len(rows) else None for i, (n, _) in enumerate(shapes)]
-        self.norms = [torch.rand(n) + 0.5 for n in ((k, k, dim, dim) if head_norms else (k, k))]
+        self.turned = dim // 2 & ~7 if formula == "all" else dim
+        of_heads = (query * dim, key * dim) if formula == "after" else (dim, dim)
+        self.norms = [torch.rand(n) + 0.5 for n in (k, k, *(of_heads if head_norms else ()))]
 
     def made(self, place: Place) -> DecoderLayer:
         *qkv, o, gate_up, down = [_weight(*one, place) for one in zip(self.weights, self.biases, strict=True)]
         first, second, *of_heads = (Norm(place(weight), 1e-5) for weight in self.norms)
         heads = Heads(*self.heads, 0.3, tuple(of_heads) or None)  # type: ignore[arg-type]
+        if self.formula == "all":
+            first, second = (norm._replace(plus_one=True) for norm in (first, second))
+            attention = Attention(tuple(qkv), o, first, heads._replace(turned=self.turned, cap=5.0), second)
+            return DecoderLayer(attention, Dense(gate_up, down, second, None, 0.3, "gelu_tanh"))
+        if self.formula == "after":
+            return DecoderLayer(Attention(tuple(qkv), o, None, heads._replace(rows=True), first), Dense(gate_up, down, None, second))
         return DecoderLayer(Attention(tuple(qkv), o, first, heads), self.second(gate_up, down, second, place))
 
     def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> FeedForward:
@@ -214,9 +226,11 @@ def decoders(tell: Tell) -> None:
         (("q4_0",), (4, 2, 8), 40, 32, False, torch.float32, ((1, 1), (3, 1), (2, 3))),
         (("q8_0", "int6_g16"), (3, 1, 40), 64, 64, True, torch.int8, ((1, 1), (2, 17))),
         (("int4_g20_zp",), (2, 2, 16), 33, 96, False, torch.bfloat16, ((2, 1), (1, 9))),
+        (("q4_0",), (2, 1, 40), 33, 32, True, torch.float32, ((1, 1), (2, 3), (1, 11)), "all"),
+        (("q8_0",), (2, 1, 16), 40, 32, True, torch.float32, ((1, 1), (2, 3), (1, 11)), "after"),
     )
-    for names, heads, k, inner, head_norms, kind, calls in some(cases):
-        both = [_Decoder(names, heads, k, inner, head_norms=head_norms) for _ in range(2)]
+    for names, heads, k, inner, head_norms, kind, calls, *formula in some(cases):
+        both = [_Decoder(names, heads, k, inner, head_norms=head_norms, formula=formula[0] if formula else "") for _ in range(2)]
         for b, t in calls:
             for length, masked in ((0, False), (33, True)):
                 _decoded(tell, both, k, kind, (b, t, length), masked=masked)
@@ -246,7 +260,7 @@ def _cache(kind: torch.dtype, heads: tuple[int, int, int], b: int, size: int) ->
 
 def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, size: tuple[int, int, int], *, masked: bool) -> None:
     heads, (b, t, length) = both[0].heads, size
-    x, turn = torch.randn(b, t, k), torch.randn(1, t, heads[2])
+    x, turn = torch.randn(b, t, k), torch.randn(1, t, both[0].turned)
     caches = [_cache(kind, heads, b, length + t) for _ in both]
     mask = torch.rand(b, 1, t, length + t) < 0.7 if masked else None
     wanted = None
@@ -267,7 +281,7 @@ def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, si
 def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed | None, kind: torch.dtype, b: int) -> None:
     heads, size, k = both[0].heads, 3, table.shape[1]
     caches = [_cache(kind, heads, b, size) for _ in both]
-    last, bias, turns = torch.rand(k), torch.randn(47), torch.randn(b, 2, heads[2])
+    last, bias, turns = torch.rand(k), torch.randn(47), torch.randn(b, 2, both[0].turned)
     mask = torch.rand(b, size) < 0.7
     wanted = None
     for flush in (None, *ENDS):

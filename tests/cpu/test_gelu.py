@@ -1,4 +1,4 @@
-"""GELU in the kernels against float64."""
+"""GELU, its tanh approximation and tanh in the kernels against float64."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import RUNNABLE, elementwise
 
+from halfbyte.kernels.cpu.exponential import gelu_tanh, tanh
 from halfbyte.kernels.cpu.gelu import BOUND, gelu
 from halfbyte.kernels.cpu.isa import ISA
 
@@ -31,3 +32,17 @@ def test_what_is_not_finite(isa: ISA) -> None:
         0.0,
         0.0,
     ]
+
+
+@pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+def test_tanh_and_the_approximation_by_it(isa: ISA) -> None:
+    steps = torch.arange(-(1 << 17), 1 << 17) / 2.0**12  # -32 … 32
+    x = torch.cat((steps, torch.tensor([1e30, -1e30, 0.0, -0.0]).repeat(4)))
+    y = elementwise(lambda v: tanh(v.fn, v), torch.float32, x, isa=isa)
+    assert bool(((y.double() - x.double().tanh()).abs() <= 2.0**-22).all())
+    y = elementwise(lambda v: gelu_tanh(v.fn, v), torch.float32, x, isa=isa)
+    doubles = x.double()
+    exact = doubles * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (doubles + 0.044715 * doubles**3))  # without 1 + tanh, which cancels
+    # Three roundings of the exponent 2 u, each of 2^-24 of at most 88, move exp(-2 u), and with it the result, by 88 * 3 * 2^-24 at most,
+    # and the other operations by a few units; farther left exp(87) or exp(88) stands for what is larger.
+    assert bool(((y.double() - exact).abs() <= (264 + 8) * 2.0**-24 * exact.abs() + math.exp(-87) * doubles.abs() + TINY).all())

@@ -30,9 +30,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from halfbyte.errors import check_type
-from halfbyte.integrations import decoding_cpu, decoding_step, embedding, encoding
+from halfbyte.integrations import decoding_cpu, decoding_step, embedding, encoding, families
 from halfbyte.integrations.ahead import expect
-from halfbyte.integrations.families import FAMILIES, family_of
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.mixtures import routed_of, why_not_routed
 from halfbyte.integrations.shortened import Shortened, original, products_of, shorten, why_hooked, why_not_fused
@@ -41,10 +40,11 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
+from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 from halfbyte.ops.functions import sparse_on
 
-# Their forward is this file's formula; others differ in norms, activations or residuals.
+# On a GPU: their forward is this file's formula; others differ in norms, activations or residuals. On a CPU: `families.py`.
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 DEVICES = ("cuda",)
 LONG = "one token takes the steps of transformers"
@@ -96,37 +96,38 @@ def is_short(module: nn.Module) -> bool:
 
 def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     """Why `shorten_` does not change a decoder layer on a device of that type, or None."""
-    cls, known = original(layer), [*(of.__name__ for of in LAYERS)]
-    if device == "cpu":
-        known = [name.rpartition(".")[2] for name in FAMILIES]
-    if cls not in LAYERS and (device != "cpu" or family_of(layer) is None):
-        return f"a {cls.__name__} is none of {', '.join(known)}"
+    kind, on_cpu = original(layer), device == "cpu"
+    family, names = families.family_of(layer), families.NAMES if on_cpu else [cls.__name__ for cls in LAYERS]
+    if family is None or not (on_cpu or kind in LAYERS):
+        return f"a {kind.__name__} is none of {', '.join(names)}"
     attention, mlp, routed = layer.self_attn, layer.mlp, routed_of(layer)
-    halves = [(QKV, attention), *([(GATE_UP, mlp)] if routed is None else [])]
-    groups = {name: [getattr(part, child) for child in name.split("+")] for name, part in halves}
+    groups = {name: parts for name, parts in decoding_cpu.groups_of(layer) if parts}
     linears = {"o_proj": attention.o_proj} | ({"down_proj": mlp.down_proj} if routed is None else {})
     alone = [*linears]
     linears |= {name: linear for group, parts in groups.items() for name, linear in zip(group.split("+"), parts, strict=True)}
     for name, linear in linears.items():
         if not isinstance(linear, QuantLinear):
             return f"its {name} is a {type(linear).__name__}, which is not quantized"
-        if device != "cpu" and linear.compute not in ("auto", "float"):
+        if not on_cpu and linear.compute not in ("auto", "float"):
             return f"its {name} is to compute in {linear.compute}"
     for name, parts in groups.items():
-        if device == "cpu" and name == QKV and products_of(name, parts) is not None:
+        products = products_of(name, parts) if on_cpu else None
+        if products is not None and (len(products) == 1 or name != GATE_UP):
             continue  # one step each
         if (reason := why_not_fused(name, parts)) is not None:
             return reason
     for name in alone:
         if type(linears[name]) is not QuantLinear:
             return f"its {name} is a {type(linears[name]).__name__}"
-    if attention.config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {attention.config.hidden_act}, not silu"
+    activation = getattr(attention.config, family.activation)
+    taken = [*families.ACTIVATIONS] if on_cpu and routed is None else ["silu", "swish"]
+    if activation not in taken:
+        return f"its activation is {activation}, not {' or '.join(taken) if len(taken) > 2 else 'silu'}"
     if routed is not None and (reason := why_not_routed(layer, routed)) is not None:
         return reason
-    if routed is None and mlp.gate_proj.bias is not None:
+    if not on_cpu and mlp.gate_proj.bias is not None:
         return "its gate_proj has a bias"
-    return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if device == "cpu" else None)
+    return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if on_cpu else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +162,30 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
 
 def one_call(layer: Any) -> tuple[Step, ...]:
     """The steps of a shortened layer within its one call on a CPU."""
-    added, gated = "with the residual added", "with the norm and silu(gate) * up"
-    attention = Step("attention", "attend, with positions and the new entry of a float or 8-bit cache")
+    attention, second = decoding_cpu.halves_of(layer)
+    heads = attention.heads
+    seen = f"attend, with {'positions and ' if heads.turned else ''}the new entry of a float or 8-bit cache"
     qkv, (gates, _) = decoding_cpu.groups_of(layer)
-    first = (Step(name, "with the norm") for name in products_of(*qkv) or {})
-    if (routed := routed_of(layer)) is None:
-        return *first, attention, Step("o_proj", added), Step(gates, gated), Step("down_proj", added)
-    shared = [Step(routed.shared[0], f"{gated}, then down_proj")] if routed.shared is not None else []
+    normed = "with the norm" if attention.before else "alone"
+    first = [Step(name, normed) for name in products_of(*qkv) or {}]
+    if heads.rows and heads.norms:
+        first.append(Step("q_norm, k_norm", "norm, of whole rows"))
+    first += [Step("attention", seen), Step("o_proj", _added(attention))]
+    if isinstance(second, Dense):
+        gated = f"with {'the norm and ' if second.before else ''}{second.gates.removesuffix('_tanh')}(gate) * up"
+        return *first, Step(gates, gated), Step("down_proj", _added(second))
+    routed = families.known(layer).routed
+    shared = []
+    if routed is not None and routed.shared is not None:
+        shared.append(Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj"))
     experts = Step("experts", "silu(gate) * up, then down_proj, both of the chosen ones, by their weights, with the residual added")
-    return *first, attention, Step("o_proj", added), Step("gate", "with the norm"), *shared, experts
+    return *first, Step("gate", "with the norm"), *shared, experts
+
+
+def _added(half: Attention | Dense) -> str:
+    """How what a half gives is added."""
+    factor = "" if half.factor == 1 else f", times {half.factor:g}"
+    return f"{'and then the norm, ' if half.after else ''}with the residual added{factor}"
 
 
 def _described(plan: NormedPlan, gated: bool) -> str:
@@ -192,7 +208,7 @@ class _OneToken(Shortened):
     @property
     def halfbyte_remark(self) -> str:
         """The remark of `halfbyte.report` about the layer."""
-        device = self.input_layernorm.weight.device
+        device = self.post_attention_layernorm.weight.device
         if (reason := why_not_short(self, device.type)) is not None:
             return f"{LONG}: {reason}"
         if device.type == "cpu":
@@ -219,7 +235,7 @@ class _OneToken(Shortened):
             if found is not None:
                 return found
         fits = position_embeddings is not None and _fits(hidden_states, attention_mask, layers, attention.layer_idx, settings)
-        if not fits or not _in_floats(self):
+        if original(self) not in LAYERS or not fits or not _in_floats(self):
             # super() in a class that is made at run time: torch.compile follows the plain call.
             return super().forward(  # type: ignore[misc]
                 hidden_states,

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.cache import Int8Layer
-from halfbyte.integrations.families import known
+from halfbyte.integrations.families import ACTIVATIONS, Family, known, turned
 from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
 from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.unchanged import Unchanged
@@ -98,25 +98,31 @@ def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, tuple[
 
 def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     """Of a layer that has `linears_of`."""
-    attention, linears, routed = layer.self_attn, linears_of(layer), routed_of(layer)
+    family, attention, linears, routed = known(layer), layer.self_attn, linears_of(layer), routed_of(layer)
     assert linears is not None
-    before, between = map(_norm, _norms_of(layer))
+    first, second, third, fourth = (None if norm is None else _norm(norm, family) for norm in _norms_of(layer))
     qkv, o = tuple(map(weight_of, linears[0])), weight_of(linears[1])
-    second: FeedForward
-    if routed is None:
-        gate_up, down = map(weight_of, linears[2])
-        second = Dense(gate_up, down, between)
-    else:
-        second = half_of(layer, routed, between)
     dim = attention.head_dim
     query = o.packed.shape[1] // dim
     key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // 2
-    norms: Any = tuple(map(_norm, _of_heads(layer)))
-    return Attention(qkv, o, before, Heads(query, key, dim, attention.scaling, norms or None)), second
+    norms: Any = tuple(_norm(norm, family) for norm in _of_heads(layer))
+    cap = None if family.cap is None else getattr(attention, family.cap)
+    heads = Heads(query, key, dim, attention.scaling, norms or None, family.rows, turned(layer), cap)
+    factor = 1.0 if family.factor is None else getattr(layer, family.factor)
+    half = Attention(qkv, o, first, heads, second, factor)
+    if routed is not None:
+        assert third is not None
+        return half, half_of(layer, routed, third)
+    gate_up, down = map(weight_of, linears[2])
+    return half, Dense(gate_up, down, third, fourth, factor, ACTIVATIONS[getattr(attention.config, family.activation)])
 
 
-def _norm(norm: Any) -> Norm:
-    return Norm(norm.weight, norm.variance_epsilon)
+def _norm(norm: Any, family: Family) -> Norm:
+    return Norm(norm.weight, getattr(norm, _eps_of(norm)), family.plus_one)
+
+
+def _eps_of(norm: Any) -> str:
+    return "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
 
 
 def why_not_one_call(layer: Any) -> str | None:
@@ -156,6 +162,7 @@ def _given(layer: Any, x: Tensor, mask: Tensor | None, past: Any, rotary: tuple[
 def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings: dict[str, Any]) -> list[Ahead]:
     """The results of this layer and, for few tokens, of those that followed it before. Empty if the layer is not supported."""
     mask, rotary = same[0], cast(tuple[Tensor, Tensor], same[1:])
+    seen = visible(mask)
     layers, found, entries = list[Any](), list[DecoderLayer](), list[_Entry]()
     one: Any
     for one in following(layer) if x.shape[0] * x.shape[1] <= _FEW_ROWS else (layer,):
@@ -163,32 +170,60 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
         if caches is not None and attention.layer_idx >= len(caches):
             break
         cache = None if caches is None else caches[attention.layer_idx]
-        if not _fits(one, x, mask, cache, rotary, settings):
+        if _sort(one) != _sort(layer) or not _fits(one, x, cache, rotary, settings) or not _is_mask(one, mask, seen):
             break
         made = computed(one)
         if made is not None and made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows:
             break
         entry = None if made is None else _Entry.into(cache, x, made.heads.key, made.heads.dim)
-        if made is None or entry is None:
+        if made is None or entry is None or made.rotary not in (0, rotary[0].shape[2]) or _sees_later(seen, x.shape[1], entry.length):
             break
         layers.append(one)
         found.append(made)
         entries.append(entry)
     if not layers:
         return []
-    outputs = run_layers(found, x, rotary, [(e.keys, e.values, e.length) for e in entries], mask)
+    outputs = run_layers(found, x, rotary, [(e.keys, e.values, e.length) for e in entries], seen)
     parts = zip(layers, (x, *outputs[:-1]), outputs, entries, strict=True)
     return [Ahead.of(one, before, y, same, entry) for one, before, y, entry in parts]
 
 
-def _fits(layer: Any, x: Tensor, mask: Tensor | None, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
+def _sort(layer: Any) -> Any:
+    """What decides on a layer's masks and positions: those of another sort are not given to it."""
+    kinds = getattr(layer.self_attn.config, "layer_types", None)
+    return kinds[layer.self_attn.layer_idx] if kinds else None
+
+
+def visible(mask: Tensor | None) -> Tensor | None:
+    """The bool mask that does what one does which is added to scores, if it has nothing but 0 and the least number or -inf; or as it is."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    seen = mask == 0
+    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else mask
+
+
+def _is_mask(layer: Any, mask: Tensor | None, seen: Tensor | None) -> bool:
+    """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, without which it is not
+    causal; it alone caps scores."""
+    family, attention = known(layer), layer.self_attn
+    eager = attention.config._attn_implementation == "eager"
+    capped = family.cap is not None and getattr(attention, family.cap) is not None
+    if capped > eager or (eager and mask is None):
+        return False
+    return seen is None or (seen.dtype == torch.bool and seen.dim() == 4 and seen.shape[1] == 1 and (eager or mask is seen))
+
+
+def _sees_later(mask: Tensor | None, tokens: int, length: int) -> bool:
+    """Whether a mask shows tokens others behind them, as those of images see each other (Gemma 3), which one call does not do."""
+    return mask is not None and tokens > 1 and bool(mask.expand(-1, -1, tokens, -1).triu(length + 1).any())
+
+
+def _fits(layer: Any, x: Tensor, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
     return (
         0 < x.shape[0] <= MOST_SEQUENCES
         and x.shape[1] > 0
         and (cache is None or (type(cache) in _CACHES and (not cache.is_initialized or _is_of(cache, x))))
         and rotary[0].dim() == 3
-        and rotary[0].shape[2] == layer.self_attn.head_dim
-        and (mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1))
         and not settings.get("output_attentions")
         and layer.self_attn.is_causal
         and not layer.training
@@ -216,15 +251,17 @@ def parts_of(layer: Any) -> tuple[nn.Module, ...]:
     linears, routed = linears_of(layer), routed_of(layer)
     products = () if linears is None else (*linears[0], linears[1], *linears[2])
     experts = () if routed is None else mixtures.parts_of(layer, routed)
-    return *products, *experts, *_norms_of(layer), *_of_heads(layer)
+    return *products, *experts, *_norms(layer)
 
 
 def settings_of(layer: Any) -> list[tuple[Any, str]]:
     """Attributes that what it computes depends on, beside weights, and the objects that have them."""
-    norms, routed = [*_norms_of(layer), *_of_heads(layer)], routed_of(layer)
+    family, attention, routed = known(layer), layer.self_attn, routed_of(layer)
+    norms = [(norm, _eps_of(norm)) for norm in _norms(layer)]
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
-    of_attention = ((layer.self_attn, name) for name in ("is_causal", "scaling", "layer_idx"))
-    return [*of_experts, *((norm, "variance_epsilon") for norm in norms), *of_attention]
+    of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap, family.positions) if name is not None]
+    of_layer = [] if family.factor is None else [(layer, family.factor)]
+    return [*of_experts, *norms, *((attention, name) for name in of_attention), *of_layer]
 
 
 def computed(layer: Any) -> DecoderLayer | None:
@@ -241,8 +278,13 @@ def computed(layer: Any) -> DecoderLayer | None:
 
 
 def _norms_of(layer: Any) -> tuple[Any, ...]:
-    """Before attention and before the mlp."""
-    return tuple(getattr(layer, name) for name in known(layer).norms)
+    """Before and after attention, and before and after the mlp; None where there is none."""
+    return tuple(None if name is None else getattr(layer, name) for name in known(layer).norms)
+
+
+def _norms(layer: Any) -> list[Any]:
+    """All that there are."""
+    return [norm for norm in (*_norms_of(layer), *_of_heads(layer)) if norm is not None]
 
 
 def _of_heads(layer: Any) -> tuple[Any, ...]:

@@ -20,42 +20,55 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Norm(NamedTuple):
-    """An RMS norm: its weight [K], and what is added to the mean of squares."""
+    """An RMS norm: its weight [K], what is added to the mean of squares, and whether 1 + weight is multiplied by (Gemma)."""
 
     weight: Tensor
     eps: float
+    plus_one: bool = False
 
 
 class Heads(NamedTuple):
-    """The heads of attention: H query heads, Hkv key-value heads, D elements each; the factor of scores; and the norms of queries and keys,
-    with weights [D] and one eps, if any."""
+    """The heads of attention: H query heads, Hkv key-value heads, D elements each.
+
+    scale   the factor of scores
+    norms   of queries and keys, of one kind, if any: weights [D]
+    rows    whether these are of all heads of a token together: weights [H * D] and [Hkv * D]
+    turned  elements of a head that have positions, the first: None: all; 0: none
+    cap     scores are cap * tanh(score / cap), where it is not None
+    """
 
     query: int
     key: int
     dim: int
     scale: float
     norms: tuple[Norm, Norm] | None = None
+    rows: bool = False
+    turned: int | None = None
+    cap: float | None = None
 
 
 class Attention(NamedTuple):
-    """h = x + o(attention(qkv(norm(x))))
+    """h = x + factor * norm(o(attention(qkv(norm(x)))))
 
-    qkv     [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other; or their rows in up to three weights
-    o       [K, H * D]
-    before  the norm of x
+    qkv            [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other; or their rows in up to three weights
+    o              [K, H * D]
+    before, after  the norms of x and of what o gives, if any
+    factor         1 where there is a norm after
     """
 
     qkv: tuple[Weight, ...]
     o: Weight
-    before: Norm
+    before: Norm | None
     heads: Heads
+    after: Norm | None = None
+    factor: float = 1.0
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
         from halfbyte.kernels.cpu import attend
 
-        reason = why_not_packed([weight.packed for weight in (*self.qkv, self.o)])
-        return reason or attend.supports(self.heads.query, self.heads.key, self.heads.dim)
+        heads, reason = self.heads, why_not_packed([weight.packed for weight in (*self.qkv, self.o)])
+        return reason or attend.supports(heads.query, heads.key, heads.dim, heads.turned) or _why_not_added(self.after, self.factor)
 
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
@@ -65,18 +78,21 @@ class Attention(NamedTuple):
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(both, k), (k, heads.query * heads.dim)]
         joined = [(sum(n for n, _ in shapes[:-1]), k), shapes[-1]] if {c for _, c in shapes[:-1]} == {k} else shapes
-        small = [(self.before.weight, k), *((norm.weight, heads.dim) for norm in heads.norms or ())]
-        _check(joined == expected, "attention", shapes, expected, [*small, *_biases(weights)])
+        widths = (heads.query * heads.dim, heads.key * heads.dim) if heads.rows else (heads.dim, heads.dim)
+        of_heads = [(norm.weight, width) for norm, width in zip(heads.norms or (), widths, strict=False)]
+        small = [*_norms(k, self.before, self.after), *of_heads, *_biases(weights)]
+        _check(joined == expected, "attention", shapes, expected, small)
 
     def inner(self, tensors: Addresses) -> attention_half.Attention:
         from halfbyte.kernels.cpu import attention_half
 
         heads = self.heads
         norms = None if heads.norms is None else (_norm(tensors, heads.norms[0]), _norm(tensors, heads.norms[1]))
-        numbers = heads.query, heads.key, heads.dim, heads.scale
-        return attention_half.Attention(
-            tuple(map(tensors.product, self.qkv)), tensors.product(self.o), _norm(tensors, self.before), norms, *numbers
-        )
+        turned = heads.dim if heads.turned is None else heads.turned
+        of_heads = attention_half.Heads(heads.query, heads.key, heads.dim, heads.scale, norms, heads.rows, turned, heads.cap)
+        before, after = (None if norm is None else _norm(tensors, norm) for norm in (self.before, self.after))
+        qkv = tuple(map(tensors.product, self.qkv))
+        return attention_half.Attention(qkv, tensors.product(self.o), before, after, self.factor, of_heads)
 
 
 class FeedForward(Protocol):
@@ -100,16 +116,21 @@ class FeedForward(Protocol):
 
 
 class Dense(NamedTuple):
-    """y = h + down(silu(gate) * up),  gate, up = gate_up(norm(h))
+    """y = h + factor * norm(down(f(gate) * up)),  gate, up = gate_up(norm(h))
 
-    gate_up  [2 I, K]: gate, then up
-    down     [K, I]
-    before   the norm of h
+    gate_up        [2 I, K]: gate, then up
+    down           [K, I]
+    before, after  the norms of h and of what down gives, if any
+    factor         1 where there is a norm after
+    gates          f: "silu" or "gelu_tanh"
     """
 
     gate_up: Weight
     down: Weight
-    before: Norm
+    before: Norm | None
+    after: Norm | None = None
+    factor: float = 1.0
+    gates: str = "silu"
 
     @property
     def k(self) -> int:
@@ -120,23 +141,29 @@ class Dense(NamedTuple):
         return None
 
     def why_not(self) -> str | None:
+        from halfbyte.kernels.cpu.chain import GATES
         from halfbyte.layouts.cpu_tiles import PANEL
 
-        gates = self.gate_up.packed.shape[0] // 2
-        reason = why_not_packed([self.gate_up.packed, self.down.packed])
-        return reason or (f"{gates} gates are not whole panels of {PANEL}" if gates % PANEL else None)
+        if (reason := why_not_packed([self.gate_up.packed, self.down.packed])) is not None:
+            return reason
+        if (gates := self.gate_up.packed.shape[0] // 2) % PANEL:
+            return f"{gates} gates are not whole panels of {PANEL}"
+        if self.gates not in GATES:
+            return f"its activation is {self.gates}, not {' or '.join(GATES)}"
+        return _why_not_added(self.after, self.factor)
 
     def check(self) -> None:
         weights, k = [self.gate_up, self.down], self.gate_up.packed.shape[1]
         shapes = [tuple(weight.packed.shape) for weight in weights]
         inner = shapes[0][0] // 2
         expected = [(2 * inner, k), (k, inner)]
-        _check(shapes == expected, "feed-forward", shapes, expected, [(self.before.weight, k), *_biases(weights)])
+        _check(shapes == expected, "feed-forward", shapes, expected, [*_norms(k, self.before, self.after), *_biases(weights)])
 
     def inner(self, tensors: Addresses) -> feed_forward.Dense:
         from halfbyte.kernels.cpu import feed_forward
 
-        return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), _norm(tensors, self.before))
+        before, after = (None if norm is None else _norm(tensors, norm) for norm in (self.before, self.after))
+        return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), before, after, self.factor, self.gates)
 
 
 class DecoderLayer:
@@ -160,7 +187,7 @@ class DecoderLayer:
 
     @property
     def rotary(self) -> int:
-        """Elements of a token's row of cosines, and of sines."""
+        """Elements of a token's row of cosines, and of sines; 0: any, which are not read."""
         return self.inner.rotary
 
     def __call__(
@@ -168,7 +195,7 @@ class DecoderLayer:
     ) -> Tensor:
         """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B is at most MOST_SEQUENCES. No gradients.
 
-        rotary        cosines and sines of the positions, each [B or 1, t, D]
+        rotary        cosines and sines of the positions, each [B or 1, t, R], R the elements of a head that have positions
         keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written; int8 ones hold the records of
                       `layouts/records.py` in the place of D elements
         mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask
@@ -186,8 +213,9 @@ class DecoderLayer:
             fits = k == self.k and 0 < b <= MOST_SEQUENCES and t > 0
             fits = fits and keys.shape == (b, heads.key, size, width) and 0 <= length <= size - t
             fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
-            fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1:] == (t, self.rotary) for r in rotary)
-            fits = fits and len(rotary[0]) == len(rotary[1]) and x.is_cpu and keys.is_cpu and values.is_cpu
+            fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1] == t for r in rotary)
+            fits = fits and self.rotary in (0, rotary[0].shape[2])
+            fits = fits and rotary[0].shape == rotary[1].shape and x.is_cpu and keys.is_cpu and values.is_cpu
         if fits and mask is not None:
             fits = mask.dtype == torch.bool and mask.is_cpu and mask.dim() == 4 and mask.shape[0] in (1, b) and mask.shape[1] == 1
             fits = fits and mask.shape[2] in (1, t) and mask.shape[3] >= length + t
@@ -229,7 +257,15 @@ def why_not(attention: Attention, feed_forward: FeedForward) -> str | None:
 def _norm(tensors: Addresses, norm: Norm) -> halves.Norm:
     from halfbyte.kernels.cpu import halves
 
-    return halves.Norm(tensors.of(norm.weight), norm.eps)
+    return halves.Norm(tensors.of(norm.weight), norm.eps, norm.plus_one)
+
+
+def _norms(k: int, *norms: Norm | None) -> list[tuple[Tensor, int]]:
+    return [(norm.weight, k) for norm in norms if norm is not None]
+
+
+def _why_not_added(after: Norm | None, factor: float) -> str | None:
+    return f"what it adds has a norm and a factor of {factor}" if after is not None and factor != 1 else None
 
 
 def _biases(weights: Sequence[Weight]) -> list[tuple[Tensor, int]]:

@@ -1,10 +1,12 @@
 """Attention of the newest tokens of each sequence to a cache, which they enter: queries and keys get their rotary positions here.
 
     q, k, v = a token's row of [H + 2 Hkv, D]
-    q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight
-    q, k    = turned by the token's position               x * cos + (-x[D/2:], x[:D/2]) * sin  (Su et al., RoFormer, 2021)
+    q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight, or 1 + weight
+    q, k    = turned by the token's position               x * cos + (-x[R/2:R], x[:R/2]) * sin, the first R elements of D (Su et al.,
+                                                           RoFormer, 2021); none where R is 0
     cache   takes k and v
-    y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it
+    y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it; of capped scores
+                                                           cap * tanh(score / cap) (Gemma 2)
 
 Arithmetic: float32, but that keys and values are rounded to the cache's type before they are multiplied, which may be the 8 bits of
 `layouts/records.py`. Scores of 32 tokens at a time are exponentiated less the largest so far, sums scaled anew where that grows (Milakov
@@ -20,7 +22,7 @@ import functools
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.exponential import exp
+from halfbyte.kernels.cpu.exponential import exp, tanh
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, phase
@@ -38,9 +40,9 @@ ATTEND = Block(
         *("qkv", "qkv_stride", "out", "out_stride"),
         *("batch", "tokens", "kv_heads"),  # `tokens`: new ones of each sequence
         *("q_norm", "k_norm"),
-        "scale_eps",
+        *("scale_eps", "cap"),
     ),
-    frozenset({"scale_eps"}),
+    frozenset({"scale_eps", "cap"}),
 )
 _CHUNK = 32  # tokens of the cache
 _LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
@@ -52,7 +54,7 @@ _ROUNDING = 1.5 * 2.0**23  # plus what is between -2^22 and 2^22: a float whose 
 class AttendSpec:
     """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16", "f16" or "int8" (records); normed: heads have norms; masked: there is a
     mask; enters: all that is done is that the cache gets its entries, and queries norms and positions where they are, for
-    `attend_whole.py`."""
+    `attend_whole.py`; turned: R, all of D where it is None; plus_one: norms multiply by 1 + weight; capped: scores are."""
 
     dim: int
     group: int
@@ -60,12 +62,17 @@ class AttendSpec:
     normed: bool
     masked: bool
     enters: bool = False
+    turned: int | None = None
+    plus_one: bool = False
+    capped: bool = False
 
 
-def supports(heads: int, kv_heads: int, dim: int) -> str | None:
+def supports(heads: int, kv_heads: int, dim: int, turned: int | None = None) -> str | None:
     """Why these heads are not computed here; None where they are."""
     if dim % 8:
         return f"heads of {dim} are not a multiple of 8"
+    if turned is not None and (turned % 8 or not 0 <= turned <= dim):
+        return f"{turned} of the {dim} elements of a head, which have positions, are not a multiple of 8"
     if heads % kv_heads or heads // kv_heads > MOST_GROUP:
         return f"{heads} query heads for {kv_heads} of keys are not 1 to {MOST_GROUP} for each"
     return None
@@ -82,7 +89,8 @@ class _Attend(Emitter):
 
     def __init__(self, spec: AttendSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim // 2 % n == 0)
+        self.turned = spec.dim if spec.turned is None else spec.turned
+        self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim // 2 % n == 0 and self.turned // 2 % n == 0)
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
         self.vectors = spec.dim // self.lanes
         self.queries, self.totals, self.scores = (f.alloca("float", spec.group * n, 64) for n in (spec.dim, spec.dim, _CHUNK))
@@ -123,7 +131,7 @@ class _Attend(Emitter):
 
     def _turned(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
         """A head with its norm and its position."""
-        f, half = self.f, self.vectors // 2
+        f = self.f
         parts = [x.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
         if self.spec.normed:
             total = f.value(self.floats, 0.0)
@@ -132,15 +140,18 @@ class _Attend(Emitter):
             eps = ATTEND.load_floats(self.args, "scale_eps")[1]
             root = inverse_root(f, total.fold(lambda a, b: a + b) * (1 / self.spec.dim) + eps).splat(self.lanes)
             weight = self.pointer(norm)
-            parts = [part * root * weight.load(self.floats, at * self.bytes, 4) for at, part in enumerate(parts)]
+            weights = [weight.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
+            parts = [part * root * (w + 1.0 if self.spec.plus_one else w) for part, w in zip(parts, weights, strict=True)]
+        if not self.turned:
+            return parts
         turn = b * self.get("rotary_batch") + j * self.get("rotary_token")
         cos, sin = self.pointer("cos") + turn, self.pointer("sin") + turn
-        out = []
-        for at, part in enumerate(parts):
+        half, out = self.turned // self.lanes // 2, []
+        for at, part in enumerate(parts[: 2 * half]):
             other = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]
             c, s = (table.load(self.floats, at * self.bytes, 4) for table in (cos, sin))
             out.append(f.fma(part, c, other * s))
-        return out
+        return [*out, *parts[2 * half :]]
 
     def _kept(self, row: Value, at: int) -> Value:
         return kept(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)
@@ -189,6 +200,8 @@ class _Attend(Emitter):
         for v in range(_CHUNK // lanes):
             inside = f.constant(vector("i32", lanes), range(v * lanes, (v + 1) * lanes)) < count.to("i32").splat(lanes)
             score = self.scores.load(self.floats, 4 * _CHUNK * g + v * self.bytes, self.bytes)
+            if self.spec.capped:
+                score = capped(f, score, ATTEND.load_floats(self.args, "cap")[0])
             scores.append(inside.select(score, float("-inf")))
         largest = scores[0]
         for score in scores[1:]:
@@ -242,6 +255,12 @@ class _Attend(Emitter):
             for at in range(self.vectors):
                 place = (g * self.vectors + at) * self.bytes
                 to.store(self.totals.load(self.floats, place, self.bytes) * inverse, place, 4)
+
+
+def capped(f: Function, score: Value, cap: Value) -> Value:
+    """cap * tanh(score / cap), but -inf of what may not be seen."""
+    most = cap.splat(lanes_of(score.type))
+    return (score < _LEAST).select(score, tanh(f, score / most) * most)
 
 
 def inverse_root(f: Function, x: Value) -> Value:

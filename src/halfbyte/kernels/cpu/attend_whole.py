@@ -30,7 +30,7 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.attend import kept
+from halfbyte.kernels.cpu.attend import capped, kept
 from halfbyte.kernels.cpu.exponential import exp
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
@@ -50,7 +50,7 @@ WHOLE = Block(
         *("bias", "bias_batch", "bias_head", "bias_token"),  # of scores, float32
         *("out", "batch", "heads", "tokens", "padded", "parts"),  # heads of keys; keys at a time; parts of a head's queries
         *("scratch", "thread_bytes"),
-        "scale",
+        "scale",  # and the cap
     ),
     frozenset({"scale"}),
 )
@@ -64,7 +64,7 @@ _WORK_A_THREAD = 1 << 17  # multiplications
 @dataclass(frozen=True, slots=True)
 class WholeSpec:
     """dim: D; masked: there is a mask; biased: something is added to scores; group: heads of queries that share one of keys; kind: of keys
-    and values, as in AttendSpec; causal: no token sees those behind it."""
+    and values, as in AttendSpec; causal: no token sees those behind it; capped: scores are, as in `attend.py`."""
 
     dim: int
     masked: bool
@@ -72,6 +72,7 @@ class WholeSpec:
     group: int = 1
     kind: str = "f32"
     causal: bool = False
+    capped: bool = False
 
 
 class _Query(NamedTuple):
@@ -206,7 +207,8 @@ class _Whole(Emitter):
         totals, column, ints = self._totals(vectors), self.keys + first * (4 * self.spec.dim), vector("i32", self.lanes)
         for d in f.loop(self.spec.dim):
             self._multiply_add(totals, [query.x + d * 4 for query in queries], column + d * (4 * step))
-        scale = WHOLE.load_floats(self.args, "scale")[0].splat(n)
+        scale, cap = WHOLE.load_floats(self.args, "scale")
+        scale = scale.splat(n)
         for i, query in enumerate(queries):
             for v in range(vectors):
                 at, score = first + v * n, totals[i * vectors + v].value
@@ -214,6 +216,8 @@ class _Whole(Emitter):
                 if self.spec.masked:
                     seen = seen & ((query.mask + at).load(vector("i8", n)).to("i32").equals(0).select(f.value(ints, 0), 1) > 0)
                 score = f.fma(score, scale, (query.bias + at * 4).load(self.floats, 0, 4)) if self.spec.biased else score * scale
+                if self.spec.capped:
+                    score = capped(f, score, cap)
                 score = seen.select(score, float("-inf"))
                 self.scores.store(score, (self.padded * i + at) * 4, self.bytes)
                 largest[i].value = score.max_or(largest[i].value)

@@ -2,8 +2,11 @@
 
     qkv = norm(x) · Wqkvᵀ + bias             each is a product of `linear.py`: activations are laid out, and quantized, once; where formats
                                              differ, queries, keys and values are up to three products
+    q, k = norm(q), norm(k)                  where whole rows of queries and of keys have norms (OLMo 2); those of heads are `attend`'s
     a   = attend(qkv)                        positions, the cache's new entries, attention (`attend.py`; of many tokens `attend_whole.py`)
-    h   = a · Woᵀ + bias + x
+    h   = x + factor * norm(a · Woᵀ + bias)
+
+Either norm may be missing.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
 from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.chain import Product
-from halfbyte.kernels.cpu.halves import FEW, OUT_STRIDE, RESIDUAL, Fields, Laid, Norm, room, shared
+from halfbyte.kernels.cpu.halves import FEW, OUT_STRIDE, Added, Fields, Laid, Norm, needs_sums, room, shared
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 
@@ -41,24 +44,41 @@ class Size(NamedTuple):
     threads: int
 
 
+class Heads(NamedTuple):
+    """H query heads, Hkv key-value heads, D elements each.
+
+    scale   of scores
+    norms   of queries and keys, with one eps and of one kind; None where there are none
+    rows    whether norms are of whole rows, weights [H * D] and [Hkv * D], not of heads, weights [D]
+    turned  elements of a head that have positions, the first
+    cap     of scores, or None
+    """
+
+    query: int
+    key: int
+    dim: int
+    scale: float
+    norms: tuple[Norm, Norm] | None
+    rows: bool
+    turned: int
+    cap: float | None
+
+
 @dataclass(frozen=True, eq=False)
 class Attention:
     """The weights, by their addresses: whoever calls sees to it that they are there. What is not packed is float32.
 
-    qkv         one product, or one after the other those whose outputs stand side by side
-    before      the norm of x
-    head_norms  of queries and keys, weights [D], with one eps; None where heads have no norms
-    scale       of scores
+    qkv            one product, or one after the other those whose outputs stand side by side
+    before, after  the norms of x and of what `o` gives, or None
+    factor         of what is added to x; 1 where there is a norm after
     """
 
     qkv: tuple[Product, ...]
     o: Product
-    before: Norm
-    head_norms: tuple[Norm, Norm] | None
-    heads: int
-    kv_heads: int
-    dim: int
-    scale: float
+    before: Norm | None
+    after: Norm | None
+    factor: float
+    heads: Heads
 
     @property
     def both(self) -> int:
@@ -73,47 +93,63 @@ class AttentionPlan:
         m, threads = size.batch * size.tokens, size.threads
         self._tokens, self._hidden, products = size.tokens, hidden, (*half.qkv, half.o)
         scratch = threads * _sizes(half, room(m))[1] if size.tokens > FEW else 0
-        widths = half.both, half.o.k
+        widths = half.both, half.o.k, half.o.n if needs_sums(half.after, half.factor) else 0
         memory = shared("attention", (*Laid.sizes(products, m, threads), *(room(m) * n * 4 for n in widths), scratch))
-        laid, (qkv, attended, scratch) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
+        laid, (qkv, attended, sums, scratch) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
         first = []
         for product, column in zip(half.qkv, accumulate((4 * p.n for p in half.qkv[:-1]), initial=qkv), strict=True):
             first.append(laid.steps(product, 0, column, norm=half.before))
             _pack_one(first[-1].linear, OUT_STRIDE, 4 * half.both)
         self.steps = _steps(half, size, (qkv, attended, scratch))
-        last = laid.steps(half.o, attended, hidden)
-        self._first, self._last = [steps.linear for steps in first], last.linear
-        self._kept = memory, first, last
-        self.blocks: list[Buffer] = [*(block for steps in first for block in steps.blocks), *self.steps, *last.blocks]
+        self._last = Added(laid, half.o, attended, 4 * half.o.k, sums, half.after, half.factor)
+        self._first = [steps.linear for steps in first]
+        self._kept = memory, first
+        products_of_x = [block for steps in first for block in steps.blocks]
+        self.blocks: list[Buffer] = [*products_of_x, *_norms_of_rows(half, laid, qkv), *self.steps, *self._last.blocks]
 
     def point(self, x: int, cache: Sequence[int]) -> None:
         """Fills in what changes: where x is, and the arguments of ATTEND from `cos` to `length`."""
         for linear in self._first:
             _pack_one(linear, _X, x)
-        _pack_one(self._last, RESIDUAL, x - self._hidden)
+        self._last.point(self._hidden, x)
         _pack_cache(self.steps[0], _CACHE, *cache)
         if len(self.steps) > 1:
             *seen, length = cache[4:]
             _pack_seen(self.steps[1], _SEEN, length, length + self._tokens, *seen)
 
 
+def _norms_of_rows(half: Attention, laid: Laid, qkv: int) -> list[Buffer]:
+    heads = half.heads
+    if heads.norms is None or not heads.rows:
+        return []
+    widths = heads.query * heads.dim, heads.key * heads.dim
+    places = qkv, qkv + 4 * widths[0]
+    return [laid.norm(norm, at, at, 4 * half.both, width) for norm, at, width in zip(heads.norms, places, widths, strict=True)]
+
+
 def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[Buffer, ...]:
     """One step, or for many tokens two: they enter the cache, and attend to it. memory: qkv, what is attended, and of threads."""
     qkv, attended, scratch = memory
-    group, many = half.heads // half.kv_heads, size.tokens > FEW
-    spec = AttendSpec(half.dim, group, size.kind, half.head_norms is not None, size.masked and not many, many)
+    heads, many = half.heads, size.tokens > FEW
+    group = heads.query // heads.key
+    norms = None if heads.rows else heads.norms
+    capped, plus_one = heads.cap is not None, norms is not None and norms[0].plus_one
+    turned = None if heads.turned == heads.dim else heads.turned
+    masked = size.masked and not many
+    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, capped and not many)
     sizes = {"batch": size.batch, "tokens": size.tokens}
-    norms = half.head_norms or (Norm(0, 0.0), Norm(0, 0.0))
+    norms = norms or (Norm(0, 0.0), Norm(0, 0.0))
     fields: Fields = {
         **sizes,
         "qkv": qkv,
         "qkv_stride": 4 * half.both,
         "out": attended,
         "out_stride": 4 * half.o.k,
-        "kv_heads": half.kv_heads,
+        "kv_heads": heads.key,
         "q_norm": norms[0].weight,
         "k_norm": norms[1].weight,
-        "scale_eps": (half.scale, norms[0].eps),
+        "scale_eps": (heads.scale, norms[0].eps),
+        "cap": (heads.cap or 0.0, 0.0),
     }
     first = arguments(ATTEND, compiled(attend.build, spec, current()), fields)
     if not many:
@@ -123,19 +159,20 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
         **sizes,
         "q": qkv,
         "q_batch": 4 * half.both * size.tokens,
-        "q_head": 4 * half.dim,
+        "q_head": 4 * heads.dim,
         "q_token": 4 * half.both,
         "out": attended,
-        "heads": half.kv_heads,
+        "heads": heads.key,
         "padded": padded,
-        "parts": attend_whole.parts(size.batch * half.kv_heads, size.tokens * group, size.threads),
+        "parts": attend_whole.parts(size.batch * heads.key, size.tokens * group, size.threads),
         "scratch": scratch,
         "thread_bytes": thread_bytes,
-        "scale": (half.scale, 0.0),
+        "scale": (heads.scale, heads.cap or 0.0),
     }
-    whole = WholeSpec(half.dim, size.masked, group=group, kind=size.kind, causal=True)
+    whole = WholeSpec(heads.dim, size.masked, group=group, kind=size.kind, causal=True, capped=capped)
     return first, arguments(WHOLE, compiled(attend_whole.build, whole, current()), fields)
 
 
 def _sizes(half: Attention, tokens: int) -> tuple[int, int]:
-    return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * half.heads // half.kv_heads, half.dim, current())
+    heads = half.heads
+    return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * heads.query // heads.key, heads.dim, current())

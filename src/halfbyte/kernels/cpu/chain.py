@@ -2,12 +2,14 @@
 
     chain(steps)        every thread runs its share of each step; none begins a step before all have finished the one before
     lanes(chains)       every thread runs chains of its own, alone
-    norm(args)          y = norm(x)
+    norm(args)          y = norm(x), or that + residual
+    scale(args)         y = factor * x + residual
     product(args)       y = epilogue(norm(x) · dequantize(W)ᵀ): `linear.LinearKernel`'s tiles, with what comes before and after them
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
 
-Norms are RMS norms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or, centred, layer norms, (x - mean(x)) /
+Norms are RMS norms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or with 1 + weight in its place (Gemma), or,
+centred, layer norms, (x - mean(x)) /
 sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450), the mean taken before the squares.
 
 A product of one row: every thread prepares the row for itself, so that nobody waits. Of more rows: threads share them in a step before.
@@ -25,7 +27,7 @@ from itertools import accumulate
 from halfbyte.kernels.cpu import driver, kernel, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.attend import inverse_root
-from halfbyte.kernels.cpu.exponential import silu
+from halfbyte.kernels.cpu.exponential import gelu_tanh, silu
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
@@ -35,7 +37,11 @@ from halfbyte.layouts.cpu_tiles import PANEL
 _HEADER = LINEAR.fields[:4]
 CHAIN = Block((*_HEADER, "steps", "count"))
 LANES = Block((*_HEADER, "chains", "count"))
-NORM = Block((*_HEADER, "x", "x_stride", "out", "out_stride", "rows", "k", "weight", "shift", "eps"), frozenset({"eps"}))
+NORM = Block(
+    # `residual`: bytes from an output to what is added to it; `eps` and the factor
+    (*_HEADER, "x", "x_stride", "out", "residual", "out_stride", "rows", "k", "weight", "shift", "eps"),
+    frozenset({"eps"}),
+)
 PRODUCT = Block(
     (
         *_HEADER,
@@ -45,20 +51,26 @@ PRODUCT = Block(
         *("norm", "shift", "normed", "normed_thread", "normed_row", "eps"),
         "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
         *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
-        "gate",  # panels of gates; those behind them are multiplied by silu of them, in their place
+        "gate",  # panels of gates; those behind them are multiplied by a function of them, in their place
     ),
     frozenset({"eps"}),
 )
 
 
+GATES: dict[str, Callable[[Function, Value], Value]] = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """kind: "chain", "lanes", "norm", or of a product "rows" (prepare them), "panels" (multiply) or "product"
-    (both, each thread for itself); centred: norms are layer norms."""
+    """kind: "chain", "lanes", "norm", "scale", or of a product "rows" (prepare them), "panels" (multiply) or "product"
+    (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; centred: norms are layer norms;
+    plus_one: norms multiply by 1 + weight; added: there is a residual."""
 
     kind: str
-    gated: bool = False
+    gates: str = "none"
     centred: bool = False
+    plus_one: bool = False
+    added: bool = False
 
 
 @kernel.phase
@@ -68,7 +80,9 @@ def build(step: Step, isa: ISA, f: Function) -> None:
     elif step.kind == "lanes":
         _lanes(f)
     elif step.kind == "norm":
-        _norms(f, isa, centred=step.centred)
+        _norms(f, isa, step)
+    elif step.kind == "scale":
+        _scales(f, isa)
     else:
         _product(f, isa, step)
 
@@ -83,11 +97,11 @@ def _product(f: Function, isa: ISA, step: Step) -> None:
     linear = PRODUCT.load(args, "linear", "ptr")
     m = LINEAR.load(linear, "m")
     if step.kind == "rows":
-        prepare(f, isa, linear, (thread * m // threads, (thread + 1) * m // threads), centred=step.centred)
+        prepare(f, isa, linear, (thread * m // threads, (thread + 1) * m // threads), centred=step.centred, plus_one=step.plus_one)
         return
     if step.kind == "product":
-        prepare(f, isa, linear, (f.value("i64", 0), m), centred=step.centred)
-    _multiply(f, isa, linear, step.gated)
+        prepare(f, isa, linear, (f.value("i64", 0), m), centred=step.centred, plus_one=step.plus_one)
+    _multiply(f, isa, linear, step.gates)
 
 
 def _lanes(f: Function) -> None:
@@ -110,7 +124,7 @@ def _chain(f: Function) -> None:
             f.call_pointer(LINEAR.load(args, "openmp", "ptr").load("ptr", 8 * 3))
 
 
-def prepare(f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, centred: bool = False) -> None:
+def prepare(f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, centred: bool = False, plus_one: bool = False) -> None:
     """Rows first … stop - 1 of x, normed, into the order that tiles read, as `driver.py` does it; the arguments of `f` are PRODUCT's."""
     args, thread, _ = f.parameters
     x, stride, k = LINEAR.load(linear, "x", "ptr"), LINEAR.load(linear, "x_stride"), LINEAR.load(linear, "k")
@@ -119,8 +133,8 @@ def prepare(f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, 
     scratch = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
     row_bytes, big, count = (LINEAR.load(linear, field) for field in ("row_bytes", "tile_rows", "tiles"))
     split = big * count
-    weights = PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")
-    norm = RowNorm(f, isa, k, weights, args + PRODUCT.offset("eps"), centred)
+    vectors = PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")
+    norm = RowNorm(f, isa, k, vectors, args + PRODUCT.offset("eps"), centred, plus_one)
     plain = norm.weight.is_null()
     for r in f.loop(rows[1], rows[0]):
         row, to = x + r * stride, normed + r * PRODUCT.load(args, "normed_row")
@@ -132,25 +146,49 @@ def prepare(f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, 
         f.call_pointer(function, linear, plain.select(row, to), scratch + (r - inside) * row_bytes, in_tile, inside)
 
 
-def _norms(f: Function, isa: ISA, *, centred: bool) -> None:
+def _norms(f: Function, isa: ISA, step: Step) -> None:
     """Threads share the rows."""
     args, thread, threads = f.parameters
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
-    rows, k, x_stride, out_stride = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride"))
-    norm = RowNorm(f, isa, k, (NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")), args + NORM.offset("eps"), centred)
+    rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
+    vectors = NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")
+    norm = RowNorm(f, isa, k, vectors, args + NORM.offset("eps"), step.centred, step.plus_one)
     for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
-        norm.emit(x + r * x_stride, out + r * out_stride)
+        norm.emit(x + r * x_stride, out + r * out_stride, residual if step.added else None)
+
+
+def _scales(f: Function, isa: ISA) -> None:
+    """Threads share the rows."""
+    args, thread, threads = f.parameters
+    x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
+    rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
+    _, factor = NORM.load_floats(args, "eps")
+    whole = k // isa.lanes * isa.lanes
+    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+        row, to = x + r * x_stride, out + r * out_stride
+
+        def write(at: Value, type_: str, by: Value, row: Value = row, to: Value = to) -> None:
+            (to + at).store(f.fma((row + at).load(type_, 0, 4), by, (to + residual + at).load(type_, 0, 4)), 0, 4)
+
+        for i in f.loop(whole, step=isa.lanes):
+            write(i * 4, isa.floats, factor.splat(isa.lanes))
+        for i in f.loop(k, start=whole):
+            write(i * 4, "float", factor)
 
 
 class RowNorm:
     """Of rows of k elements. Sums are four side by side, those of squares by fused multiply-adds."""
 
-    def __init__(self, f: Function, isa: ISA, k: Value, vectors: tuple[Value, Value], eps: Value, centred: bool) -> None:
-        self.f, self.isa, self.k, (self.weight, self.shift), self.eps, self.centred = f, isa, k, vectors, eps, centred
+    def __init__(
+        self, f: Function, isa: ISA, k: Value, vectors: tuple[Value, Value], eps: Value, centred: bool, plus_one: bool = False
+    ) -> None:
+        self.f, self.isa, self.k, (self.weight, self.shift), self.eps = f, isa, k, vectors, eps
+        self.centred, self.plus_one = centred, plus_one
         self.size, self.step = 4 * isa.lanes, 4 * isa.lanes
         self.whole = k // self.step * self.step
 
-    def emit(self, x: Value, to: Value) -> None:
+    def emit(self, x: Value, to: Value, residual: Value | None = None) -> None:
+        """residual: bytes from an output to what is added to it."""
         f, lanes = self.f, self.isa.lanes
         count = self.k.to("float")
         mean = self._sum(x, lambda total, part: total + part) / count if self.centred else None
@@ -167,7 +205,14 @@ class RowNorm:
 
         def write(at: Value, type_: str, by: Value, more: int = 0) -> None:
             part, weight = centred((x + at).load(type_, more, 4)) * by, (self.weight + at).load(type_, more, 4)
-            y = f.fma(part, weight, (self.shift + at).load(type_, more, 4)) if self.centred else part * weight
+            if self.plus_one:
+                weight = weight + 1.0
+            if self.centred:
+                y = f.fma(part, weight, (self.shift + at).load(type_, more, 4))
+            elif residual is not None:
+                y = f.fma(part, weight, (to + residual + at).load(type_, more, 4))
+            else:
+                y = part * weight
             (to + at).store(y, more, 4)
 
         for i in f.loop(self.whole, step=self.step):
@@ -189,8 +234,9 @@ class RowNorm:
         return total.value
 
 
-def _multiply(f: Function, isa: ISA, linear: Value, gated: bool) -> None:
+def _multiply(f: Function, isa: ISA, linear: Value, gates: str) -> None:
     """Each thread its own first group, then whichever is left."""
+    gated = gates != "none"
     args, thread, _ = f.parameters
     gate = PRODUCT.load(args, "gate")
     a = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
@@ -201,8 +247,8 @@ def _multiply(f: Function, isa: ISA, linear: Value, gated: bool) -> None:
         if gated:
             driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias)
             for row in f.loop(LINEAR.load(linear, "m")):
-                gates = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
-                through_gates(f, isa, gates, (stop - start) * PANEL, gate * (4 * PANEL))
+                at = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
+                through_gates(f, isa, at, (stop - start) * PANEL, gate * (4 * PANEL), gates)
 
 
 def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
@@ -219,11 +265,11 @@ def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
         taken.value = f.fetch_add(args + LINEAR.offset("counter")) + threads
 
 
-def through_gates(f: Function, isa: ISA, gates: Value, count: Value, apart: Value) -> None:
-    """silu(gate) * up in the gates' place, `count` columns of a row."""
+def through_gates(f: Function, isa: ISA, gates: Value, count: Value, apart: Value, function: str = "silu") -> None:
+    """function(gate) * up in the gates' place, `count` columns of a row; up lies `apart` bytes behind."""
     for i in f.loop(count, step=isa.lanes):
         at = gates + i * 4
-        at.store(silu(f, at.load(isa.floats, 0, 4)) * (at + apart).load(isa.floats, 0, 4), 0, 4)
+        at.store(GATES[function](f, at.load(isa.floats, 0, 4)) * (at + apart).load(isa.floats, 0, 4), 0, 4)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

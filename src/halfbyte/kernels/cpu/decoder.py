@@ -42,7 +42,7 @@ class Layer:
     @property
     def rotary(self) -> int:
         """Elements of a token's row of cosines, and of sines."""
-        return self.attention.dim
+        return self.attention.heads.turned
 
 
 class Plan:
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None) -> list[Tensor]:
     """x [B, t, K], contiguous float32 -> what each of the layers gives, one after the other.
 
-    rotary  cosines and sines, each [B or 1, t, D], contiguous float32
+    rotary  cosines and sines, each [B or 1, t, R], contiguous float32
     mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
     """
     batch, tokens, _ = x.shape
@@ -116,7 +116,7 @@ def _run(
     first = layers[0]
     threads = threads_of(first, batch * tokens)
     cos, sin = rotary
-    before = cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0) if len(cos) > 1 else 0, 4 * first.rotary
+    before = cos.data_ptr(), sin.data_ptr(), 4 * cos.stride(0) if len(cos) > 1 else 0, 4 * cos.shape[2]
     after = (0, 0, 0)
     if mask is not None:
         after = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0

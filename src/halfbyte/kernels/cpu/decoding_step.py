@@ -107,7 +107,7 @@ class Steps:
             "norm": norm,
             "eps": (eps, 0.0),
         }
-        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads)
+        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=Step(""))
         return steps
 
     def point(self, entries: Sequence[Entry]) -> None:

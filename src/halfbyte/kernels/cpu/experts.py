@@ -370,7 +370,7 @@ class ExpertsPlan:
         products = half.gate_up, half.down
         memory = shared("shared expert", (*Laid.sizes(products, m, threads), 4 * m * half.gate_up.n, 4 * m * half.down.n))
         laid, (gates, out) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate_up, hidden, gates, norm=router.before, gated=True)
+        first = laid.steps(half.gate_up, hidden, gates, norm=router.before, gates="silu")
         last = laid.steps(half.down, gates, out, stride=4 * half.gate_up.n)
         self._kept += [memory, first, last]
         return [*first.blocks, *last.blocks], out

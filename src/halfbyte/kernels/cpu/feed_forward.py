@@ -1,28 +1,35 @@
 """The feed-forward half of a decoder layer: h [m, K] -> y [m, K], float32.
 
-    g = norm(h) · Wgate_upᵀ                  silu(gate) * up where the gates were
-    y = g · Wdownᵀ + bias + h
+    g = norm(h) · Wgate_upᵀ                  f(gate) * up where the gates were
+    y = h + factor * norm(g · Wdownᵀ + bias)
+
+Either norm may be missing.
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import Buffer
 from halfbyte.kernels.cpu.chain import Product
-from halfbyte.kernels.cpu.halves import OUT, Laid, Norm, room, shared
-
-_pack_two = struct.Struct("<2q").pack_into
+from halfbyte.kernels.cpu.halves import Added, Laid, Norm, needs_sums, room, shared
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """The weights, by their addresses. `before`: the norm of h."""
+    """The weights, by their addresses.
+
+    before, after  the norms of h and of what `down` gives, or None
+    factor         of what is added to h; 1 where there is a norm after
+    gates          their function, as in `chain.GATES`
+    """
 
     gate_up: Product
     down: Product
-    before: Norm
+    before: Norm | None
+    after: Norm | None
+    factor: float
+    gates: str
 
     @property
     def k(self) -> int:
@@ -39,12 +46,13 @@ class Dense:
 class DensePlan:
     def __init__(self, half: Dense, m: int, threads: int, hidden: int) -> None:
         products, self._hidden = (half.gate_up, half.down), hidden
-        memory = shared("feed_forward", (*Laid.sizes(products, m, threads), room(m) * half.gate_up.n * 4))
-        laid, gates = Laid.of(products, m, threads, memory.starts), memory.starts[2]
-        first = laid.steps(half.gate_up, hidden, gates, norm=half.before, gated=True)
-        last = laid.steps(half.down, gates, 0, stride=4 * half.gate_up.n)
-        self._last, self._kept = last.linear, (memory, first, last)
-        self.blocks: list[Buffer] = [*first.blocks, *last.blocks]
+        widths = half.gate_up.n, half.k if needs_sums(half.after, half.factor) else 0
+        memory = shared("feed_forward", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
+        laid, (gates, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
+        first = laid.steps(half.gate_up, hidden, gates, norm=half.before, gates=half.gates)
+        self._last = Added(laid, half.down, gates, 4 * half.gate_up.n, sums, half.after, half.factor)
+        self._kept = memory, first
+        self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 
     def point(self, out: int) -> None:
-        _pack_two(self._last, OUT, out, self._hidden - out)
+        self._last.point(out, self._hidden)

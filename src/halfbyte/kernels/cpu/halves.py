@@ -7,8 +7,9 @@ are filled in but for what changes from token to token.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
-from halfbyte.kernels.cpu.chain import PRODUCT, Product, Step, phase, shares
+from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Product, Step, phase, shares
 from halfbyte.kernels.cpu.kernel import arguments
 from halfbyte.kernels.cpu.linear import CALL, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
@@ -26,15 +27,18 @@ from halfbyte.layouts.cpu_tiles import PANEL
 FEW = 8  # tokens: for more of them keys are laid out before they are multiplied
 _INFINITE = float("inf")
 _STEP = 64  # rows: memory is for multiples of so many
-OUT, RESIDUAL, OUT_STRIDE = (LINEAR.offset(field) for field in ("out", "residual", "out_stride"))
+OUT_STRIDE = LINEAR.offset("out_stride")
+_pack_two = struct.Struct("<2q").pack_into
 Fields = dict[str, int | tuple[float, float]]
 
 
 class Norm(NamedTuple):
-    """An RMS norm: the address of its weight, float32 [K], and what is added to the mean of squares."""
+    """An RMS norm: the address of its weight, float32 [K], what is added to the mean of squares, and whether 1 + weight is the
+    factor."""
 
     weight: int
     eps: float
+    plus_one: bool = False
 
 
 class FeedForward(Protocol):
@@ -119,7 +123,7 @@ class Laid:
         return cls(m, threads, normed, 4 * max(p.k for p in products), laid_out, private)
 
     def steps(
-        self, product: Product, x: int, out: int, *, norm: Norm | None = None, gated: bool = False, stride: int | None = None
+        self, product: Product, x: int, out: int, *, norm: Norm | None = None, gates: str = "none", stride: int | None = None
     ) -> ProductSteps:
         """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later."""
         linear, _ = product.kernel.arguments(self.m, self.threads)
@@ -128,8 +132,47 @@ class Laid:
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_thread, "private": self.private}
         if norm is not None:
             fields |= {"norm": norm.weight, "eps": (norm.eps, 0.0)}
-        blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, gated=gated)
+        kind = Step("", gates, plus_one=norm is not None and norm.plus_one)
+        blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, kind=kind)
         return ProductSteps(blocks, linear, table)
+
+    def norm(self, norm: Norm, x: int, out: int, stride: int, k: int) -> Buffer:
+        """The step of a norm alone, of rows of k elements that lie `stride` bytes apart."""
+        return _rows(Step("norm", plus_one=norm.plus_one), self.m, k, stride, {"x": x, "out": out, **_of_norm(norm)})
+
+
+class Added:
+    """The last product of a half and the residual, out = residual + factor * norm(rows · Wᵀ + bias): within the product where there is
+    nothing but that, and else with a step of its own, which takes about as long as threads take to meet."""
+
+    def __init__(self, laid: Laid, product: Product, x: int, stride: int, sums: int, after: Norm | None, factor: float) -> None:
+        """sums: where the product goes before its norm; `factor` is 1 where there is one."""
+        self._steps = laid.steps(product, x, sums, stride=stride)
+        self.blocks, self._block, self._place = self._steps.blocks, self._steps.linear, LINEAR.offset("out")
+        if after is not None:
+            self._block = _rows(Step("norm", plus_one=after.plus_one, added=True), laid.m, product.n, 4 * product.n, _of_norm(after))
+        elif factor != 1.0:
+            self._block = _rows(Step("scale"), laid.m, product.n, 4 * product.n, {"eps": (0.0, factor)})
+        if self._block is not self._steps.linear:
+            self.blocks, self._place = [*self.blocks, self._block], NORM.offset("out")
+            struct.pack_into("<q", self._block, NORM.offset("x"), sums)
+
+    def point(self, out: int, residual: int) -> None:
+        """Where `out` goes, and what is added to it: addresses of contiguous rows."""
+        _pack_two(self._block, self._place, out, residual - out)
+
+
+def needs_sums(after: Norm | None, factor: float) -> bool:
+    """Whether the last product of a half goes to memory of its own."""
+    return after is not None or factor != 1.0
+
+
+def _of_norm(norm: Norm) -> Fields:
+    return {"weight": norm.weight, "eps": (norm.eps, 0.0)}
+
+
+def _rows(step: Step, m: int, k: int, stride: int, fields: Fields) -> Buffer:
+    return arguments(NORM, phase(step), {"x_stride": stride, "out_stride": stride, "rows": m, "k": k, **fields})
 
 
 class ProductSteps(NamedTuple):
@@ -141,13 +184,14 @@ class ProductSteps(NamedTuple):
 
 
 def product_steps(
-    n: int, linear: Buffer, fields: Mapping[str, int | tuple[float, float]], *, alone: bool, threads: int, gated: bool = False
+    n: int, linear: Buffer, fields: Mapping[str, int | tuple[float, float]], *, alone: bool, threads: int, kind: Step
 ) -> tuple[list[Buffer], ctypes.Array[ctypes.c_int64]]:
     """One step for one row (`alone`), two for more, with the arguments of the product with n outputs, and others of PRODUCT; and what they
-    read, to be kept."""
+    read, to be kept. kind: a Step with all but its `kind`."""
+    gated = kind.gates != "none"
     panels = -(-n // PANEL) // (2 if gated else 1)
     cut = shares(panels, threads)
     table = (ctypes.c_int64 * len(cut))(*cut)
     of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
-    steps = (Step("product", gated),) if alone else (Step("rows"), Step("panels", gated))
+    steps = (replace(kind, kind="product"),) if alone else (replace(kind, kind="rows", gates="none"), Step("panels", kind.gates))
     return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table

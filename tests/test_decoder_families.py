@@ -1,0 +1,215 @@
+"""Decoder layers of families with other formulas than Llama's: in one call on a CPU they say what transformers' own layers say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import DynamicCache, StaticCache
+
+from halfbyte.integrations import decoding, decoding_cpu, decoding_step
+from halfbyte.integrations.cache import Int8Cache
+from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.integrations.explain_model import explain_model
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
+from halfbyte.nn.fused import fuse_
+
+SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96}
+SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
+KINDS: dict[str, Callable[[], Any]] = {
+    "phi3": partial(transformers.Phi3Config, **WITHOUT),
+    "phi3, a part of each head": lambda: transformers.Phi3Config(
+        **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, partial_rotary_factor=0.75
+    ),
+    "gemma": partial(transformers.GemmaConfig, **SIZES),
+    "gemma2": partial(transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=3.0),
+    "gemma2 without a cap": partial(transformers.Gemma2Config, **SIZES, attn_logit_softcapping=None),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES | {"num_key_value_heads": 1, "head_dim": 256}, query_pre_attn_scalar=100),
+    "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1, mlp_bias=True),
+    "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
+    "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
+    "olmo3": partial(transformers.Olmo3Config, **WITHOUT, layer_types=["full_attention"] * 2),
+    "seed_oss": partial(transformers.SeedOssConfig, **SIZES),
+    "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=["full_attention"] * 2),
+}
+EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
+
+
+def pair(kind: str, **how: Any) -> tuple[Any, Any]:
+    """(as transformers computes it, in one call a layer)"""
+    torch.manual_seed(7)
+    config = KINDS[kind]()
+    if hasattr(config, "layer_types") and config.layer_types is not None:
+        config.layer_types = ["full_attention"] * 2  # others' caches are not of this file
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    assert model.config._attn_implementation == ("eager" if kind in EAGER else "sdpa")
+    quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
+    short = shorten_(copy.deepcopy(fuse_(model)))
+    assert all(map(is_short, short.model.layers))
+    return model, short
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each layer called, whether it was in one call; layer by layer."""
+    found: list[bool] = []
+    plain = decoding_cpu.tokens
+
+    def counting(*args: Any) -> Tensor | None:
+        y = plain(*args)
+        found.append(y is not None)
+        return y
+
+    monkeypatch.setattr(decoding_cpu, "tokens", counting)
+    monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
+    return found
+
+
+def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
+    """Of so many tokens at a time; those that a mask [B, T] hides are 0."""
+    ids, at, found = torch.randint(3, 99, (batch, sum(widths)), generator=torch.Generator().manual_seed(1)), 0, []
+    with torch.no_grad():
+        for width in widths:
+            seen = None if mask is None else mask[:, : at + width]
+            y = model(input_ids=ids[:, at : at + width], attention_mask=seen, past_key_values=cache).logits
+            found.append(y if mask is None else y * mask[:, at : at + width, None])
+            at += width
+    return torch.cat(found, 1)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
+    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_logits(kind: str, calls: list[bool]) -> None:
+    plain, short = pair(kind)
+    widths = (13, 1, 1, 4, 1, 300, 1)  # 300: piece by piece
+    for make in (partial(DynamicCache, config=plain.config), partial(StaticCache, config=plain.config, max_cache_len=330)):
+        calls.clear()
+        assert close(*(logits(model, make(), widths) for model in (short, plain)))
+        assert calls == [True] * 14
+    with torch.no_grad():
+        ids = torch.arange(30).view(2, 15)
+        assert close(*(model(input_ids=ids, use_cache=False).logits for model in (short, plain)))
+    assert calls == [True] * 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_and_several_sequences(kind: str, calls: list[bool]) -> None:
+    plain, short = pair(kind)
+    widths, mask = (12, 1, 2, 9, 1), torch.ones(3, 25, dtype=torch.long)
+    mask[0, :3] = mask[2, :5] = 0
+    assert close(*(logits(model, DynamicCache(config=model.config), widths, mask, 3) for model in (short, plain)))
+    assert calls == [True] * 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_8_bits(kind: str, calls: list[bool]) -> None:
+    plain, short = pair(kind)
+    mine, theirs = (logits(model, Int8Cache(plain.config), (13, 1, 30, 1)) for model in (short, plain))
+    assert calls == [True] * 8
+    # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
+    assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_text(kind: str) -> None:
+    plain, short = pair(kind, skip=[])
+    ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2))
+    how = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    mine, theirs = (model.generate(ids, **how) for model in (short, plain))
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers(kind: str, calls: list[bool]) -> None:
+    """Quantized activations: a code that flips where one is just between two moves an output by 1/127 of the largest times a weight."""
+    plain, short = pair(kind, compute="int8")
+    mine, theirs = (logits(model, DynamicCache(config=model.config), (13, 1, 4)) for model in (short, plain))
+    assert calls == [True] * 6
+    assert float((mine - theirs).norm()) <= 0.02 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_gpus_they_are_transformers_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, short = pair(kind)
+    reason = decoding.why_not_short(short.model.layers[0], "cuda")
+    if kind in ("ministral", "seed_oss"):
+        assert reason is not None
+    assert reason == decoding.why_not_short(plain.model.layers[0], "cuda")
+    assert "is none of LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer" in (reason or "")
+    groups = explain_model(short, "sm_90").groups
+    assert groups[0].reason == reason
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))  # as if that were one
+    caches = [StaticCache(config=plain.config, max_cache_len=20) for _ in range(2)]
+    assert torch.equal(*(logits(model, cache, (5, 1, 1)) for model, cache in zip((short, plain), caches, strict=True)))
+
+
+def test_what_is_said() -> None:
+    for kind in KINDS:
+        _, short = pair(kind)
+        assert short.model.layers[0].halfbyte_remark == "tokens take one call"
+        text = str(explain_model(short))
+        assert "as transformers computes it" not in text
+        assert ("and then the norm" in text) == (kind.startswith(("gemma2", "gemma3", "olmo")))
+        assert ("times 0.3" in text) == (kind == "granite")
+        assert ("gelu(gate) * up" in text) == kind.startswith("gemma")
+
+
+def test_what_changes_is_seen(calls: list[bool]) -> None:
+    for kind, change in (
+        ("granite", lambda layer: setattr(layer, "residual_multiplier", 0.7)),
+        ("gemma2", lambda layer: setattr(layer.self_attn, "attn_logit_softcapping", 9.0)),
+        ("smollm3", lambda layer: setattr(layer.self_attn, "use_rope", False)),
+        ("gemma3", lambda layer: setattr(layer.post_feedforward_layernorm, "eps", 0.5)),
+        ("gemma3", lambda layer: layer.self_attn.q_norm.weight.data.mul_(3)),
+        ("olmo2", lambda layer: setattr(layer.self_attn, "q_norm", copy.deepcopy(layer.self_attn.k_norm))),
+    ):
+        models = pair(kind)
+        if kind == "olmo2":
+            models = pair("gemma3")
+        before = logits(models[1], DynamicCache(), (7, 1))
+        for model in models:
+            change(model.model.layers[0])
+        calls.clear()
+        plain, short = (logits(model, DynamicCache(config=model.config), (7, 1)) for model in models)
+        assert calls == [True] * 4
+        assert close(short, plain)
+        assert not close(short, before)
+
+
+def test_what_goes_the_long_way(calls: list[bool]) -> None:
+    """Masks that show what comes later, as those of images in Gemma 3, and masks that do more than hide."""
+    plain, short = pair("gemma3")
+    ids = torch.arange(8).view(1, 8)
+    both = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    earlier = both.tril()
+    with torch.no_grad():
+        for mask, taken in ((both, False), (earlier, True)):
+            calls.clear()
+            masks = {"full_attention": mask, "sliding_attention": mask}
+            assert close(*(model.model(input_ids=ids, attention_mask=masks).last_hidden_state for model in (short, plain)))
+            assert calls == [taken] * 2
+        plain, short = pair("gemma2")
+        hidden = torch.zeros(1, 1, 8, 8).masked_fill(~earlier, torch.finfo().min)
+        for added, taken in ((hidden, True), (hidden + 0.5, False), (hidden + torch.eye(8), False)):
+            calls.clear()
+            masks = {"full_attention": added, "sliding_attention": added}
+            assert close(*(model.model(input_ids=ids, attention_mask=masks).last_hidden_state for model in (short, plain)))
+            assert calls == [taken] * 2
