@@ -22,11 +22,12 @@ from halfbyte import env
 from halfbyte.errors import ArgumentError, KernelError
 from halfbyte.kernels.cpu import isa as isa_module
 from halfbyte.kernels.cpu import isas as isas_module
-from halfbyte.kernels.cpu import jit, runtime, tile
+from halfbyte.kernels.cpu import jit, linear, runtime, tile
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.machine import machine
+from halfbyte.ops import cpu as cpu_ops
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +211,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Callable[..., Module],
         return load(name, build, isa)
 
     monkeypatch.setattr(jit, "load", noted)
-    compiled.cache_clear()
+    for kept in (compiled.cache_clear, linear.linear_kernel.cache_clear, cpu_ops._linear_kernels.clear):  # by tests before
+        kept()
     return calls
 
 
