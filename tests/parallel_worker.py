@@ -39,7 +39,7 @@ FORMATS = {"blocks": "int4_g16_zp", "rows": "int8_channel"}  # of which columns 
 
 
 def main(rank: int, count: int, folder: Path, device: str, names: list[str]) -> None:
-    how: dict[str, Any] = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=150)}
+    how: dict[str, Any] = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=500)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}  # as torchrun does
     if device == "cuda":
         torch.cuda.set_device(rank)

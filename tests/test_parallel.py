@@ -80,7 +80,7 @@ def outcomes(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
     for model in models.iterdir():
         (folder / model.name).symlink_to(model, target_is_directory=True)
     command = [str(Path(parallel_worker.__file__)), "{rank}", str(count), str(folder), device]
-    said = run_processes(count, command, seconds=200 if device == "cpu" else 600)  # GPU kernels of many formats are compiled
+    said = run_processes(count, command)
     files = [folder / f"{rank}.json" for rank in range(count)]
     assert all(file.exists() for file in files), said
     skipped = dict.fromkeys(parallel_worker.CPU_ALONE, "skipped") if device != "cpu" else {}
@@ -88,9 +88,9 @@ def outcomes(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
 
 
 def run_processes(
-    count: int, command: list[str], environment: dict[str, str] | None = None, *, seconds: float = 200
+    count: int, command: list[str], environment: dict[str, str] | None = None, *, seconds: float = 600
 ) -> list[tuple[str, str]]:
-    """(stdout, stderr) of `count` processes that run together, none of them forever."""
+    """(stdout, stderr) of `count` processes that run together, none of them forever. (Kernels of many formats are compiled.)"""
     source = str(Path(hb.__file__).parent.parent)
     everywhere = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
     started = []
