@@ -384,6 +384,10 @@ def test_inspect_shows_ties_once(run: Run, llama: Path, tmp_path: Path) -> None:
 
 def test_inspect_refuses(run: Run, quantized: Path, llama: Path, tmp_path: Path) -> None:
     run("inspect", tmp_path / "nowhere").refuses("nowhere")
+    (tmp_path / "files").mkdir()
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / "files" / name).touch()
+    run("inspect", tmp_path / "files").refuses("but a.gguf and 1 more: name a GGUF file itself")
     run("inspect", quantized, "--against", llama).refuses("same model")
     run("inspect", quantized, "--against", quantized).refuses("as it was before it was quantized")
     damaged = tmp_path / "damaged"

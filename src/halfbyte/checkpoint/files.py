@@ -25,7 +25,7 @@ def weight_files(source: Path) -> list[Path]:
     if isfile(source):
         return [source]
     if not isdir(source):
-        raise not_there(source, "a folder with safetensors files, or one such file")
+        raise not_there(source, "a folder with safetensors files, or one such file, or a GGUF file")
     if isfile(source / "model.safetensors"):
         return [source / "model.safetensors"]
     if isfile(source / INDEX):
@@ -40,6 +40,9 @@ def weight_files(source: Path) -> list[Path]:
         return files
     if pickles := [path.name for end in ("*.bin", "*.pt", "*.pth") for path in source.glob(end)]:
         raise CheckpointError(f"{source} has {min(pickles)} only, a pickle, which is never opened: save the model as safetensors first")
+    if files := sorted(source.glob("*.gguf")):
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise CheckpointError(f"{source} has no *.safetensors files, but {files[0].name}{more}: name a GGUF file itself, {files[0]}")
     raise CheckpointError(f"{source} has no *.safetensors files: name a folder that has some, or one such file")
 
 
