@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="mprotect is POSIX")
 def run(progress: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(Path(__file__).with_name("guarded.py")), str(progress), *arguments]
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)

@@ -78,7 +78,7 @@ def test_workers_of_a_data_loader() -> None:
     data = Projected()
     wanted = torch.stack([data[i] for i in range(len(data))])  # this process's threads are up before the workers are forked
     for _ in range(2):
-        got = torch.cat(list(DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)))
+        got = torch.cat(list(DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=600)))
         assert torch.equal(got, wanted)
     assert torch.equal(data[3], wanted[3])
 
@@ -110,7 +110,7 @@ def test_other_systems_are_imported_and_computed_on(system: str) -> None:
     if sys.platform == system:
         pytest.skip("this is that system")
     done = subprocess.run(
-        [sys.executable, "-c", _ELSEWHERE.format(system=system)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _ELSEWHERE.format(system=system)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "a thread pool of halfbyte's own"

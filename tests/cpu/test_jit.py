@@ -170,7 +170,7 @@ for edit in (False, False, True):
 def test_a_second_process_makes_no_ir_until_a_source_is_edited(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(Path(hb.__file__).parent, tmp_path / "halfbyte", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "runs.py").write_text(_RUNS)
-    done = subprocess.run([sys.executable, tmp_path / "runs.py"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, tmp_path / "runs.py"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     first, second, edited = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
     assert first[0] == first[1] >= 6  # modules, files
@@ -380,7 +380,7 @@ def test_two_processes_fill_one_cache_at_once(folder: Path) -> None:
             process.stdin.write(b"go\n")
             process.stdin.flush()
         for process in processes:
-            _, error = process.communicate(timeout=60)
+            _, error = process.communicate(timeout=600)
             assert process.returncode == 0, error.decode()
     finally:
         for process in processes:
@@ -409,7 +409,7 @@ for _ in range(2):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_host_that_forbids_to_execute_written_memory_is_named(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _HARDENED], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", _HARDENED], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode == 77:
         pytest.skip("this kernel has no PR_SET_MDWE (Linux 6.3)")
     assert done.returncode == 0, done.stderr

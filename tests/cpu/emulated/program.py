@@ -140,7 +140,7 @@ class Emulator:
         header = struct.pack(f"<{2 + len(places)}q", size, len(places), *(before + place for place in places))
         numbers = {struct.unpack_from("<q", image, place)[0] for place in places} - {0}
         command = [*self.qemu, str(self._program(numbers))]
-        done = subprocess.run(command, input=header.ljust(before, b"\0") + image, capture_output=True, timeout=120, check=False)
+        done = subprocess.run(command, input=header.ljust(before, b"\0") + image, capture_output=True, timeout=600, check=False)
         assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stderr.decode(errors='replace')}"
         assert len(done.stdout) == size
         return done.stdout[before:]
