@@ -227,7 +227,16 @@ def test_an_unknown_format_names_the_nearest(name: str, near: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("q4_K_M", "q4_0"), ("IQ3_XS", "q4_0"), ("q6_k", "q8_0"), ("nf4", "int4_g64"), ("w8a16", "int8_channel")]
+    ("name", "near"),
+    [
+        ("q4_K_M", "q4_0"),
+        ("IQ3_XS", "q4_0"),
+        ("q5_K_S", "int5_g32"),
+        ("q6_k", "int6_g16"),
+        ("q8_K", "q8_0"),
+        ("nf4", "int4_g64"),
+        ("w8a16", "int8_channel"),
+    ],
 )
 def test_formats_of_others_name_the_nearest(name: str, near: str) -> None:
     with pytest.raises(FormatError, match=rf"^unknown format '{name}' \(the nearest is {near}\): use one of q4_0, "):
@@ -236,7 +245,7 @@ def test_formats_of_others_name_the_nearest(name: str, near: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "bogus", "q9_9", "gptq", None, 4, torch.int8, ["q4_0"], {"format": "q4_0"}])
 def test_an_unknown_format_without_a_near_one_gets_the_list(name: Any) -> None:
-    with pytest.raises(FormatError, match=r"^unknown format [^?]*: use one of q4_0, "):
+    with pytest.raises(FormatError, match=r"^unknown format [^?]*: use one of q4_0, .* or int\{5\|6\}_g<block>"):
         hb.as_format(name)
 
 

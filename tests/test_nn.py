@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -381,6 +382,12 @@ def test_a_lone_layer_has_no_place_to_be_replaced_in() -> None:
 
 
 # The report
+
+
+def test_report_says_what_is_tied() -> None:
+    for model in (llama(), quantize_(llama(), Config("q4_0", skip=["lm_head"]))):
+        assert re.search(r"\nlm_head  .* tied to model.embed_tokens\n", str(report(model)))
+    assert "tied" not in str(report(llama(tied=False)))
 
 
 def test_report_counts_bytes_and_bits() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import encoder_parts
 import pytest
 import torch
 from samples import random_codes
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import as_format
-from halfbyte.kernels.cpu import jit, runtime
+from halfbyte.kernels.cpu import encoder, jit, runtime
 from halfbyte.kernels.cpu.arguments import Block
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isas import current
@@ -114,6 +115,19 @@ def test_a_forked_child_computes_too(pool: str) -> None:
     assert exit_status(child) == 0
     assert torch.equal(run(x), wanted)
     assert runtime.threads() == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pools
+def test_a_forked_child_runs_whole_layers(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "WORK_A_THREAD", 1)
+    torch.set_num_threads(2)
+    layer, _, _ = encoder_parts.layer_of(encoder_parts.codes_of("q8_0"), "int8", before=False)
+    few, many = torch.randn(1, 9, encoder_parts.SIZES["k"]), torch.randn(8, 5, encoder_parts.SIZES["k"])
+    wanted = layer(few), layer(many)  # threads side by side in each step, and in steps of their own
+    assert exit_status(lambda: torch.equal(layer(few), wanted[0]) and torch.equal(layer(many), wanted[1])) == 0
+    assert torch.equal(layer(many), wanted[1])
 
 
 def exit_status(child: Callable[[], bool]) -> int:

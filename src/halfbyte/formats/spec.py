@@ -44,7 +44,9 @@ _USUAL = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_channel", "
 # The nearest formats to names that are not in the grammar: K-quants, nf4, fp8, w4a16.
 _ELSEWHERE = {
     r"i?q[1-4]_.*": "q4_0",
-    r"i?q[5-8]_.*": "q8_0",
+    r"q5_.*": "int5_g32",
+    r"q6_.*": "int6_g16",
+    r"q[78]_.*": "q8_0",
     r"nf4.*": "int4_g64",
     r"[a-z]*fp4.*": "mxfp4",
     r"w4.*|4_?bits?": "int4_g128",
@@ -223,7 +225,8 @@ def as_format(name: str | Format) -> Format:
     if match is None:
         raise FormatError(
             f"unknown format {name!r}{_suggestion(name)}: use one of {', '.join(_NAMED)} or spell it out as "
-            "int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32], for example int4_g128_zp"
+            "int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32] or int{5|6}_g<block>[_offset][_f16|_bf16|_f32], "
+            "for example int4_g128_zp"
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
     zero: Zero = "point" if match["zero"] == "_zp" else "offset" if match["zero"] == "_offset" else "none"

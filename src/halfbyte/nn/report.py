@@ -126,13 +126,14 @@ class Report:
         return "\n".join([*lines, *self.notes]).lstrip("\n")
 
     def _kept_cells(self) -> Iterator[tuple[str, ...]]:
-        """One line for all rows of a kind that are not quantized for the same reason."""
-        groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+        """One line for all rows of a kind that are not quantized for the same reason, those that are tied apart."""
+        groups: dict[tuple[str, str, str | None], list[Row]] = defaultdict(list)
         for row in self.kept:
-            groups[row.kind, row.reason or ""].append(row)
-        for (kind, reason), rows in groups.items():
-            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-            yield rows[0].name, more.strip(), kind, reason, size_text(sum(row.bytes_after for row in rows))
+            groups[row.kind, row.reason or "", row.tied_to].append(row)
+        for (kind, reason, tied_to), rows in groups.items():
+            more = f"and {len(rows) - 1} more" if len(rows) > 1 else ""
+            size = size_text(sum(row.bytes_after for row in rows)) if tied_to is None else f"tied to {tied_to}"
+            yield rows[0].name, more, kind, reason, size
 
 
 def report(model: nn.Module) -> Report:
