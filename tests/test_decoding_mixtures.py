@@ -24,6 +24,7 @@ from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.report import report
+from halfbyte.ops.experts import Mixture
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
 SPARSE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
@@ -208,6 +209,23 @@ def test_hooks_are_called(calls: list[tuple[int, ...]]) -> None:
     calls.clear()
     steps(short, cache, (1,))
     assert calls == [(1, 1, 2)]
+
+
+@torch.no_grad()
+def test_experts_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a family whose layers are not one call the experts alone are, of few tokens, and where `shorten_` was called."""
+    found: list[tuple[int, ...]] = []
+    call = Mixture.__call__
+    monkeypatch.setattr(Mixture, "__call__", lambda self, x, *args: (found.append(tuple(x.shape)), call(self, x, *args))[1])
+    torch.manual_seed(7)
+    plain = make_decoder("Olmoe", **SPARSE).eval()
+    quantize_(plain, Config("q4_0", compute="float"))
+    short = shorten_(copy.deepcopy(plain))
+    assert not any(map(is_short, short.model.layers))
+    widths = (3, 1, 40, 1)
+    logits = [steps(model, DynamicCache(config=plain.config), widths) for model in (short, plain)]
+    assert close(*logits)
+    assert found == [(width, 48) for width in (3, 1, 1) for _ in range(2)]
 
 
 def test_gradients_take_the_other_way(calls: list[tuple[int, ...]]) -> None:

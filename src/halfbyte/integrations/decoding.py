@@ -37,6 +37,7 @@ from halfbyte.integrations.mixtures import routed_of, why_not_routed
 from halfbyte.integrations.shortened import Shortened, original, products_of, shorten, why_hooked, why_not_fused
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
+from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
@@ -69,6 +70,8 @@ def shorten_(model: nn.Module) -> nn.Module:
             embedding.shorten_embeddings(module)
         elif encoding.parts_of(module) is not None:
             encoding.shorten_encoder_layer(module)
+        elif isinstance(module, MixtureOfExperts):
+            module.few_in_one_call = True
         elif is_decoder_layer(module) and not is_short(module):
             tensor = next(chain(module.parameters(), module.buffers()), None)
             reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)

@@ -92,7 +92,11 @@ class MixtureOfExperts(nn.Module):
     """Replaces transformers' module of experts: its weights become modules with the parameters' names, its biases stay parameters.
 
     The activation between them is computed by the float module, which is kept, but not as a child that torch would see.
+
+    few_in_one_call   whether few rows may take one call on a CPU, which rounds otherwise than the steps that it replaces
     """
+
+    few_in_one_call = False
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -112,7 +116,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [M, H], the experts of each token and their weights [M, T] -> [M, H]."""
         module: Any = self._float[0]
-        if _few(hidden_states, top_k_index, top_k_weights) and (mixture := self._in_one_call()) is not None:
+        if self.few_in_one_call and _few(hidden_states, top_k_index, top_k_weights) and (mixture := self._in_one_call()) is not None:
             return mixture(hidden_states, top_k_index, top_k_weights)
         inner = self.get_submodule(self._up)(hidden_states, top_k_index, self._bias(self._up)).flatten(0, 1)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
