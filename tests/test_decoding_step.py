@@ -229,14 +229,6 @@ def test_a_forward_of_its_own(path: str, taken: list[bool]) -> None:
     assert not any(taken)
 
 
-@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
-def test_windows_are_left_to_transformers(kind: str, taken: list[bool]) -> None:
-    window = {"sliding_window": 3} if kind == "Mistral" else {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
-    plain, short = pair(kind, **window)
-    assert close(tokens(short, DynamicCache(), of=6), tokens(plain, DynamicCache(), of=6))
-    assert not any(taken)
-
-
 def test_other_caches_and_kinds_of_attention(taken: list[bool]) -> None:
     plain, short = pair()
     for make in (lambda: StaticCache(config=plain.config, max_cache_len=16), partial(DynamicCache, config=plain.config)):

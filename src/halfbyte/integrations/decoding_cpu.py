@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
-from halfbyte.integrations.cache import Int8Layer
 from halfbyte.integrations.families import ACTIVATIONS, Family, known, turned
 from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
 from halfbyte.integrations.shortened import products_of
@@ -37,11 +36,16 @@ _CACHES = (*growing.LAYERS, StaticLayer)
 @dataclass(frozen=True, eq=False, slots=True)
 class _Entry:
     """The place of new tokens in the layer of a cache, or where there is none (None): `keys` and `values` have space for them. The cache
-    is not updated before `enter`."""
+    is not updated before `enter`.
+
+    length  tokens before them in `keys` and `values`; with a window, those that the first of them sees
+    known   of a growing layer, the stamp of its buffers and all its tokens
+    """
 
     keys: Tensor
     values: Tensor
     length: int
+    known: tuple[int, int] | None = None
 
     @classmethod
     def into(cls, cache: Any, x: Tensor, heads: int, dim: int) -> _Entry | None:
@@ -56,7 +60,11 @@ class _Entry:
             length, keys, values = int(cache.cumulative_length), cast(Tensor, cache.keys), cast(Tensor, cache.values)
             return cls(keys, values, length) if length + tokens <= keys.shape[2] else None
         grown = growing.grow(cache, tokens)
-        return cls(*grown.buffers, grown.length)
+        keys, values = grown.buffers
+        begin = growing.begin(grown)
+        if begin > 0:
+            keys, values = (buffer.narrow(2, begin, buffer.shape[2] - begin) for buffer in (keys, values))
+        return cls(keys, values, grown.length - grown.first - begin, (grown.stamp, grown.length))
 
     def is_into(self, cache: Any) -> bool:
         """Whether the cache has not changed."""
@@ -64,13 +72,13 @@ class _Entry:
             return True
         if isinstance(cache, StaticLayer):
             return cache.keys is self.keys and cache.values is self.values and int(cache.cumulative_length) == self.length
-        return isinstance(cache, growing.Growing) and cache.buffers[0] is self.keys and cache.length == self.length
+        return isinstance(cache, growing.Growing) and (cache.stamp, cache.length) == self.known
 
     def enter(self, cache: Any, tokens: int) -> None:
         if isinstance(cache, StaticLayer):
             cache.cumulative_length.add_(tokens)
         elif cache is not None:
-            cache.length += tokens
+            growing.entered(cache, tokens)
 
 
 def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]:
@@ -172,6 +180,8 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
         cache = None if caches is None else caches[attention.layer_idx]
         if _sort(one) != _sort(layer) or not _fits(one, x, cache, rotary, settings) or not _is_mask(one, mask, seen):
             break
+        if cache is not None and not _sees(cache, x, seen):
+            break
         made = computed(one)
         if made is not None and made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows:
             break
@@ -233,14 +243,24 @@ def _fits(layer: Any, x: Tensor, cache: Any, rotary: tuple[Tensor, Tensor], sett
 def _is_of(cache: Any, x: Tensor) -> bool:
     """Whether the tokens of x may enter a layer of a cache."""
     keys, values = cache.buffers if isinstance(cache, growing.Growing) else (cache.keys, cache.values)
-    return bool(
+    return (
         keys.dim() == 4
         and keys.shape == values.shape
         and keys.shape[0] == x.shape[0]
-        and keys.dtype == (torch.int8 if isinstance(cache, Int8Layer) else x.dtype)
+        and keys.dtype == (torch.int8 if type(cache) in growing.IN_8_BITS else x.dtype)
         and keys.is_cpu
         and keys.stride(3) == values.stride(3) == 1
+        and (not isinstance(cache, DynamicLayer) or growing.is_whole(cache))
     )
+
+
+def _sees(cache: Any, x: Tensor, mask: Tensor | None) -> bool:
+    """Whether what tokens may see of a layer of a cache follows from the mask and from what is in it."""
+    window = growing.window_of(cache)
+    if window is None or window < 2:
+        return window is None
+    tokens, before = x.shape[1], min(cache.get_seq_length(), window - 1)
+    return tokens == 1 or before + tokens <= window if mask is None else mask.shape[3] == before + tokens
 
 
 _made: WeakKeyDictionary[nn.Module, tuple[DecoderLayer, Unchanged]] = WeakKeyDictionary()

@@ -44,8 +44,10 @@ from halfbyte.ops.library import plain
 # Their forward, and that of their `model`, is this file's formula.
 OF_EXPERTS = (MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM)
 MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, *OF_EXPERTS)
+_WITH_WINDOWS = (Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM)  # of some layers
 _WITH_A_WINDOW = (MistralForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM)  # of all layers, where there is one
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
+_SLIDES = "sliding_attention"  # of a config's `layer_types`
 _EMPTY = {cls: vars(cls()) for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast)}
 _AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many times so many are kept
 
@@ -145,7 +147,7 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
 
 
 def _entries(layers: Sequence[growing.Growing]) -> list[tuple[Tensor, Tensor, int]]:
-    return [(*layer.buffers, layer.length) for layer in layers]
+    return [(*layer.buffers, layer.length - layer.first) for layer in layers]
 
 
 class _Here(threading.local):
@@ -173,9 +175,12 @@ class _Here(threading.local):
             return False
         if not all(keys.shape == values.shape and len(keys) == batch and keys.dtype in dtypes and keys.is_cpu for keys, values in views):
             return False
+        windows = zip(layers, held.windows, strict=True)
+        if not all(growing.window_of(layer) in (None, window) and growing.is_whole(layer) for layer, window in windows):
+            return False
         grown = [growing.grow(layer, 1) for layer in layers]
         self.stamps, self.batch = tuple(layer.stamp for layer in grown), batch
-        self.space = min(layer.buffers[0].shape[2] for layer in grown)
+        self.space = min(layer.first + layer.buffers[0].shape[2] for layer in grown)
         return True
 
 
@@ -190,7 +195,8 @@ class _Held:
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
         table = embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach()
         last = Weight(head.packed, head.bias, head.compute, head.activation) if self.headed else None
-        self.step = DecodingStep(computed, table, (norm.weight, norm.variance_epsilon), last)
+        self.windows = _windows(model)
+        self.step = DecodingStep(computed, table, (norm.weight, norm.variance_epsilon), last, self.windows)
         settings = [setting for layer in layers for setting in settings_of(layer)]
         settings += [(norm, "variance_epsilon"), (self._rotary, "attention_scaling")]
         parts = [part for layer in layers for part in parts_of(layer)]
@@ -234,6 +240,15 @@ def _held(model: Any) -> _Held | None:
     return held
 
 
+def _windows(model: Any) -> tuple[int | None, ...]:
+    """The window of each layer's attention, None where it sees all tokens."""
+    config = model.config
+    if original(model) in _WITH_WINDOWS:
+        return tuple(config.sliding_window if kind == _SLIDES else None for kind in config.layer_types)
+    window: int | None = config.sliding_window if original(model) in _WITH_A_WINDOW else None
+    return (window,) * len(model.model.layers)
+
+
 def _is_other(model: Any, layers: list[Any]) -> bool:
     """Whether a step of the model is anything else but this file's formula, or is watched, or its inner results are asked for."""
     inner, head, config = model.model, model.lm_head, model.config
@@ -244,8 +259,9 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
         return True
     if any("forward" in vars(part) for part in model.modules() if part is not model):
         return True
-    kinds = getattr(config, "layer_types", None) or ()
-    if any(kind != "full_attention" for kind in kinds) or (original(model) in _WITH_A_WINDOW and config.sliding_window is not None):
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention", _SLIDES}:
+        return True
+    if any(window is not None and window < 2 for window in _windows(model)):
         return True
     if getattr(config, "output_router_logits", False):
         return True

@@ -27,11 +27,19 @@ class DecodingStep:
     table   [N, K], packed for CPUs, or floats in any dtype
     norm    the weight [K] of the RMS norm behind the layers, and eps
     head    [N, K]; None: the result is the normed rows
+    windows of each layer, how many tokens it sees, itself the last; None: all
 
     Everything between the products is float32. Raises ArgumentError for parts that do not fit together.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], table: Packed | Tensor, norm: tuple[Tensor, float], head: Weight | None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        table: Packed | Tensor,
+        norm: tuple[Tensor, float],
+        head: Weight | None,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
         from halfbyte.kernels.cpu import decoding_step, runtime
         from halfbyte.kernels.cpu.plan_cache import PlanCache
 
@@ -52,7 +60,9 @@ class DecodingStep:
             geo = cpu_tiles.geometry(table.format, table.shape, sparse=table.layout == cpu_tiles.SPARSE)
             rows = geo, table.data.data_ptr()
         last = None if head is None else tensors.product(head)
-        self._model = decoding_step.Model(tuple(layer.inner for layer in layers), rows, (tensors.of(norm[0]), norm[1]), last)
+        self._windows = tuple(windows or (None,) * len(layers))
+        inner = tuple(layer.inner for layer in layers)
+        self._model = decoding_step.Model(inner, rows, (tensors.of(norm[0]), norm[1]), last, self._windows)
         self._threads = runtime.threads
         self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
         self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.copied]
@@ -70,8 +80,8 @@ class DecodingStep:
 
         rotary   the address of each token's cosines and sines, [2, D] float32
         cache    stands for the memory of the cache's keys and values: other memory, something else, for ever
-        entries  gives for each layer keys, values and length as a call of DecoderLayer takes them, of one batch and type; it is called if
-                 the thread's last call had another cache
+        entries  gives for each layer keys, values and length as a call of DecoderLayer takes them, of one batch and type; of `length`
+                 tokens a window may have lost the first. It is called if the thread's last call had another cache
         mask     bool [B, length + 1], contiguous: which tokens of the cache and new ones may be seen
 
         Raises ArgumentError for ids that the table does not have, and for entries that layers do not take.
@@ -80,7 +90,7 @@ class DecodingStep:
             raise ArgumentError(f"embedding ids lie in 0 … {self._rows - 1}, got {min(ids)} … {max(ids)}")
         for tensors in self._copied:
             tensors.refresh()
-        steps = self._steps(len(ids), mask is not None, cache, entries)
+        steps = self._steps(len(ids), mask is not None, cache, entries, length)
         if isinstance(self._table, Tensor):
             steps.x.copy_(self._table[ids])
         else:
@@ -91,7 +101,9 @@ class DecodingStep:
         steps.run(length, y.data_ptr(), mask)
         return y
 
-    def _steps(self, batch: int, masked: bool, cache: Hashable, entries: Callable[[], Sequence[tuple[Tensor, Tensor, int]]]) -> Steps:
+    def _steps(
+        self, batch: int, masked: bool, cache: Hashable, entries: Callable[[], Sequence[tuple[Tensor, Tensor, int]]], length: int
+    ) -> Steps:
         kind = batch, masked, self._threads()
         kept = self._kept.entries.get(kind)
         if kept is not None and kept[1] == cache:
@@ -99,17 +111,20 @@ class DecodingStep:
         from halfbyte.kernels.cpu import decoding_step
         from halfbyte.kernels.cpu.decoder import Entry
 
-        found, sizes = entries(), ((batch, 1, self._k), (1, 1, self._layers[0].rotary))
+        found, sizes = tuple(entries()), ((batch, 1, self._k), (1, 1, self._layers[0].rotary))
         x, turn = (torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)
         for layer, entry in zip(self._layers, found, strict=True):
             layer.check(x, (turn, turn), *entry, None)
         if len(dtypes := {keys.dtype for keys, _, _ in found}) > 1:
             raise ArgumentError(f"a cache of one type is taken, got {dtypes}")
+        for (_, _, there), window in zip(found, self._windows, strict=True):
+            if there > length or there < (length if window is None else min(length, window - 1)):
+                raise ArgumentError(f"of {length} tokens and a window of {window} a cache has those that are seen, got one of {there}")
         places = [Entry(*entry) for entry in found]
         if kept is not None and kept[0].cache in dtypes:
             steps = kept[0]
-            steps.point(places)
+            steps.point(places, length)
         else:
-            steps = decoding_step.Steps(self._model, places, masked=masked)
+            steps = decoding_step.Steps(self._model, places, length, masked=masked)
         self._kept.entries[kind] = steps, cache
         return steps

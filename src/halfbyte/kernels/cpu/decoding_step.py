@@ -14,6 +14,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from halfbyte.layouts.cpu_tiles import Geometry
 _INFINITE = float("inf")
 _pack = struct.Struct("<q").pack_into
 _pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
-_MASK, _LENGTH = ATTEND.offset("mask"), ATTEND.offset("length")
+_KEYS, _VALUES, _MASK, _LENGTH = (ATTEND.offset(field) for field in ("keys", "values", "mask", "length"))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,12 +44,31 @@ class Model:
     table  the shape of the embedding and the address of its packed bytes, or None
     norm   the weight [K] of the last RMS norm, and eps
     head   None: there is none, or none that is packed
+    windows of each layer, how many tokens a new one sees, itself the last; None: all
     """
 
     layers: tuple[Layer, ...]
     table: tuple[Geometry, int] | None
     norm: tuple[int, float]
     head: Product | None
+    windows: tuple[int | None, ...]
+
+
+class _Windowed(NamedTuple):
+    """The attention of a layer with a window: where the first of all tokens would be, lost or not, and bytes from one to the next."""
+
+    block: Buffer
+    window: int
+    keys: int
+    key_bytes: int
+    values: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, entry: Entry, length: int, window: int) -> _Windowed:
+        keys, _, _, key_bytes, values, _, _, value_bytes = decoder.places(entry.keys, entry.values)
+        lost = length - entry.length
+        return cls(plan.attention[0], window, keys - lost * key_bytes, key_bytes, values - lost * value_bytes, value_bytes)
 
 
 class Steps:
@@ -59,7 +79,7 @@ class Steps:
     cache  the type of keys and values
     """
 
-    def __init__(self, model: Model, entries: Sequence[Entry], *, masked: bool) -> None:
+    def __init__(self, model: Model, entries: Sequence[Entry], length: int, *, masked: bool) -> None:
         first, batch = model.layers[0], len(entries[0].keys)
         self.cache = entries[0].keys.dtype
         self.threads = decoder.threads_of(first, batch)
@@ -70,11 +90,13 @@ class Steps:
         self._model, self._batch, self._width = model, batch, 8 * first.rotary
         size = Size(batch, 1, decoder.CACHES[self.cache], masked, self.threads)
         self._plans = [Plan(layer, size) for layer in model.layers]
-        self._attention = [plan.attention[0] for plan in self._plans]
+        kinds = list(zip(self._plans, model.windows, strict=True))
+        self._attention = [plan.attention[0] for plan, window in kinds if window is None]
+        self._windowed: list[_Windowed]
         self._last: tuple[Buffer, int]  # the block that has the place of y, and where
         blocks = [*self._begin(), *(block for plan in self._plans for block in plan.blocks), *self._end()]
         self._chain = Chain(blocks, self.threads)
-        self.point(entries)
+        self.point(entries, length)
 
     def _begin(self) -> list[Buffer]:
         if self._model.table is None:
@@ -110,12 +132,14 @@ class Steps:
         steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=Step(""))
         return steps
 
-    def point(self, entries: Sequence[Entry]) -> None:
-        """From now on to these, of the same type and batch."""
+    def point(self, entries: Sequence[Entry], length: int) -> None:
+        """From now on to these, of the same type and batch, the last of `length` tokens."""
         at, turns = self.x.data_ptr(), self._turns.data_ptr()
         rotary = turns, turns + self._width // 2, self._width if self._batch > 1 else 0, 0
         for plan, entry in zip(self._plans, entries, strict=True):
             plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length))
+        layers = zip(self._plans, entries, self._model.windows, strict=True)
+        self._windowed = [_Windowed.of(plan, entry, length, window) for plan, entry, window in layers if window is not None]
 
     def turn(self, b: int, rotary: int) -> None:
         """Sequence b by the cosines and sines, [2, D] float32, at an address."""
@@ -125,6 +149,13 @@ class Steps:
         """length: of the cache before; out: the address of y; mask: bool [B, length + 1], contiguous, which tokens each may see."""
         for block in self._attention:
             _pack(block, _LENGTH, length)
+        for layer in self._windowed:
+            begin = max(0, length + 1 - layer.window)
+            _pack(layer.block, _KEYS, layer.keys + begin * layer.key_bytes)
+            _pack(layer.block, _VALUES, layer.values + begin * layer.value_bytes)
+            _pack(layer.block, _LENGTH, length - begin)
+            if mask is not None:
+                _pack_mask(layer.block, _MASK, mask.data_ptr() + begin, mask.stride(0))
         if mask is not None:
             at, stride = mask.data_ptr(), mask.stride(0)
             for block in self._attention:
