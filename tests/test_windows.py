@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "of 4 tokens": ("Mistral", {"sliding_window": 4}),
     "of 9 tokens": ("Mistral", {"sliding_window": 9}),
     "of 2 tokens": ("Mistral", {"sliding_window": 2}),
+    "of experts": ("Mixtral", {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "of 150 tokens": ("Mistral", {"sliding_window": 150}),
     "in the last layers": ("Qwen2", {**MIXED, "sliding_window": 5, "max_window_layers": 1}),
     "in every other layer": (
@@ -114,8 +115,9 @@ def test_the_same_logits(kind: str, prompt: int, configured: bool, calls: list[s
     assert same_cache(mine, theirs)
     layers, together = plain.config.num_hidden_layers, sum(width > 1 for width in widths)
     assert calls.count("model") == len(widths) - together - (prompt == 1)
-    # A cache that has no layers yet gets them from transformers' own.
-    assert calls.count("layer") == layers * (together + (prompt == 1) - (not configured))
+    if kind != "of experts":  # of which a call has few rows
+        # A cache that has no layers yet gets them from transformers' own.
+        assert calls.count("layer") == layers * (together + (prompt == 1) - (not configured))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +133,7 @@ def test_layer_by_layer(kind: str, calls: list[str], monkeypatch: pytest.MonkeyP
     assert len(calls) == plain.config.num_hidden_layers * len(widths)
     with torch.no_grad():
         assert close(*(model(ids, use_cache=False).logits for model in (short, plain)))
-    assert len(calls) == plain.config.num_hidden_layers * (len(widths) + 1)
+    assert len(calls) == plain.config.num_hidden_layers * (len(widths) + (kind != "of experts"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
