@@ -343,7 +343,8 @@ _GRANITE = {
     "logit_scale": "logits_scaling",
 }
 ARCHITECTURES: tuple[Architecture, ...] = (
-    Architecture("llama", "LlamaForCausalLM", ("llama", "mistral"), _LAYER, order=halves, biases=_BIASES),
+    Architecture("llama", "LlamaForCausalLM", ("llama",), _LAYER, order=halves, biases=_BIASES),
+    Architecture("llama", "MistralForCausalLM", ("mistral",), _LAYER, order=halves, known_by={"attention.sliding_window": None}),
     Architecture(
         "llama", "MixtralForCausalLM", ("mixtral",), _SPARSE, order=halves, normed=True,
         experts={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
