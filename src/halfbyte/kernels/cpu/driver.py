@@ -10,6 +10,9 @@ Row and tile functions come as addresses in the arguments (`arguments.LINEAR`), 
 
 from __future__ import annotations
 
+import functools
+
+from halfbyte.kernels.cpu import jit
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module, Value
 from halfbyte.kernels.cpu.isa import ISA
@@ -22,6 +25,12 @@ def build(isa: ISA) -> Module:
     _rows(module.function("rows", ["ptr", "i64", "i64"]))
     _panels(module.function("panels", ["ptr", "i64", "i64"]))
     return module
+
+
+@functools.cache
+def phases(isa: ISA) -> dict[str, int]:
+    """The addresses of both."""
+    return jit.load("driver", build, isa)
 
 
 def _rows(f: Function) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import attend_whole, driver, jit, runtime
+from halfbyte.kernels.cpu import attend_whole, driver, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Chain, Product, Step, phase, run_lanes
@@ -135,7 +135,7 @@ class _Plan:
         self.base = _memory.lanes[size.lane].of(end)
         self._laid_out, scratch, rows, *between = (self.base + start for start in starts)
         self._private, self._between = (rows, 4 * first.o.n, 0), tuple(between)
-        self._panels = jit.load("driver", driver.build, current())["panels"]
+        self._panels = driver.phases(current())["panels"]
         self._attend = _attention(first, size, (between[0], between[1], scratch), padded, thread_bytes)
         self._blocks: list[_Buffer] = []
         # For x and what each layer gives: (block, offset, sign, summand) wherever sign * its address + summand is an argument.

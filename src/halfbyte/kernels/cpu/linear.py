@@ -24,7 +24,7 @@ from torch import Tensor
 from halfbyte.bounded import Bounded
 from halfbyte.errors import KernelError
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu import activations, amx, driver, expanded, jit, runtime, tile
+from halfbyte.kernels.cpu import activations, amx, driver, expanded, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.biased import HIGHEST_CODE, biasable, highest_point
@@ -202,7 +202,7 @@ class LinearKernel:
         groups = round_up(-(-geo.panels // group), threads)  # as many for each
         if in_turn:
             fields |= {"in_turn": in_turn if fields["at_once"] == 1 else 0, "together": fields["at_once"]}
-        phases = jit.load("driver", driver.build, self.isa)
+        phases = driver.phases(self.isa)
         near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
         chunks = max(1, min(m * taken.row_bytes // near, tiles))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "panel_groups": groups, "chunks": chunks}
