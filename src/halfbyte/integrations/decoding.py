@@ -1,5 +1,5 @@
-"""Decoder layers of Llama-like models: one call per layer on a CPU (`decoding_cpu.py`), and for one new token of each sequence six kernels
-on an NVIDIA GPU:
+"""Decoder layers: one call per layer on a CPU (`decoding_cpu.py`; `families.py` says whose), and of Llama-like models for one new token of
+each sequence six kernels on an NVIDIA GPU:
 
     qkv = normed_linear(x, input norm, q | k | v)             queries, keys and values
     a   = attend(qkv, …)                                      norms of heads, positions, the cache's new entry, attention; two kernels

@@ -1,4 +1,4 @@
-"""Whole decoder layers of Llama-like models in one call on a CPU."""
+"""Whole decoder layers of language models in one call on a CPU: RMS norms, attention with rotary positions, gates."""
 
 from __future__ import annotations
 
