@@ -39,21 +39,21 @@ def is_certain(kind: BlockType, fmt: Format) -> bool:
 
 def holds(kind: BlockType, codes: Codes) -> bool:
     """Whether a candidate holds these codes."""
-    return all(_encode(kind, *part) is not None for part in _parts(kind, codes))
+    return all(_put_scales(kind, _blocks(kind, len(part[0])), *part) for part in _parts(kind, codes))
 
 
 def encode(kind: BlockType, codes: Codes) -> Tensor:
     """Codes [..., N, K] -> the blocks of a candidate, uint8 [..., N, row_bytes]. Raises FormatError where it does not hold them."""
-    out = torch.empty(codes.rows * codes.shape[-1] // kind.weights, kind.nbytes, dtype=torch.uint8, device="cpu")
+    out = _blocks(kind, codes.rows * codes.shape[-1] // kind.weights)
     at = 0
     for q, numbers in _parts(kind, codes):
-        if (blocks := _encode(kind, q, numbers)) is None:
+        blocks = out[at : at + len(q)]
+        if not _put_scales(kind, blocks, q, numbers):
             raise FormatError(f"{kind.name} does not hold these {codes.format} codes with their scales: write them in another type")
         for field in kind.fields:
             part = q if field.bits == 8 else q >> field.place & (1 << field.bits) - 1
             blocks[:, field.at : field.at + field.size] = _bytes_of(part, field.run, field.bits)
-        out[at : at + len(blocks)] = blocks
-        at += len(blocks)
+        at += len(q)
     return out.reshape(*codes.shape[:-1], kind.row_bytes(codes.shape[-1]))
 
 
@@ -103,10 +103,14 @@ def _parts(kind: BlockType, codes: Codes) -> Iterator[tuple[Tensor, list[Tensor]
         first = rows.stop
 
 
-def _encode(kind: BlockType, q: Tensor, numbers: list[Tensor]) -> Tensor | None:
-    """uint8 [blocks, bytes] with the scales, and without the codes; None where the type does not hold one of either."""
-    blocks, bits = torch.zeros(len(q), kind.nbytes, dtype=torch.uint8, device="cpu"), _bits(kind)
-    return blocks if (bits == 8 or int(q.max()) < 1 << bits) and _SCALES[kind.name](blocks, *numbers) else None
+def _blocks(kind: BlockType, count: int) -> Tensor:
+    return torch.empty(count, kind.nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _put_scales(kind: BlockType, blocks: Tensor, q: Tensor, numbers: list[Tensor]) -> bool:
+    """Writes the scales, but not the codes, into blocks uint8 [B, bytes]; False where the type does not hold one of either."""
+    bits = _bits(kind)
+    return (bits == 8 or int(q.max()) < 1 << bits) and _SCALES[kind.name](blocks, *numbers)
 
 
 def _bytes_of(fields: Tensor, run: int, bits: int) -> Tensor:
