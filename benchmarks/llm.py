@@ -4,8 +4,10 @@
     python benchmarks/llm.py --contenders halfbyte halfbyte-2:4 --format int4_g128        CPU: beside 2:4 sparse linear layers
     python benchmarks/llm.py --contenders halfbyte halfbyte-int8-cache --prompt 2048      CPU: beside keys and values in 8 bits
     python benchmarks/llm.py --contenders halfbyte llama-bench --gguf model.gguf          CPU: a file of llama.cpp's as it is
+    python benchmarks/llm.py --family gemma3 --contenders halfbyte llama-bench --gguf gemma3.gguf    CPU: another family; makes the file
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte halfbyte-compiled
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte llama-bench --gguf model.gguf
+    python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-compiled
 
 "llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
 for this CPU (--llama-bench names it).
@@ -32,13 +34,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIZES = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
-    "0.6b": {"hidden_size": 1536, "num_hidden_layers": 21, "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 4096},
-    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336},
-    "70b": {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
-}
-VOCABULARY = {"tiny": 400, "0.6b": 32000, "8b": 128256, "70b": 128256}
+from llm_models import FAMILIES, SIZES, make_config, make_file, make_model, make_tokenizer
+
 CONTENDERS = (
     *("halfbyte", "halfbyte-compiled", "halfbyte-2:4", "halfbyte-int8-cache"),
     *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench"),
@@ -48,7 +45,8 @@ CONTENDERS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--size", choices=SIZES, default="0.6b")
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="of the synthetic model (default: %(default)s)")
+    parser.add_argument("--size", choices=SIZES, default="0.6b", help="8b and 70b are Llamas, 4b the other families (default: %(default)s)")
     parser.add_argument("--format", default="q4_0")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--prompt", type=int, default=512, help="tokens to read (default: %(default)s)")
@@ -64,6 +62,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", metavar="CONTENDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.size not in (sizes := FAMILIES[args.family].sizes):
+        parser.error(f"{args.family} has no size {args.size}: choose one of {', '.join(sizes)}")
     if args.worker:
         return work(args)
     if args.folder is not None:
@@ -75,7 +75,7 @@ def main() -> int:
 
 def compare(args: argparse.Namespace) -> int:
     if ({"llama.cpp", "llama-bench"} & {*args.contenders} or args.gguf) and not gguf(args).exists():
-        make_files(args)
+        make_file(config(args), gguf(args), args.folder / "halfbyte", args.device, args.format)
     workers = {name: start(args, name) for name in args.contenders}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     facts = {}
@@ -110,8 +110,8 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def start(args: argparse.Namespace, name: str) -> Any:
-    forwarded = ["--device", args.device, "--size", args.size, "--format", args.format, "--threads", args.threads, "--prompt", args.prompt]
-    forwarded += ["--new", args.new, "--batch", args.batch, "--folder", args.folder]
+    forwarded = ["--device", args.device, "--family", args.family, "--size", args.size, "--format", args.format, "--threads", args.threads]
+    forwarded += ["--prompt", args.prompt, "--new", args.new, "--batch", args.batch, "--folder", args.folder]
     forwarded += ["--llama-bench", args.llama_bench, *([] if args.gguf is None else ["--gguf", args.gguf])]
     forwarded += ["--rounds", args.rounds, *(["--where"] if args.where else [])]
     python = args.llama_python if name == "llama.cpp" else sys.executable
@@ -146,7 +146,17 @@ def work(args: argparse.Namespace) -> int:
 def random_prompt(args: argparse.Namespace, seed: int) -> list[int]:
     import random
 
-    return random.Random(seed).choices(range(300, VOCABULARY[args.size]), k=args.prompt)
+    return random.Random(seed).choices(range(300, vocabulary(args)), k=args.prompt)
+
+
+def vocabulary(args: argparse.Namespace) -> int:
+    """Without transformers, which a Python for llama.cpp need not have."""
+    found: int = FAMILIES[args.family].sizes[args.size]["vocab_size"]
+    return found
+
+
+def config(args: argparse.Namespace) -> Any:
+    return make_config(args.family, args.size, args.prompt + args.new)
 
 
 def gguf(args: argparse.Namespace) -> Path:
@@ -220,10 +230,12 @@ class Torch:
         begin = time.perf_counter()
         self.model = opened(args)
         opening = {} if self.model is None else {"open_seconds": time.perf_counter() - begin}
-        self.model = self.model or make_model(args, quantized=args.worker.startswith("halfbyte"), sparse=args.worker.endswith("2:4"))
+        if self.model is None:
+            form = args.format if args.worker.startswith("halfbyte") else None
+            self.model = make_model(config(args), args.device, form, sparse=args.worker.endswith("2:4"))
         if "int4" in args.worker:
             with_int4pack(self.model)
-        self.tokenizer = make_tokenizer(VOCABULARY[args.size])
+        self.tokenizer = make_tokenizer(vocabulary(args))
         self.compiled = args.worker.endswith("compiled")
         self.facts = {"weight_bytes": weight_bytes(self.model), "torch": torch.__version__, **opening}
         _ = self.generated(self.args.new) if args.where else self.round()
@@ -358,52 +370,6 @@ def opened(args: argparse.Namespace) -> Any:
     return None if args.gguf is None else open_model(args.gguf, args.device)[0]
 
 
-def make_model(args: argparse.Namespace, *, quantized: bool, sparse: bool = False, layers: int | None = None, mesh: Any = None) -> Any:
-    """A Llama with random weights on the device, made layer by layer, the same for every contender.
-
-    sparse  linear layers are pruned first, to 2:4
-    layers  that many, in place of all
-    mesh    of processes that share it
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from halfbyte.integrations.text import ready
-    from halfbyte.nn.config import Config
-    from halfbyte.nn.convert import quantize_
-    from halfbyte.nn.parallel import parallelize_
-    from halfbyte.nn.sparsity import prune_
-
-    longest = max(2048, args.prompt + args.new)
-    sizes = SIZES[args.size] | ({} if layers is None else {"num_hidden_layers": layers})
-    config = LlamaConfig(**sizes, vocab_size=VOCABULARY[args.size], max_position_embeddings=longest, tie_word_embeddings=False)
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype)
-    parts = [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
-    generator = torch.Generator(args.device)
-    for i, part in enumerate(parts):
-        part.to_empty(device=args.device)
-        generator.manual_seed(i)
-        for parameter in part.parameters():
-            data = parameter.data
-            _ = data.normal_(std=0.02, generator=generator) if data.dim() == 2 else data.fill_(1)
-        if quantized and part is not model.model.norm:  # in which there is nothing to quantize
-            holder = torch.nn.ModuleList([part])
-            if sparse:
-                prune_(holder, "2:4")
-            quantize_(holder, Config(args.format, embedding=args.format))
-            if isinstance(part, torch.nn.Linear | torch.nn.Embedding):
-                model.set_submodule("lm_head" if part is model.lm_head else "model.embed_tokens", holder[0])
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(args.device)
-    if mesh is not None:
-        parallelize_(model, mesh)
-    model = ready(model, args.device)
-    if not quantized:
-        model.set_attn_implementation("sdpa")  # transformers' own
-    return model
-
-
 def with_int4pack(model: Any) -> None:
     """Puts torch's `_weight_int4pack_mm` (tinygemm), in blocks of 128 and with random weights, in the place of each linear layer."""
     import torch
@@ -430,29 +396,6 @@ def weight_bytes(model: Any) -> int:
     from halfbyte.integrations import text
 
     return text.weight_bytes(model)
-
-
-def make_tokenizer(size: int) -> Any:
-    """Bytes, and words that no text holds, so that there are `size` tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"word{i}" for i in range(size - len(words))]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def make_files(args: argparse.Namespace) -> None:
-    """The same codes as a GGUF file, for llama.cpp."""
-    from halfbyte.checkpoint import save
-    from halfbyte.checkpoint.exporting import export
-
-    save(make_model(args, quantized=True), args.folder / "halfbyte")
-    make_tokenizer(VOCABULARY[args.size]).save_pretrained(args.folder / "halfbyte")
-    export(args.folder / "halfbyte", gguf(args), "gguf")
 
 
 if __name__ == "__main__":

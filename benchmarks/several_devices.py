@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from llm import SIZES, VOCABULARY, make_model
+from llm_models import FAMILIES, make_config, make_model
 from torch import distributed
 
 from halfbyte.integrations.steps import likeliest
@@ -34,14 +34,13 @@ SUMS = [1 << i for i in (13, 14, 15, 16, 17, 18, 19, 20, 22, 24)]  # bytes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to see that it runs")
-    parser.add_argument("--size", dest="sizes", choices=SIZES, nargs="*", default=["8b"])
+    parser.add_argument("--size", dest="sizes", choices=FAMILIES["llama"].sizes, nargs="*", default=["8b"])
     parser.add_argument("--layers", type=int, default=8, help="that are timed (default: %(default)s)")
     parser.add_argument("--format", default="int4_g128")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens (default: %(default)s; 0: none)")
     parser.add_argument("--no-sums", action="store_true")
     args = parser.parse_args()
-    args.new = 0
     local, count = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     how: dict[str, Any] = {"timeout": timedelta(seconds=120)}
     if args.device == "cuda":
@@ -145,9 +144,13 @@ def only_nccl(group: str) -> Iterator[None]:
 # Models
 
 
+def config_of(args: argparse.Namespace) -> Any:
+    return make_config("llama", args.size, args.prompt, args.layers)
+
+
 def alone(args: argparse.Namespace, local: int, count: int) -> None:
     """Each process has a whole model."""
-    model = make_model(args, quantized=True, layers=args.layers)
+    model = make_model(config_of(args), args.device, args.format)
     found = {batch: decoding(args, model, batch) for i, batch in enumerate(args.batches) if i % count == local}
     for batch, facts in sorted({k: v for each in of_all(found) for k, v in each.items()}.items()):
         say(size=args.size, gpus=1, batch=batch, **facts)
@@ -156,7 +159,7 @@ def alone(args: argparse.Namespace, local: int, count: int) -> None:
 
 
 def shared(args: argparse.Namespace, mesh: Any) -> None:
-    model = make_model(args, quantized=True, layers=args.layers, mesh=mesh)
+    model = make_model(config_of(args), args.device, args.format, mesh=mesh)
     group = mesh.get_group().group_name
     for batch in args.batches:
         step = compiled(model)
@@ -201,7 +204,7 @@ def decoding(args: argparse.Namespace, model: Any, batch: int, step: Any = None)
     rest = milliseconds(repeated(lambda: likeliest(model.lm_head(model.model.norm(x)))))
     whole, rest = (max(of_all(ms)) if step_is_shared(model) else ms for ms in (whole, rest))
     layer = (whole - rest) / args.layers
-    token = rest + layer * SIZES[args.size]["num_hidden_layers"]
+    token = rest + layer * make_config("llama", args.size).num_hidden_layers
     return {
         "step_ms": round(whole, 4),
         "rest_ms": round(rest, 4),
@@ -219,7 +222,7 @@ def step_is_shared(model: Any) -> bool:
 
 def prompting(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     """Milliseconds until all tokens of a prompt are read."""
-    ids = torch.randint(300, VOCABULARY[args.size], (1, args.prompt), generator=torch.Generator().manual_seed(1)).to(model.device)
+    ids = torch.randint(300, model.config.vocab_size, (1, args.prompt), generator=torch.Generator().manual_seed(1)).to(model.device)
     ms = milliseconds(lambda: model(ids, logits_to_keep=1), times=1, rounds=7)
     return {"prompt": args.prompt, "layers": args.layers, "ms": round(max(of_all(ms)), 2)}
 

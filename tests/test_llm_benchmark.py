@@ -8,18 +8,59 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from llm_models import FAMILIES, make_config, make_file, make_model
+
+from halfbyte.integrations.text import open_model
+from halfbyte.nn.modules import QuantModule
 
 LLM = Path(__file__).parent.parent / "benchmarks" / "llm.py"
 
 
-@pytest.mark.parametrize(("contender", "file"), [("halfbyte", False), ("halfbyte", True), ("torch", False)])
-def test_a_small_run(contender: str, file: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "contender", "file"),
+    [("llama", "halfbyte", False), ("llama", "halfbyte", True), ("llama", "torch", False), ("gemma3", "halfbyte", True)],
+)
+def test_a_small_run(family: str, contender: str, file: bool, tmp_path: Path) -> None:
     """On a GPU the model is made by the same code."""
     command = [sys.executable, str(LLM), "--size", "tiny", "--prompt", "9", "--new", "4", "--rounds", "1", "--threads", "1", "--json"]
-    command += ["--contenders", contender, *(["--gguf", str(tmp_path / "model.gguf")] if file else [])]
+    command += ["--family", family, "--contenders", contender, *(["--gguf", str(tmp_path / "model.gguf")] if file else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["facts"][contender]["weight_bytes"] > 0
     assert ("open_seconds" in found["facts"][contender]) == file
     assert all(found["medians"][contender][rate] > 0 for rate in ("prompt tok/s", "decode tok/s"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_each_family_a_model_and_its_file_are_made(family: str, tmp_path: Path) -> None:
+    config = make_config(family, "tiny")
+    model = make_model(config, format="q4_0")
+    kept = sorted(name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding))
+    assert kept == []
+    assert isinstance(model.model.embed_tokens, QuantModule)
+    ids = torch.tensor([[5, 300, 7, 399, 11, 12, 13, 14, 15]])  # more than a window
+    with torch.inference_mode():
+        expected = model(ids).logits
+    assert expected.isfinite().all()
+    assert expected.std() > 0
+
+    if family == "gpt-oss":  # of which no GGUF is written
+        return
+    make_file(config, tmp_path / "model.gguf", tmp_path / "halfbyte")
+    opened, tokenizer = open_model(tmp_path / "model.gguf")
+    assert len(tokenizer) == config.vocab_size
+    with torch.inference_mode():
+        found = opened(ids).logits
+    # The model is made the same way again: the same codes, and the same kernels in the same order.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_each_family_there_is_a_config_of_each_size(family: str) -> None:
+    for size, sizes in FAMILIES[family].sizes.items():
+        config = make_config(family, size, longest=5000)
+        assert config.max_position_embeddings == 5000
+        assert {name: getattr(config, name) for name in sizes} == sizes
+        assert config.hidden_size % 32 == config.intermediate_size % 32 == 0

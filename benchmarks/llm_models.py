@@ -1,0 +1,183 @@
+"""The language models with synthetic weights that `llm.py` and `several_devices.py` measure: families, sizes, and how one is made.
+
+The Llama has sizes of its own. Of every other family there is a "tiny" one to see that it runs, a "0.6b" of .3 to .7 billion weights for
+CPUs, with a vocabulary of 32000, and a "4b", which has the shapes of a published model of 2 to 8 billion; mixtures of experts have a few of
+that one's layers. What a config does not say is the default of its class in transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Sizes = dict[str, Any]
+
+
+def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int, **more: Any) -> Sizes:
+    found = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return found | {"intermediate_size": intermediate, "vocab_size": vocabulary} | more
+
+
+class Family(NamedTuple):
+    """Of the config that transformers calls so: what each has, and what those of a size have."""
+
+    config: str
+    always: Sizes
+    sizes: dict[str, Sizes]
+
+
+_TINY = _sizes(64, 2, 4, 2, 96, 400)
+_SMALL, _SMALL_TIED = _sizes(1536, 21, 24, 8, 4096, 32000), _sizes(1536, 20, 24, 8, 4096, 32000)
+_GRANITE = {"attention_multiplier": 0.015625, "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0}
+
+
+def _family(config: str, small: Sizes, large: Sizes, always: Sizes | None = None, tiny: Sizes | None = None) -> Family:
+    return Family(config, always or {}, {"tiny": _TINY | (tiny or {}), "0.6b": small, "4b": large})
+
+
+_HEADS, _WINDOW = {"head_dim": 16}, {"sliding_window": 6}
+_GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256}
+_TINY_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+FAMILIES = {
+    "llama": Family(
+        "LlamaConfig",
+        {"tie_word_embeddings": False},
+        {
+            "tiny": _TINY,
+            "0.6b": _SMALL,
+            "8b": _sizes(4096, 32, 32, 8, 14336, 128256),
+            "70b": _sizes(8192, 80, 64, 8, 28672, 128256),
+        },
+    ),
+    "mistral": _family(
+        "MistralConfig", _SMALL | {"sliding_window": 1024}, _sizes(4096, 32, 32, 8, 14336, 32768, sliding_window=4096), tiny=_WINDOW
+    ),
+    "qwen2": _family("Qwen2Config", _SMALL, _sizes(3584, 28, 28, 4, 18944, 152064)),
+    "qwen3": _family(
+        "Qwen3Config",
+        _sizes(1024, 28, 16, 8, 3072, 32000, head_dim=128),
+        _sizes(2560, 36, 32, 8, 9728, 151936, head_dim=128, tie_word_embeddings=True),
+        tiny=_HEADS,
+    ),
+    "phi3": _family("Phi3Config", _SMALL, _sizes(3072, 32, 32, 32, 8192, 32064)),
+    "gemma": _family(
+        "GemmaConfig", _sizes(1536, 20, 8, 1, 6144, 32000, head_dim=256), _sizes(2048, 18, 8, 1, 16384, 256000, head_dim=256), tiny=_HEADS
+    ),
+    "gemma2": _family(
+        "Gemma2Config",
+        _sizes(1536, 20, 8, 4, 6144, 32000, sliding_window=4096) | _GEMMA,
+        _sizes(2304, 26, 8, 4, 9216, 256000, sliding_window=4096) | _GEMMA,
+        tiny=_TINY_GEMMA,
+    ),
+    "gemma3": _family(
+        "Gemma3TextConfig",
+        _sizes(1152, 26, 4, 1, 6912, 32000, sliding_window=512) | _GEMMA,
+        _sizes(2560, 34, 8, 4, 10240, 262208, sliding_window=1024) | _GEMMA,
+        tiny=_TINY_GEMMA,
+    ),
+    "granite": _family("GraniteConfig", _SMALL, _sizes(2048, 40, 32, 8, 8192, 49155, tie_word_embeddings=True), _GRANITE),
+    "smollm3": _family("SmolLM3Config", _SMALL_TIED, _sizes(2048, 36, 16, 4, 11008, 128256)),
+    "olmo2": _family("Olmo2Config", _SMALL, _sizes(4096, 32, 32, 32, 11008, 100352)),
+    "olmo3": _family(
+        "Olmo3Config", _SMALL | {"sliding_window": 1024}, _sizes(4096, 32, 32, 32, 11008, 100278, sliding_window=4096), tiny=_WINDOW
+    ),
+    "qwen3-moe": _family(
+        "Qwen3MoeConfig",
+        _sizes(1024, 16, 16, 4, 3072, 32000, head_dim=128, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384),
+        _sizes(2048, 8, 32, 4, 6144, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+        {"norm_topk_prob": True},
+        _HEADS | _EXPERTS,
+    ),
+    "mixtral": _family(
+        "MixtralConfig",
+        _sizes(1024, 12, 16, 4, 2048, 32000, num_local_experts=8, num_experts_per_tok=2),
+        _sizes(4096, 3, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
+        tiny=_LOCAL_EXPERTS,
+    ),
+    "gpt-oss": _family(
+        "GptOssConfig",
+        _sizes(1024, 12, 16, 4, 1024, 32000, head_dim=64, num_local_experts=16, num_experts_per_tok=4),
+        _sizes(2880, 6, 64, 8, 2880, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4),
+        tiny=_HEADS | _LOCAL_EXPERTS,
+    ),
+}
+SIZES = sorted({size for family in FAMILIES.values() for size in family.sizes})
+
+
+def make_config(family: str, size: str, longest: int = 2048, layers: int | None = None) -> Any:
+    """Of a model for texts of so many tokens; with so many layers, in place of all."""
+    import transformers
+
+    found = FAMILIES[family]
+    sizes = found.always | found.sizes[size] | ({} if layers is None else {"num_hidden_layers": layers})
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    return getattr(transformers, found.config)(**sizes, **tokens, max_position_embeddings=max(2048, longest))
+
+
+def make_model(config: Any, device: str = "cpu", format: str | None = None, *, sparse: bool = False, mesh: Any = None) -> Any:
+    """A causal model with random weights on the device, made layer by layer, the same for every contender.
+
+    format  of the linear layers, and of an embedding that is not tied to the head, else q8_0, as in files of llama.cpp; None: floats
+    sparse  linear layers are pruned first, to 2:4
+    mesh    of processes that share it
+    """
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    from halfbyte.integrations.text import ready
+    from halfbyte.nn.config import Config
+    from halfbyte.nn.convert import quantize_
+    from halfbyte.nn.parallel import parallelize_
+    from halfbyte.nn.sparsity import prune_
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    tied, embedding, head, norm = config.tie_word_embeddings, "model.embed_tokens", "lm_head", "model.norm"
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    layers = [[f"model.layers.{i}"] for i in range(config.num_hidden_layers)]
+    for i, names in enumerate([*([[embedding, head]] if tied else [[embedding], [head]]), *layers, [norm]]):
+        part = model.get_submodule(names[0]).to_empty(device=device)
+        if head in names:
+            model.lm_head.weight = part.weight
+        torch.manual_seed(i)
+        part.apply(model._init_weights)
+        if format is not None and names != [norm]:  # in which there is nothing to quantize
+            holder = nn.ModuleList([model.get_submodule(name) for name in names])
+            if sparse:
+                prune_(holder, "2:4")
+            quantize_(holder, Config(format, embedding="q8_0" if tied else format))
+            for name, made in zip(names, holder, strict=True):
+                model.set_submodule(name, made)
+    if mesh is not None:
+        parallelize_(model, mesh)
+    model = ready(model, device)
+    if format is None and model.config._attn_implementation == "halfbyte":
+        model.set_attn_implementation("sdpa")  # transformers' own
+    return model
+
+
+def make_tokenizer(size: int) -> Any:
+    """Bytes, and words that no text holds, so that there are `size` tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"word{i}" for i in range(size - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+
+
+def make_file(config: Any, file: Path, folder: Path, device: str = "cpu", format: str = "q4_0") -> None:
+    """The model as a GGUF file, for llama.cpp too; `folder`: where it is before that."""
+    from halfbyte.checkpoint import save
+    from halfbyte.checkpoint.exporting import export
+
+    save(make_model(config, device, format), folder)
+    make_tokenizer(config.vocab_size).save_pretrained(folder)
+    export(folder, file, "gguf")
