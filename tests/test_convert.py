@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.checkpoint import convert, describe, export, load, load_tensors
+from halfbyte.checkpoint import convert, describe, export, load, load_tensors, save
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats import Codes
@@ -171,9 +171,18 @@ def test_places_that_are_taken(folders: Path, tmp_path: Path) -> None:
             export(folders / "q4_0", folders / "float", kind)
     with pytest.raises(ArgumentError, match="models are converted to"):
         export(folders / "q4_0", tmp_path / "x", "onnx")
+    with pytest.raises(ArgumentError, match="export_linear writes one layer"):
+        export(folders / "q4_0", tmp_path / "x.onnx")
+    with pytest.raises(ArgumentError, match=r"the name x does not tell what to write, .*: say halfbyte, gguf, .* by --to"):
+        export(folders / "q4_0", tmp_path / "x")
     with pytest.raises(CheckpointError, match="there is no"):
         export(tmp_path / "nothing", tmp_path / "x", "gguf")
-    export(folders / "q4_0", tmp_path / "m.gguf", "gguf")
+    for name in ("x.gguf", "x.safetensors", "x.onnx"):
+        with pytest.raises(ArgumentError, match=r"has the name of a file, and a folder is written: leave \."):
+            export(folders / "q4_0", tmp_path / name, "halfbyte")
+        with pytest.raises(ArgumentError, match=r"has the name of a file, and a folder is written: leave \."):
+            save(load(folders / "q4_0"), tmp_path / name)
+    export(folders / "q4_0", tmp_path / "m.gguf")
     with pytest.raises(ArgumentError, match="only models in folders"):
         export(tmp_path / "m.gguf", tmp_path / "n.gguf", "gguf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf"]
@@ -376,8 +385,8 @@ def test_peak_memory(folders: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(folders / "q4_0"), str(tmp_path / "m.gguf"), "--to", "gguf"]) == 0
-    assert "written to" in capsys.readouterr().out
+    assert main(["convert", str(folders / "q4_0"), str(tmp_path / "m.gguf"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["to"] == "gguf"
     assert main(["convert", str(tmp_path / "m.gguf"), str(tmp_path / "q"), "--to", "halfbyte", "--json", "--resume"]) == 0
     assert json.loads(capsys.readouterr().out)["to"] == "halfbyte"
     assert main(["inspect", str(tmp_path / "m.gguf"), "--json"]) == 0

@@ -30,7 +30,7 @@ KINDS = ("halfbyte", "gguf", *TARGETS)
 def export(
     src: str | PathLike[str],
     dst: str | PathLike[str],
-    to: str,
+    to: str | None = None,
     progress: Progress | None = None,
     *,
     resume: bool = False,
@@ -38,7 +38,7 @@ def export(
 ) -> Report:
     """Writes the model in `src` (whatever `load` reads, or a float Hugging Face folder) to `dst`, a new folder or a GGUF file.
 
-    to        "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"
+    to        "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"; may be left out where `dst` ends in .gguf
     progress  is called after each tensor with (bytes written, bytes in all, name)
     resume    continue an export to the same place that was killed
 
@@ -46,10 +46,8 @@ def export(
     No more than one weight is held in memory. Raises CheckpointError (`dst` is then unchanged), ArgumentError where no weight at all
     could stay quantized.
     """
-    if to not in KINDS:
-        remedy = ": halfbyte.io.onnx.export_linear writes one layer" if to == "onnx" else ""
-        raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}{remedy}")
     source, target = Path(src), Path(dst)
+    to = kind_to_write(target, to)
     model = open_model(source, floats=True)
     if model.static is not None and to != "halfbyte":
         raise ArgumentError(f"{source} holds a network on int8 codes, which {to} cannot hold: export the model that it was made from")
@@ -83,6 +81,20 @@ def export(
             write_json(staging.path / CONFIG, {**model.config, "quantization_config": kind.settings()})
             staging.commit_folder()
     return Report(tuple(item.row for item in items if item.row), (*model.report().notes, *notes))
+
+
+def kind_to_write(target: Path, to: str | None) -> str:
+    """One of KINDS: `to`, or if that is None the one that the target's suffix names."""
+    if to is None and target.suffix not in (".gguf", ".onnx"):
+        raise ArgumentError(
+            f"the name {target.name} does not tell what to write, as one that ends in .gguf does: say {', '.join(KINDS)} "
+            "by to=, on the command line by --to"
+        )
+    to = target.suffix[1:] if to is None else to
+    if to not in KINDS:
+        remedy = ": halfbyte.io.onnx.export_linear writes one layer" if to == "onnx" else ""
+        raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}{remedy}")
+    return to
 
 
 def _items(model: StoredModel, kind: Target | None) -> list[ExportItem]:

@@ -44,6 +44,7 @@ if sys.platform != "win32":
 _STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
 _OURS = re.compile(r"model-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
 _ANY_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin")
+_FILES = (".gguf", ".safetensors", ".onnx")  # suffixes that no folder has
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -95,12 +96,15 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
 
     resume  continue the work of a writer that was killed; `folder` must not exist
 
-    Raises CheckpointError where the folder holds anything but a halfbyte checkpoint, where another process writes to it, and for
-    every failure to write.
+    Raises ArgumentError where its name is that of a file of weights, CheckpointError where the folder holds anything but a halfbyte
+    checkpoint, where another process writes to it, and for every failure to write.
     """
     folder = Path(os.path.abspath(folder))
     try:
         fresh = not folder.exists()
+        if fresh and folder.suffix in _FILES:
+            remedy = "then `halfbyte convert` makes a GGUF file of it" if folder.suffix == ".gguf" else "its weights will be in it"
+            raise ArgumentError(f"{folder} has the name of a file, and a folder is written: leave {folder.suffix} out, {remedy}")
         if resume and not fresh:
             raise ArgumentError(f"{folder} exists, and only writing to a new place can be resumed: choose another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -22,13 +22,14 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a GGUF file")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder or GGUF file to write, which does not exist yet")
-    parser.add_argument("--to", required=True, metavar="KIND", help=f"the kind to write: {', '.join(KINDS)}")
+    parser.add_argument("--to", metavar="KIND", help=f"the kind to write: {', '.join(KINDS)} (default: gguf where DST ends in .gguf)")
     parser.add_argument("--resume", action="store_true", help="continue a conversion to DST that was killed")
 
 
 def run(args: argparse.Namespace) -> int:
-    from halfbyte.checkpoint import export
+    from halfbyte.checkpoint.exporting import export, kind_to_write
 
+    to = kind_to_write(args.dst, args.to)
     with progress(args, "converting", "bytes") as advance:
-        report = export(args.src, args.dst, args.to, lambda done, total, name: advance(done, total), resume=args.resume)
-    return show_written(args, report, to=args.to)
+        report = export(args.src, args.dst, to, lambda done, total, name: advance(done, total), resume=args.resume)
+    return show_written(args, report, to=to)
