@@ -15,6 +15,7 @@ from halfbyte.checkpoint import load_tensors, save
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.gelu import BOUND as GELU_BOUND
+from halfbyte.layouts import cpu_tiles
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import FusedLinear, fuse_
@@ -154,8 +155,55 @@ def test_saved_and_reported_as_if_alone(tmp_path: Path) -> None:
         other = t[name]
         assert isinstance(other, Codes)
         assert all(torch.equal(v, other.tensors()[part]) for part, v in codes.tensors().items())
-    with pytest.raises(UnsupportedError, match="then fuse_ it"):
+
+
+@pytest.mark.parametrize("config", [Config("q4_0"), Config("int4_g24_zp", compute="float"), Config("int8_channel", activation="row")])
+def test_state_dicts_are_those_of_layers_alone(config: Config) -> None:
+    """They go both ways; a model takes another's while others have looked at its weights and computed with them, and keeps its own."""
+    alone, together = pair(config, bias=True)
+    other, other_together = pair(config, bias=True)
+    x = torch.randn(3, 72)
+    with torch.inference_mode():
+        before, after = alone(x), other(x)
+        packed = together[0].k_proj.together[0]
+        together.load_state_dict(together.state_dict())
+        assert torch.equal(together(x), before)
+        for state in (other.state_dict(), other_together.state_dict()):
+            together.load_state_dict(alone.state_dict())
+            assert torch.equal(together(x), before)
+            together.load_state_dict(state)
+            assert torch.equal(together(x), after)
+        assert together[0].k_proj.together[0] is packed
+        assert all(torch.equal(a, b) for a, b in zip(together.state_dict().values(), other.state_dict().values(), strict=True))
+        alone.load_state_dict(together.state_dict())
+        assert torch.equal(alone(x), after)
+
+
+def test_a_state_dict_for_some_of_the_layers() -> None:
+    alone, together = pair(Config("q4_0"))
+    other, _ = pair(Config("q4_0"))
+    values = {name: tensor for name, tensor in other.state_dict().items() if "k_proj" in name}
+    for model in (alone, together):
+        model.load_state_dict(values, strict=False)
+    x = torch.randn(3, 72)
+    assert torch.equal(together(x), alone(x))
+    assert torch.equal(together[0].k_proj.weight + 0, other[0].k_proj.weight + 0)
+
+
+def test_a_state_dict_of_dense_weights_for_sparse_ones() -> None:
+    block = nn.Sequential(Block())
+    alone = quantize_(copy.deepcopy(block), "q4_0")
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter[:, 2::4], parameter[:, 3::4] = 0, 0
+    together = fuse_(quantize_(block, "q4_0"))
+    if together[0].q_proj.together[0].layout != cpu_tiles.SPARSE:
+        pytest.skip("this CPU has no kernels for sparse weights")
+    before = together.state_dict()
+    together.load_state_dict(before)
+    with pytest.raises(UnsupportedError, match="are 2:4 sparse, and the weight to be loaded is not: load the model first"):
         together.load_state_dict(alone.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(together.state_dict().values(), before.values(), strict=True))
 
 
 def test_what_differs_stays() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,9 @@ from torch.nn import functional
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes
+from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
+from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
 from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, has_hooks, version
 from halfbyte.nn.report import REMARK
@@ -165,6 +166,23 @@ class _Group:
         if self.packed.device != device:
             self.packed = ops.pack(ops.unpack(self.packed), device, sparse=self.packed.sparse)
 
+    def put(self, index: int, codes: Codes) -> None:
+        """Gives one of the layers other codes, of the same format and shape. They are written over the old ones, of which each layer has a
+        view."""
+        joined = ops.unpack(self.packed)
+        parts = [joined.select(self.rows(i)) for i in range(len(self.sizes))]
+        old, parts[index] = parts[index].tensors(), codes.to(self.packed.device)
+        if all(torch.equal(tensor, old[name]) for name, tensor in parts[index].tensors().items()):
+            return
+        sparse = self.packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE)
+        made = ops.pack(Codes.joined(parts, torch.cat), self.packed.device, sparse=sparse)
+        if (made.layout, made.data.shape) != (self.packed.layout, self.packed.data.shape):
+            raise UnsupportedError(
+                f"the fused layers are {SPARSITY} sparse, and the weight to be loaded is not: load the model first, then fuse_ it"
+            )
+        with torch.inference_mode():  # where weights packed in this mode may be written to, too
+            self.packed.data.copy_(made.data)
+
 
 class FusedLinear(DerivedLinear):
     """One of several fused linear layers. It is read, saved and reported as if it had its own weight."""
@@ -204,8 +222,8 @@ class FusedLinear(DerivedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self._group.part(x, self)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        raise UnsupportedError("a weight that is computed together with others cannot be loaded alone: load the model, then fuse_ it")
+    def _set_codes(self, codes: Codes) -> None:
+        self._group.put(self._index, codes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
         device = fn(torch.empty(0, dtype=torch.uint8, device=self._group.packed.device)).device

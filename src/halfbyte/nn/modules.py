@@ -214,6 +214,10 @@ class QuantModule(nn.Module):
         self.packed_data = packed.data
         self._packed = packed
 
+    def _set_codes(self, codes: Codes) -> None:
+        """Replaces the weight by codes of the same format and shape."""
+        self._set_packed(_with_codes(self._packed, codes))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
         device = fn(torch.empty(0, dtype=torch.uint8, device=self._packed.device)).device
         if device != self._packed.device:
@@ -255,7 +259,7 @@ class QuantModule(nn.Module):
         except FormatError as e:
             error_msgs.append(f"{prefix}weight: {e}")
             return
-        self._set_packed(_with_codes(self._packed, codes))
+        self._set_codes(codes)
         self.error = None
         self.refresh()
 
