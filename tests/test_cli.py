@@ -363,9 +363,11 @@ def test_inspect_plain_tensors(run: Run, llama: Path) -> None:
     rows = {row["name"]: row for row in run("inspect", llama, "--json").json["rows"]}
     assert rows["model.norm.weight"] == {
         "name": "model.norm.weight",
+        "type": "bfloat16",
         "format": "bfloat16",
         "shape": [64],
         "bytes": 128,
+        "held_bytes": 128,
         "error": None,
         "tied_to": None,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from test_gguf import make, random_blocks, write_k_quants
 
 import halfbyte as hb
 from halfbyte.checkpoint import export, load_tensors
+from halfbyte.cli import main
 from halfbyte.errors import FormatError
 from halfbyte.formats import Codes, as_format, ggml, ggml_encoding
 from halfbyte.io import gguf
@@ -152,6 +155,29 @@ def test_a_file_of_k_quants_becomes_a_folder_and_a_file_again(tmp_path: Path) ->
         assert torch.equal(mine, other), name
     count = list(kinds.values()).count("q4_K")
     assert f"{count} of q4_K" in next(note for note in report.notes if note.startswith("tensors in the file:"))
+
+
+def test_inspect_shows_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_k_quants(tmp_path)
+    header = gguf.read_header(tmp_path / "k.gguf")
+    assert main(["inspect", str(tmp_path / "k.gguf"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in found["rows"]}
+    for name, (kind, format, bits, held) in {
+        "model.layers.0.self_attn.q_proj.weight": ("q4_K", "int4_g32_offset_f32", 4.5, 6),
+        "model.layers.0.self_attn.v_proj.weight": ("q6_K", "int6_g16_f32", 6.5625, 8),
+        "model.norm.weight": ("float32", "float32", 32, 32),
+    }.items():
+        row = rows[name]
+        weights = math.prod(row["shape"])
+        assert (row["type"], row["format"]) == (kind, format), name
+        assert (8 * row["bytes"], 8 * row["held_bytes"]) == (bits * weights, held * weights), name
+    assert found["totals"]["bytes"] == sum(entry.place.spec.nbytes for entry in header.entries.values())
+    assert main(["inspect", str(tmp_path / "k.gguf")]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "in the files" in lines["name"]
+    assert "in halfbyte" in lines["name"]
+    assert lines["model.norm.weight"].split()[1:] == ["float32", "256", "1.0", "kB", "32.00"], "nothing is held otherwise"
 
 
 @pytest.mark.parametrize(("fmt", "kind"), [("mxfp4", "mxfp4"), ("iq4_nl", "iq4_nl"), ("int5_g32_offset", "q5_1"), ("int5_g32", "q5_0")])

@@ -96,7 +96,14 @@ class OtherModel(StoredModel):
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 
     def nbytes(self, name: str) -> int:
-        return sum(self._entries.entries[source].nbytes for source in self._steps[name][0].sources) if name in self._steps else 0
+        """Where the files have several tensors as one, an equal part of it."""
+        if name not in self._steps:
+            return 0
+        step, _ = self._steps[name]
+        return sum(self._entries.entries[source].nbytes for source in step.sources) // len(step.targets)
+
+    def form(self, name: str) -> str | None:
+        return self._entries.form(self._steps[name][0].sources) if name in self._steps else None
 
     def report(self) -> Report:
         return report(self._plan, self._entries, self._notes)

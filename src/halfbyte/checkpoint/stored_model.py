@@ -54,6 +54,10 @@ class StoredModel(ABC):
     def nbytes(self, name: str) -> int:
         """Bytes of a weight or plain tensor in the files."""
 
+    def form(self, name: str) -> str | None:
+        """How the files store a quantized weight or plain tensor, in their project's terms; None where these are dtypes or halfbyte's."""
+        return None
+
     def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
         """Some ranges of a weight along one of its dimensions, concatenated; only they are read, where the files allow it."""
         return take(self.codes(name), dim, ranges)

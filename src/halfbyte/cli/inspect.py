@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from halfbyte.checkpoint.stored_model import StoredModel
     from halfbyte.io.safetensors import Reader
+    from halfbyte.io.tensors import Spec
 
 
 def add(commands: Commands) -> None:
@@ -25,7 +26,8 @@ def add(commands: Commands) -> None:
         "inspect",
         run,
         "show formats, shapes and bytes of a checkpoint",
-        "Show what is in a halfbyte checkpoint, a GGUF file, a folder of AWQ, GPTQ or compressed-tensors, or any safetensors. "
+        "Show what is in a halfbyte checkpoint, a GGUF file, a folder of AWQ, GPTQ or compressed-tensors, or any safetensors: types and "
+        "bytes in the files, and where halfbyte holds the same numbers otherwise, its format and bytes. "
         "The error of a weight is ||original - quantized|| / ||original|| (Frobenius).",
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint folder, GGUF file, or a safetensors file or folder")
@@ -53,32 +55,42 @@ def run(args: argparse.Namespace) -> int:
     else:
         rows = list(_plain_rows(Reader(weight_files(args.path))))
     weights = sum(math.prod(row["shape"]) for row in rows if row["tied_to"] is None)
-    nbytes = sum(row["bytes"] for row in rows)
+    nbytes, held = (sum(row[key] for row in rows) for key in ("bytes", "held_bytes"))
     notes = [] if model is None else list(model.report().notes)
-    totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "bits_per_element": 8 * nbytes / weights if weights else 0.0}
+    bits = 8 * nbytes / weights if weights else 0.0
     if args.json:
+        totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "held_bytes": held, "bits_per_element": bits}
         print_json({"path": str(args.path), "rows": rows, "totals": totals, "notes": notes})
         return 0
-    print_table(
-        ("name", "format", "shape", "bytes", "bits", "error"),
-        ((row["name"], row["format"], *_cells(row)) for row in rows),
-        left=2,
-    )
-    print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {totals['bits_per_element']:.2f} bits per element")
+    columns: tuple[str, ...] = ("name", "format", "shape", "bytes", "bits", "error")
+    if otherwise := any(row["type"] != row["format"] for row in rows):
+        columns = ("name", "in the files", "shape", "bytes", "bits", "in halfbyte", "bytes", "bits", "error")
+    print_table(columns, (_cells(row, otherwise) for row in rows), left=2)
+    more = f"; {size_text(held)} in halfbyte" if otherwise else ""
+    print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {bits:.2f} bits per element{more}")
     for note in () if args.quiet else notes:
         print(note, file=sys.stderr)
     return 0
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    from halfbyte.nn.report import size_text
-
+def _cells(row: dict[str, Any], otherwise: bool) -> tuple[str, ...]:
+    """A row of the table; `otherwise`: with halfbyte's format and bytes beside those of the files."""
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["tied_to"] is not None:
-        return shape, "tied to", row["tied_to"], ""
-    elements = math.prod(row["shape"])
+        return row["name"], row["type"], shape, "tied to", row["tied_to"], *("",) * (4 if otherwise else 1)
+    held: tuple[str, ...] = ("", "", "") if otherwise else ()
+    if row["type"] != row["format"]:
+        held = row["format"], *_sizes(row, "held_bytes")
     error = "" if row["error"] is None else f"{row['error']:.5f}"
-    return shape, size_text(row["bytes"]), f"{8 * row['bytes'] / elements:.2f}" if elements else "", error
+    return row["name"], row["type"], shape, *_sizes(row, "bytes"), *held, error
+
+
+def _sizes(row: dict[str, Any], key: str) -> tuple[str, str]:
+    """Bytes, and bits of an element."""
+    from halfbyte.nn.report import size_text
+
+    elements = math.prod(row["shape"])
+    return size_text(row[key]), f"{8 * row[key] / elements:.2f}" if elements else ""
 
 
 def _is_described(path: Path) -> bool:
@@ -95,27 +107,48 @@ def _is_described(path: Path) -> bool:
 
 def _model_rows(model: StoredModel) -> Iterator[dict[str, Any]]:
     for name, owner in model.names():
-        tied_to = None if owner == name else owner
+        tied_to, form = None if owner == name else owner, model.form(owner)
+        own = None if form is None else form.removeprefix("GGUF ")
         if (weight := model.weights.get(owner)) is not None:
-            yield _row(name, str(weight.format), weight.shape, weight.stored_bytes, weight.error, tied_to)
+            held, error = weight.stored_bytes, weight.error
+            yield _row(name, str(weight.format), weight.shape, model.nbytes(owner), held, own, error, tied_to)
         else:
             spec = model.plain[owner]
-            yield _row(name, str(spec.dtype).removeprefix("torch."), spec.shape, spec.nbytes, None, tied_to)
+            yield _row(name, _dtype(spec), spec.shape, model.nbytes(owner), spec.nbytes, own, tied_to=tied_to)
 
 
 def _plain_rows(reader: Reader) -> Iterator[dict[str, Any]]:
     for name, place in sorted(reader.places.items()):
-        yield _row(name, str(place.spec.dtype).removeprefix("torch."), place.spec.shape, place.spec.nbytes)
+        yield _row(name, _dtype(place.spec), place.spec.shape, place.spec.nbytes, place.spec.nbytes)
+
+
+def _dtype(spec: Spec) -> str:
+    return str(spec.dtype).removeprefix("torch.")
 
 
 def _row(
-    name: str, format: str, shape: tuple[int, ...], nbytes: int, error: float | None = None, tied_to: str | None = None
+    name: str,
+    format: str,
+    shape: tuple[int, ...],
+    nbytes: int,
+    held: int,
+    own: str | None = None,
+    error: float | None = None,
+    tied_to: str | None = None,
 ) -> dict[str, Any]:
+    """What is shown of a tensor.
+
+    format, held   how halfbyte holds it, and bytes of that
+    nbytes         bytes in the files
+    own            what the files' project calls its type there, if that is not a dtype or halfbyte's format
+    """
     return {
         "name": name,
+        "type": own or format,
         "format": format,
         "shape": list(shape),
         "bytes": 0 if tied_to else nbytes,
+        "held_bytes": 0 if tied_to else held,
         "error": error,
         "tied_to": tied_to,
     }
