@@ -115,7 +115,7 @@ def main() -> None:
             status.update(f"quantizing to {name}")
             checkpoint = Path(folder) / name
             hb.convert(source, checkpoint, hb.Config(name, method=args.method))
-            models[name] = hb.shorten_(hb.fuse_(hb.load(checkpoint).eval()))
+            models[name] = hb.optimize_(hb.load(checkpoint).eval())
             on_disk[name] = disk_bytes(checkpoint)
 
         quality: dict[str, EmbeddingQuality] = {}

@@ -2,9 +2,10 @@
 
     model = halfbyte.quantize_(model, "q4_0")       # in place; Config says more: skip, overrides, method, …
     print(halfbyte.report(model))
-    halfbyte.save(model, "small"); model = halfbyte.load("small", device="cuda")
+    halfbyte.save(model, "small"); model = halfbyte.optimize_(halfbyte.load("small", device="cuda"))
 
-Models        quantize_, Config, report, fuse_, shorten_, fold_batch_norms_; for transformers HalfbyteConfig, Int8Cache
+Models        quantize_, Config, report; optimize_: fuse_ and shorten_; fold_batch_norms_; for transformers HalfbyteConfig,
+              Int8Cache
 Files         save, load, load_tensors, load_gguf; convert and export, file to file
 Calibration   Calibration, calibration_tokens, GPTQ, AWQ; prepare_qat_, convert_qat_; prune_, drop_zeros_
 Tensors       quantize -> Codes, pack -> Packed, linear, qlinear, grouped_linear, embedding, dequantize, unpack
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from halfbyte.integrations.cache import Int8Cache as Int8Cache
     from halfbyte.integrations.decoding import shorten_ as shorten_
     from halfbyte.integrations.gguf import load_gguf as load_gguf
+    from halfbyte.integrations.optimizing import optimize_ as optimize_
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.layouts.convolution import PackedConv as PackedConv
@@ -110,6 +112,7 @@ _HOMES = {
     "halfbyte.integrations.gguf": ("load_gguf",),
     "halfbyte.integrations.cache": ("Int8Cache",),
     "halfbyte.integrations.decoding": ("shorten_",),
+    "halfbyte.integrations.optimizing": ("optimize_",),
     "halfbyte.memory": ("keep_freed_memory",),
     "halfbyte.integrations.transformers": ("HalfbyteConfig",),
 }

@@ -54,18 +54,17 @@ def _run_model(args: argparse.Namespace) -> int:
     import torch
 
     from halfbyte.checkpoint import load
-    from halfbyte.integrations.decoding import shorten_
     from halfbyte.integrations.explain_model import explain_model
+    from halfbyte.integrations.optimizing import optimize_
     from halfbyte.integrations.text import open_model
     from halfbyte.nn.config import Config
-    from halfbyte.nn.fused import fuse_
 
     config = None if args.format is None else Config(args.format)
     if writes_text(args.model):
         dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else asked_dtype(args)
         model, _ = open_model(args.model, "cpu", config, dtype)
     else:
-        model = shorten_(fuse_(load(args.model, format=config)))
+        model = optimize_(load(args.model, format=config))
         model = model if args.dtype is None else model.to(asked_dtype(args))
     explanation = explain_model(model, args.device, args.m)
     return show(args, explanation.to_json(), str(explanation))

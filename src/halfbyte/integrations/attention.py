@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -52,6 +52,13 @@ def attention(
     attend = functional.scaled_dot_product_attention if on_cpu else _written_out
     output = attend(grouped, key, value, attention_mask, scale=scale)
     return output.reshape(b, 1, heads, value.shape[-1]), None
+
+
+def use_(model: nn.Module) -> None:
+    """Puts this attention in the place of torch's, in models of transformers that have torch's."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == "sdpa":
+            module.set_attn_implementation(NAME)
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None) -> Tensor:

@@ -25,15 +25,14 @@ from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
 from halfbyte.integrations import attention
 from halfbyte.integrations.compiling import compile_ahead
-from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.generating import first_size, generate_fast, new_cache
 from halfbyte.integrations.graphs import capacity
+from halfbyte.integrations.optimizing import optimize_
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import load_json
 from halfbyte.layouts.base import round_up
 from halfbyte.nn.config import Config
-from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantModule
 from halfbyte.nn.parallel import is_parallel, parallelize_, whole_rows
 from halfbyte.nn.sparsity import drop_zeros_
@@ -249,17 +248,17 @@ def _clear_errors(path: Path) -> Any:
 
 
 def ready(model: Any, device: str, dtype: torch.dtype | None = None, sparse: bool | None = None) -> Any:
-    """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, a quantized one with `fuse_` and `shorten_`."""
+    """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, a quantized one with `optimize_`."""
     model = model.to(device)
     if sparse is not None:
         drop_zeros_(model, sparse)
     if dtype is not None:
         _compute_in(model, dtype)
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(attention.NAME)
-    generate_fast(model)
     if any(isinstance(module, QuantModule) for module in model.modules()):
-        shorten_(fuse_(model))
+        optimize_(model)
+    else:
+        attention.use_(model)
+        generate_fast(model)
     return model.eval()
 
 
