@@ -14,15 +14,14 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
+from shortened_models import beside, close
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations import decoding, decoding_cpu, decoding_step
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.explain_model import explain_model
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
-from halfbyte.nn.fused import fuse_
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96}
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -58,9 +57,7 @@ def pair(kind: str, **how: Any) -> tuple[Any, Any]:
             torch.nn.init.normal_(parameter, 0.5, 0.3)
     assert model.config._attn_implementation == ("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
-    short = shorten_(copy.deepcopy(fuse_(model)))
-    assert all(map(is_short, short.model.layers))
-    return model, short
+    return beside(model)
 
 
 @pytest.fixture
@@ -89,11 +86,6 @@ def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None 
             found.append(y if mask is None else y * mask[:, at : at + width, None])
             at += width
     return torch.cat(found, 1)
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
-    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,16 +19,15 @@ pytest.importorskip("transformers")
 
 import decoder_parts
 from language_model import make_decoder
+from shortened_models import beside, close
 from transformers import DynamicCache, StaticCache
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import decoding_cpu, decoding_step
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
-from halfbyte.nn.fused import fuse_
 from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
 from halfbyte.ops.layers import Weight
 
@@ -54,10 +53,7 @@ def pair(kind: str = "llama", compute: str = "float", skip: Sequence[str] = ("lm
     model.set_attn_implementation("sdpa")
     several = OTHERS if kind.endswith("formats") else {}
     quantize_(model, Config("q4_0", compute=compute, skip=list(skip), overrides=several))
-    fuse_(model)
-    short = shorten_(copy.deepcopy(model))
-    assert all(map(is_short, short.model.layers))
-    return model, short
+    return beside(model)
 
 
 @pytest.fixture
@@ -100,11 +96,6 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(decoding_cpu, "run_layers", counting)
     monkeypatch.setattr(decoding_step, "one_token", counting_steps)
     return found
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
-    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 def padded(ids: Tensor, mask: Tensor | None, more: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
+from shortened_models import beside, close
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -28,6 +29,7 @@ from halfbyte.ops.experts import Mixture
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
 SPARSE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+GPT_OSS = {**SIZES, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64}
 KINDS: dict[str, Callable[..., Any]] = {
     "mixtral": partial(make_decoder, "Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": partial(make_decoder, "Qwen2Moe", **SPARSE, shared_expert_intermediate_size=32),
@@ -35,23 +37,22 @@ KINDS: dict[str, Callable[..., Any]] = {
     "qwen3, one layer without experts": partial(
         make_decoder, "Qwen3Moe", **SPARSE, head_dim=16, num_hidden_layers=3, norm_topk_prob=False, mlp_only_layers=[1]
     ),
+    "olmoe": partial(make_decoder, "Olmoe", **SPARSE | {"intermediate_size": 64}, pad_token_id=0, eos_token_id=2),
+    "gpt-oss": partial(make_decoder, "GptOss", **GPT_OSS, layer_types=["full_attention"] * 2, pad_token_id=0, eos_token_id=2),
 }
 LENGTH = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def pair(kind: str, compute: str = "float", fmt: str = "q4_0") -> tuple[Any, Any]:
+def pair(kind: str, compute: str = "float", fmt: str = "q4_0", **more: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call)"""
     torch.manual_seed(7)
-    model = KINDS[kind]().eval()
+    model = KINDS[kind](**more).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if any(part in name for part in ("norm", "bias", "sinks")):
             torch.nn.init.normal_(parameter, 1.0, 0.3)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager" if kind.startswith("gpt-oss") else "sdpa")  # sdpa has no sinks
     quantize_(model, Config(fmt, compute=compute))
-    fuse_(model)
-    short = shorten_(copy.deepcopy(model))
-    assert all(map(is_short, short.model.layers))
-    return model, short
+    return beside(model)
 
 
 @pytest.fixture
@@ -72,11 +73,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(decoding_cpu, "run_layers", counting)
     monkeypatch.setattr(decoding_step, "one_token", counting_steps)
     return found
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
-    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 @torch.no_grad()
@@ -212,20 +208,92 @@ def test_hooks_are_called(calls: list[tuple[int, ...]]) -> None:
 
 
 @torch.no_grad()
-def test_experts_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a family whose layers are not one call the experts alone are, of few tokens, and where `shorten_` was called."""
+@pytest.mark.parametrize("kind", ["phimoe", "gpt-oss"])
+def test_experts_of_other_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layers are not one call the experts alone are, of few tokens, and where `shorten_` was called."""
     found: list[tuple[int, ...]] = []
     call = Mixture.__call__
     monkeypatch.setattr(Mixture, "__call__", lambda self, x, *args: (found.append(tuple(x.shape)), call(self, x, *args))[1])
     torch.manual_seed(7)
-    plain = make_decoder("Olmoe", **SPARSE).eval()
-    quantize_(plain, Config("q4_0", compute="float"))
+    plain = KINDS[kind]().eval() if kind in KINDS else make_decoder("Phimoe", **SPARSE, pad_token_id=0).eval()
+    quantize_(plain, Config("q4_0", compute="float", skip=["*.o_proj"]))
     short = shorten_(copy.deepcopy(plain))
     assert not any(map(is_short, short.model.layers))
     widths = (3, 1, 40, 1)
     logits = [steps(model, DynamicCache(config=plain.config), widths) for model in (short, plain)]
     assert close(*logits)
     assert found == [(width, 48) for width in (3, 1, 1) for _ in range(2)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_windows_and_sinks(batch: int, calls: list[tuple[int, ...]]) -> None:
+    """Of gpt-oss each second layer sees the last tokens alone."""
+    plain, short = pair("gpt-oss", sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+    kept = [DynamicCache(config=plain.config) for _ in range(2)]
+    widths = (4, 1, 1, 1, 4, 5, *[1] * 20)
+    assert close(*(steps(model, cache, widths, batch) for model, cache in zip((short, plain), kept, strict=True)))
+    assert calls == [(batch, width, 1) for width in widths for _ in range(2)]
+    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert mine.get_seq_length() == theirs.get_seq_length()
+        assert close(mine.keys, theirs.keys)
+        assert close(mine.values, theirs.values)
+    ids, mask = torch.randint(3, 99, (3, 11), generator=torch.Generator().manual_seed(2)), torch.ones(3, 11, dtype=torch.long)
+    mask[1, :4] = mask[2, :8] = 0
+    assert torch.equal(*(model.generate(ids, attention_mask=mask, **LENGTH) for model in (short, plain)))
+
+
+@torch.no_grad()
+def test_a_prompt_that_sees_nothing_but_sinks(calls: list[tuple[int, ...]]) -> None:
+    """Padding: what it says means nothing, but it is a number, and the rest is as without."""
+    plain, short = pair("gpt-oss")
+    ids, mask = torch.randint(3, 99, (2, 10), generator=torch.Generator().manual_seed(2)), torch.ones(2, 10, dtype=torch.long)
+    mask[1, :5] = 0
+    mine, theirs = (model(ids, attention_mask=mask, past_key_values=DynamicCache(config=plain.config)).logits for model in (short, plain))
+    assert close(mine[mask.bool()], theirs[mask.bool()])
+    assert mine.isfinite().all()
+    assert calls == [(2, 10, 2)]
+
+
+@torch.no_grad()
+def test_changes_of_gpt_oss_are_seen(calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair("gpt-oss")
+
+    def logits(model: Any) -> Tensor:
+        return steps(model, DynamicCache(config=plain.config), (3, 1, 1))
+
+    for change in (
+        lambda layer: layer.self_attn.sinks.add_(2),
+        lambda layer: setattr(layer.self_attn, "sinks", torch.nn.Parameter(-layer.self_attn.sinks)),
+        lambda layer: layer.mlp.router.bias.mul_(-1),
+        lambda layer: setattr(layer.mlp.experts.float_module, "limit", 0.3),
+        lambda layer: setattr(layer.mlp.experts.float_module, "alpha", 0.7),
+        lambda layer: layer.mlp.experts.gate_up_proj_bias.add_(1),
+        lambda layer: setattr(layer.mlp.experts, "down_proj_bias", torch.nn.Parameter(layer.mlp.experts.down_proj_bias + 1)),
+    ):
+        before = logits(plain)
+        for model in (short, plain):
+            change(model.model.layers[1])
+        calls.clear()
+        assert close(logits(short), logits(plain))
+        assert len(calls) == 3
+        assert not close(logits(plain), before)
+    half = [copy.deepcopy(model).to(torch.bfloat16) for model in (short, plain)]  # biases are copies in float32
+    for change in (lambda experts: experts.gate_up_proj_bias.add_(1), lambda experts: experts.down_proj_bias.mul_(-1)):
+        before = logits(half[0]).float()
+        for model in half:
+            change(model.model.layers[0].mlp.experts)
+        mine, theirs = (logits(model).float() for model in half)
+        # bfloat16 rounds a number by 2^-9 of it: dozens of them in turn, in transformers' layers.
+        assert float((mine - theirs).norm()) <= 0.1 * float(theirs.norm())
+        assert float((mine - before).norm()) > 0.2 * float(before.norm())
+
+
+def test_olmoe_that_clips_is_left() -> None:
+    torch.manual_seed(7)
+    model = KINDS["olmoe"](clip_qkv=3.0).eval()
+    shorten_(fuse_(quantize_(model, "q4_0")))
+    assert not any(map(is_short, model.model.layers))
+    assert any("its config has clip_qkv" in note for note in report(model).notes)
 
 
 def test_gradients_take_the_other_way(calls: list[tuple[int, ...]]) -> None:

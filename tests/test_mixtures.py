@@ -18,11 +18,12 @@ from halfbyte.kernels.cpu import experts as kernel
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.ops.decoder import Norm
-from halfbyte.ops.experts import Experts, Mixture, SharedExpert
+from halfbyte.ops.experts import Clamped, Experts, Mixture, SharedExpert
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.layers import Addresses, Weight
 
 ROUNDING = 2.0**-24
+Biases = tuple[Tensor | None, Tensor | None]
 
 
 def stacks(fmt: str, experts: int, k: int, inner: int, compute: str) -> tuple[list[Codes], list[Weight]]:
@@ -39,11 +40,21 @@ class Sum:
         self.y, self.size = y, size
 
     @classmethod
-    def gated(cls, gate_up: Tensor, down: Tensor, x: Tensor) -> Sum:
-        """down · (silu(gate) * up) of a row; the slope of silu is 1.1 at most."""
-        (gate, up), (gates, ups) = (gate_up @ x).chunk(2), (gate_up.abs() @ x.abs()).chunk(2)
-        inner = torch.nn.functional.silu(gate)
-        return cls(down @ (inner * up), down.abs() @ (1.1 * gates * up.abs() + inner.abs() * ups + (inner * up).abs()))
+    def gated(cls, gate_up: Tensor, down: Tensor, x: Tensor, biases: Biases = (None, None), clamped: Clamped | None = None) -> Sum:
+        """down · (silu(gate) * up) + bias of a row; the slope of silu is 1.1 at most. Or of clamped gates, whose slope is as much."""
+        first, last = (None if bias is None else bias.double() for bias in biases)
+        both, sizes = gate_up @ x, gate_up.abs() @ x.abs()
+        if first is not None:
+            both, sizes = both + first, sizes + first.abs()
+        if clamped is None:
+            (gate, up), (gates, ups) = both.chunk(2), sizes.chunk(2)
+            inner = torch.nn.functional.silu(gate)
+        else:
+            gate, up = both[::2].clamp(max=clamped.limit), both[1::2].clamp(-clamped.limit, clamped.limit) + 1
+            gates, ups = sizes[::2], sizes[1::2] + 1
+            inner = gate * torch.sigmoid(clamped.alpha * gate)
+        y, size = down @ (inner * up), down.abs() @ (1.1 * gates * up.abs() + inner.abs() * ups + (inner * up).abs())
+        return cls(y, size) if last is None else cls(y + last, size + last.abs())
 
 
 def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | None) -> Sum:
@@ -54,7 +65,7 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
     router = half.router.double()
     y, size = h.double().clone(), h.double().abs()
     for r, row in enumerate(x):
-        logits = router @ row
+        logits = router @ row + (0 if half.bias is None else half.bias.double())
         wrong = 2 * ROUNDING * (len(row) + 8) * float((router.abs() @ row.abs()).max())  # of a logit, generously
         chosen = logits.topk(half.chosen).indices
         others = logits.clone()
@@ -62,7 +73,8 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
         assert len(logits) == half.chosen or float(logits[chosen].min() - others.max()) > 2 * wrong, "a tie: take another seed"
         weights = logits[chosen].softmax(0) if half.normalized else logits.softmax(0)[chosen]
         for e, weight in zip(chosen.tolist(), weights, strict=True):
-            one = Sum.gated(stack[0][e], stack[1][e], row)
+            up_bias, down_bias = (None if weight.bias is None else weight.bias[e] for weight in (half.gate_up, half.down))
+            one = Sum.gated(stack[0][e], stack[1][e], row, (up_bias, down_bias), half.clamped)
             y[r] += weight * one.y
             size[r] += weight * (one.size + 2 * wrong / ROUNDING / (len(row) + 8) * one.y.abs())
         if half.shared is not None and common is not None:
@@ -113,6 +125,53 @@ def test_a_half_against_float64(fmt: str, case: tuple[int, ...]) -> None:
         # Each product is rounded in each of its terms, and once for each element of the sums that it enters, in all.
         bound = ROUNDING * (2 * k + 2 * inner + 2 * common + 64) * expected.size
         assert ((run(half, h, threads) - expected.y).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "mxfp4", "int8_channel"])
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_gates_that_are_clamped_and_biases(fmt: str, case: tuple[int, ...]) -> None:
+    """Of gpt-oss: of some of the gates and of what they are for the limit counts."""
+    experts, chosen, k, inner, rows, _ = case
+    torch.manual_seed(11)
+    codes, (up, down) = stacks(fmt, experts, k, inner, "float")
+    up, down = up._replace(bias=torch.randn(experts, 2 * inner)), down._replace(bias=torch.randn(experts, k))
+    before, h = Norm(torch.rand(k) + 0.5, 1e-5), torch.randn(rows, k)
+    router, bias = 3 * torch.randn(experts, k) / k**0.5, 2 * torch.randn(experts)
+    for threads in (1, 2, 3):
+        half = Experts(up, down, router, chosen, True, before, None, bias, Clamped(1.702, 1.2))
+        expected = halved(h, half, codes, None)
+        assert ((run(half, h, threads) - expected.y).abs() <= ROUNDING * (2 * k + 2 * inner + 64) * expected.size).all()
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("clamped", [None, Clamped(1.7, 7.0)])
+def test_an_expert_whose_logit_is_no_number(normalized: bool, clamped: Clamped | None) -> None:
+    """It is the largest, as torch's topk has it: all weights of the rows are NaN then."""
+    _, weights = stacks("q4_0", 8, 64, 32, "int8")
+    for at in (0, 3, 7):
+        for chosen, rows in ((1, 1), (3, 4), (8, 2)):
+            router = torch.randn(8, 64)
+            router[at, 5] = torch.nan
+            half = Experts(*weights, router, chosen, normalized, Norm(torch.ones(64), 1e-6), clamped=clamped)
+            assert run(half, torch.randn(rows, 64), 2).isnan().all()
+            bias = torch.zeros(8)
+            bias[at] = torch.nan
+            assert run(half._replace(router=torch.randn(8, 64), bias=bias), torch.randn(rows, 64), 2).isnan().all()
+
+
+def test_gates_that_are_no_numbers() -> None:
+    """Limits keep NaN, and leave nothing of what is infinite."""
+    _, weights = stacks("q8_0", 4, 32, 32, "float")
+    x, ids, shares = torch.randn(4, 32), torch.tensor([[0], [1], [2], [3]]), torch.ones(4, 1)
+    up, down = weights
+    biases = torch.zeros(4, 64)
+    plain = Mixture(up._replace(bias=biases), down, Clamped(1.7, 7.0))(x, ids, shares)
+    biases[0, 6], biases[1, 7], biases[2, 6], biases[2, 9] = torch.nan, torch.nan, torch.inf, -torch.inf
+    y = Mixture(up._replace(bias=biases), down, Clamped(1.7, 7.0))(x, ids, shares)
+    assert y[:2].isnan().all()
+    assert y[2].isfinite().all()
+    assert not torch.equal(y[2], plain[2])
+    assert torch.equal(y[3], plain[3])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -173,18 +232,17 @@ def test_given_ids_and_weights(sizes: tuple[int, int, int], tokens: int, top: in
     codes, weights = stacks(name, experts, k, 32 * panels, "float")
     biases = torch.randn(experts, 64 * panels), torch.randn(experts, k)
     biased = seed % 2 == 1
-    mixture = Mixture(*(w._replace(bias=b if biased else None) for w, b in zip(weights, biases, strict=True)))
+    clamped = Clamped(1.7, 0.8) if seed % 4 > 1 else None
+    mixture = Mixture(*(w._replace(bias=b if biased else None) for w, b in zip(weights, biases, strict=True)), clamped)
     x, ids, shares = torch.randn(tokens, k), torch.randint(experts, (tokens, top)), torch.rand(tokens, top)
     expected, size = torch.zeros(tokens, k).double(), torch.zeros(tokens, k).double()
     up, down = (one.dequantize().double() for one in codes)
     for r in range(tokens):
         for e, share in zip(ids[r].tolist(), shares[r], strict=True):
             row = x[r].double()
-            gates = torch.cat((up[e], biases[0][e, :, None].double()), 1) if biased else up[e]
-            one = Sum.gated(gates, down[e], torch.cat((row, torch.ones(1))) if biased else row)
-            more = biases[1][e].double() if biased else torch.zeros(k)
-            expected[r] += share * (one.y + more)
-            size[r] += share * (one.size + more.abs())
+            one = Sum.gated(up[e], down[e], row, (biases[0][e], biases[1][e]) if biased else (None, None), clamped)
+            expected[r] += share * one.y
+            size[r] += share * one.size
     for ids_of in (ids, ids.int()):
         y = mixture(x, ids_of, shares)
         assert ((y - expected).abs() <= ROUNDING * (2 * k + 64 * panels + 64) * size).all()

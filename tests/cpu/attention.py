@@ -14,7 +14,9 @@ from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.layouts.records import from_records, record_bytes, to_records
 
 KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8}
-CASES = pairwise((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5))
+CASES = pairwise(
+    *((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5)), (False, True), ("", "once", "twice")
+)
 # Runs the kernel of a spec with these arguments; the bytes from the address that an argument is.
 Launch = Callable[[AttendSpec, dict[str, int | tuple[float, float]], dict[str, int]], None]
 
@@ -41,15 +43,16 @@ def attended(
     length: int,
     mask: Tensor | None,
     norms: tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """qkv [B, t, (G + 2) * Hkv * D], rotary [B, t, D], cache [B, Hkv, T, D], mask [B, t, T] -> [B, t, G * Hkv * D]."""
+    """qkv [B, t, (G + 2) * Hkv * D], rotary [B, t, D or D / 2], cache [B, Hkv, T, D], mask [B, t, T] -> [B, t, G * Hkv * D]."""
     b, t, width = qkv.shape
     kv_heads, dim = cache[0].shape[1], spec.dim
     out = torch.empty(b, t, spec.group * kv_heads * dim).fill_(torch.nan)
     fields: dict[str, int | tuple[float, float]] = {
         **{name: turn.data_ptr() for name, turn in zip(("cos", "sin"), rotary, strict=True)},
-        "rotary_batch": 4 * t * dim,
-        "rotary_token": 4 * dim,
+        "rotary_batch": 4 * rotary[0].stride(0),
+        "rotary_token": 4 * rotary[0].stride(1),
         "length": length,
         "qkv": qkv.data_ptr(),
         "qkv_stride": 4 * width,
@@ -67,7 +70,9 @@ def attended(
         fields |= {"mask": mask.data_ptr(), "mask_batch": mask.stride(0), "mask_token": mask.stride(1)}
     if norms is not None:
         fields |= {"q_norm": norms[0].data_ptr(), "k_norm": norms[1].data_ptr()}
-    sizes = {"qkv": qkv, "out": out, "cos": rotary[0], "sin": rotary[1], "keys": cache[0], "values": cache[1], "mask": mask}
+    if sinks is not None:
+        fields["sinks"] = sinks.data_ptr()
+    sizes = {"qkv": qkv, "out": out, "cos": rotary[0], "sin": rotary[1], "keys": cache[0], "values": cache[1], "mask": mask, "sinks": sinks}
     sizes |= dict(zip(("q_norm", "k_norm"), norms or (), strict=False))
     launch(spec, fields, {name: _nbytes(tensor) for name, tensor in sizes.items() if tensor is not None})
     return out
@@ -77,15 +82,24 @@ def entered(x: Tensor, dtype: torch.dtype) -> Tensor:
     return to_records(x) if dtype == torch.int8 else x.to(dtype)
 
 
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
+    """cos, sin: of half as many elements."""
+    first, second = (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, -1)
+    parts = first * cos - second * sin, second * cos + first * sin
+    return torch.stack(parts, -1).flatten(-2) if pairs else torch.cat(parts, -1)
+
+
 def check(number: int, case: Sequence[object], launch: Launch) -> None:
     """Whether what `launch` computes is the attention of float64."""
-    dim, group, kind, normed, masked, length, t = case
-    spec = AttendSpec(dim, group, kind, normed, masked)  # type: ignore[arg-type]
+    dim, group, kind, normed, masked, length, t, sinking, pairs = case
+    spec = AttendSpec(dim, group, kind, normed, masked, sinks=sinking, pairs=pairs)  # type: ignore[arg-type]
     torch.manual_seed(number)
     b, kv_heads, size = 1 + number % 3, 1 + number % 2, length + t + number % 4
     qkv = torch.randn(b, t, (group + 2) * kv_heads * dim) * 3
-    angles = torch.randn(b, t, dim // 2).repeat(1, 1, 2)
-    rotary = angles.cos(), angles.sin()
+    angles = torch.randn(b, t, dim // 2)
+    table = angles.repeat_interleave(2, -1) if pairs == "twice" else angles.repeat(1, 1, 1 + number % 2)
+    rotary = table.cos(), table.sin()
+    sinks = 2 * torch.randn(group * kv_heads) if sinking else None
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else None
     # Between tokens and heads, and from the tokens' own place on, there may be anything.
     width = record_bytes(dim) if kind == "int8" else dim
@@ -96,14 +110,14 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     mask = torch.rand(b, t, size) > 0.4 if masked else None
     if mask is not None:
         mask[:, :, length : length + t] |= torch.eye(t, dtype=torch.bool)
-    y = attended(launch, spec, qkv, rotary, (cache[0], cache[1]), length, mask, norms)
+    y = attended(launch, spec, qkv, rotary, (cache[0], cache[1]), length, mask, norms, sinks)
 
     heads = qkv.double().view(b, t, -1, dim)
     q, k, v = heads.split([group * kv_heads, kv_heads, kv_heads], 2)
     if norms is not None:
         q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w.double() for x, w in zip((q, k), norms, strict=True))
-    cos, sin = (turn.double()[:, :, None] for turn in rotary)
-    q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin for x in (q, k))
+    cos, sin = (turn.double()[:, :, None] for turn in (angles.cos(), angles.sin()))
+    q, k = (_turned(x, cos, sin, pairs=pairs != "") for x in (q, k))
     there = slice(length, length + t)
     # k is rounded to the cache's type, after the norm (2^-21 of its size covers mean, root and two products) and two products.
     unit = {"f32": 0.0, "bf16": 2.0**-8, "f16": 2.0**-11, "int8": 0.0}[kind]
@@ -120,10 +134,13 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     seen = seen.expand(b, t, -1) if mask is None else seen & mask[:, :, : length + t]
     keys, values = (part[:, :, : length + t].double().repeat_interleave(group, 1) for part in cache)
     scores = q.transpose(1, 2) @ keys.transpose(2, 3) * dim**-0.5
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(1, -1, 1, 1).expand(b, -1, t, 1)), -1)
+    weights = scores.softmax(-1)[..., : length + t]
     exact = (weights @ values).transpose(1, 2).reshape(b, t, -1)
     # A score is a sum of `dim` products of q, which has an error of 2^-20 of its largest as k above: that goes into each weight twice
-    # (its own and the sum of all); sums over the tokens and exponentials round in 2^-24 and 2^-22.
+    # (its own and the sum of all; a sink has none); sums over the tokens and exponentials round in 2^-24 and 2^-22.
     sizes = q.abs().amax(-1).transpose(1, 2)[..., None] * keys.abs().sum(-1)[:, :, None] * dim**-0.5
     relative = 2 * (dim * 2.0**-24 + 2.0**-19) * float(sizes.max()) + (length + t) * 2.0**-23 + 2.0**-20
     assert bool(((y.double() - exact).abs() <= relative * float(values.abs().max())).all()), (spec, length, t)

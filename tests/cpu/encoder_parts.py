@@ -41,8 +41,10 @@ def attention(
     scale: float,
     errors: tuple[Tensor, ...] = (),
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y in float64 and a bound of the kernel's error, where q, k and v are off by as much as `errors`."""
+    """y in float64 and a bound of the kernel's error, where q, k and v are off by as much as `errors`. sinks [H]: of heads, scores of what
+    adds nothing else."""
     q, k, v = q.double(), k.double(), v.double()
     of_q, of_k, of_v = errors or (torch.zeros(()),) * 3
     scores, sizes = scale * q @ k.mT, abs(scale) * q.abs() @ k.abs().mT
@@ -51,6 +53,9 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     p = scores.softmax(-1).nan_to_num(0)
+    if sinks is not None:
+        beside = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        p = torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
     dim, tokens = q.shape[-1], q.shape[-2]
     before = abs(scale) * ((q.abs() + of_q) @ (k.abs() + of_k).mT) - sizes if errors else sizes * 0
     # A score: dim roundings, one of the scale and bias, one of the difference to the largest score (at most twice the largest); of its
@@ -58,6 +63,8 @@ def attention(
     # product.
     sizes, before = (x if mask is None else x.masked_fill(~mask, 0) for x in (sizes, before))
     largest = sizes.amax(-1, keepdim=True)
+    if sinks is not None:
+        largest = largest.maximum(beside.abs())
     relative = ((dim + 2) * EPS * (sizes + largest) + 2 * EPS * largest + BOUND + before + before.amax(-1, keepdim=True)) * 1.01
     total = (p * relative).sum(-1, keepdim=True) + (2 * tokens + 4) * EPS
     error = (p * relative) @ v.abs() + total * (p @ v.abs()) + (p * 1.01) @ (v * 0 + of_v)

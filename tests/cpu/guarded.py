@@ -280,23 +280,24 @@ def matrix_convolutions(tell: Callable[[str], None]) -> None:
 def attentions(tell: Callable[[str], None]) -> None:
     launch, half = attention.native(current(), 1), "f16" if current().half_conversions else "bf16"
     for dim, kind, masked, length, t in ((24, half, True, 5, 3), (8, "f32", False, 33, 1), (40, "int8", False, 33, 1)):
-        spec, b, kv_heads, size = AttendSpec(dim, 2, kind, normed=masked, masked=masked), 2, 2, length + t
-        qkv, turn, norms = torch.randn(b, t, 4 * kv_heads * dim), torch.randn(b, t, dim), torch.rand(2, dim)
+        pairs = {24: "once", 8: "", 40: "twice"}[dim]
+        spec, b, kv_heads, size = AttendSpec(dim, 2, kind, normed=masked, masked=masked, sinks=dim != 24, pairs=pairs), 2, 2, length + t
+        width = dim if pairs == "twice" else dim // 2
+        qkv, turn, norms, sinks = torch.randn(b, t, 4 * kv_heads * dim), torch.randn(b, t, width), torch.rand(2, dim), torch.randn(4)
         cache, mask = attention.entered(torch.randn(2, b, kv_heads, size, dim), attention.KINDS[kind]), torch.rand(b, t, size) < 0.6
 
         def run(
             place: Callable[[Tensor], Tensor],
             kept: Tensor,
             spec: AttendSpec = spec,
-            rest: tuple[Any, ...] = (qkv, turn, mask, norms, length),
+            rest: tuple[Any, ...] = (qkv, turn, mask, norms, sinks, length),
         ) -> Tensor:
-            qkv, turn, mask, norms, length = rest
+            qkv, turn, mask, norms, sinks, length = rest
             cos = place(turn.flatten()).view(turn.shape)
             seen = place(mask.flatten()).view(mask.shape) if spec.masked else None
             of_heads = (place(norms[0]), place(norms[1])) if spec.normed else None
-            return attention.attended(
-                launch, spec, place(qkv.flatten()).view(qkv.shape), (cos, cos), (kept[0], kept[1]), length, seen, of_heads
-            )
+            x, of_scores = place(qkv.flatten()).view(qkv.shape), place(sinks) if spec.sinks else None
+            return attention.attended(launch, spec, x, (cos, cos), (kept[0], kept[1]), length, seen, of_heads, of_scores)
 
         wanted = run(lambda t: t, cache.clone())
         for flush in ENDS:

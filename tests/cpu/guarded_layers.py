@@ -26,7 +26,7 @@ from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, FeedForward, He
 from halfbyte.ops.decoding_step import DecodingStep
 from halfbyte.ops.embed import NormedEmbeddings
 from halfbyte.ops.encoder import EncoderLayer
-from halfbyte.ops.experts import Experts, SharedExpert
+from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import LayerNorm, Weight
 
 Tell = Callable[[str], None]
@@ -209,15 +209,19 @@ class _Decoder:
 class _Mixture(_Decoder):
     """With experts, of a width of 32, beside what is dense, which all rows share."""
 
-    def __init__(self, names: Sequence[str], heads: tuple[int, int, int], k: int, inner: int, chosen: int, router: torch.dtype) -> None:
+    def __init__(
+        self, names: Sequence[str], heads: tuple[int, int, int], k: int, inner: int, chosen: int, router: torch.dtype, *, clamped: bool
+    ) -> None:
         super().__init__(names, heads, k, inner, head_norms=False)
         self.stacks = [ops.pack(ops.quantize(torch.randn(s) / 8, names[0])) for s in ((5, 64, k), (5, k, 32))]
         self.chosen, self.router, self.gate = chosen, torch.randn(5, k).to(router), torch.randn(k).to(router)
+        self.of_stacks = [torch.randn(5, 64), torch.randn(5, k), torch.randn(5)] if clamped else [None] * 3
 
     def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> FeedForward:
-        shared = SharedExpert(gate_up, down, place(self.gate))
-        up, last = (_weight(stack, None, place) for stack in self.stacks)
-        return Experts(up, last, place(self.router), self.chosen, self.chosen > 1, norm, shared)
+        up, last = (_weight(stack, bias, place) for stack, bias in zip(self.stacks, self.of_stacks, strict=False))
+        if (bias := self.of_stacks[2]) is not None:
+            return Experts(up, last, place(self.router), self.chosen, True, norm, None, place(bias), Clamped(1.7, 2.0))
+        return Experts(up, last, place(self.router), self.chosen, self.chosen > 1, norm, SharedExpert(gate_up, down, place(self.gate)))
 
 
 def decoders(tell: Tell) -> None:
@@ -241,9 +245,13 @@ def decoders(tell: Tell) -> None:
 
 def mixtures(tell: Tell) -> None:
     """Layers with experts, for one row and for several."""
-    cases = ("q4_0", (2, 1, 8), 40, 3, torch.float32), ("int8_channel", (2, 2, 16), 33, 1, torch.bfloat16)
+    cases = (
+        ("q4_0", (2, 1, 8), 40, 3, torch.float32),
+        ("int8_channel", (2, 2, 16), 33, 1, torch.bfloat16),
+        ("mxfp4", (2, 1, 8), 72, 2, torch.float32),
+    )
     for name, heads, k, chosen, kind in some(cases):
-        both = [_Mixture((name,), heads, k, 32, chosen, kind) for _ in range(2)]
+        both = [_Mixture((name,), heads, k, 32, chosen, kind, clamped=name == "mxfp4") for _ in range(2)]
         for b, t in ((1, 1), (2, 3)):
             _decoded(tell, both, k, torch.float32, (b, t, 5), masked=False)
 

@@ -72,6 +72,25 @@ def test_what_may_not_be_seen() -> None:
     assert bool(y[0].isnan().all()), "a NaN that is not"
 
 
+@pytest.mark.parametrize("length", [0, 40])
+def test_sinks(length: int) -> None:
+    """One that outweighs everything leaves nothing, one of -inf changes nothing, NaN stays in its head; with nothing to see y is 0."""
+    dim = 16
+    qkv, turn = torch.randn(1, 1, 6 * dim), torch.ones(1, 1, dim)
+    kept = torch.randn(2, 1, 1, length + 1, dim)
+    none = torch.zeros(1, 1, length + 1, dtype=torch.bool)
+
+    def y(sinks: torch.Tensor | None, mask: torch.Tensor | None = None) -> torch.Tensor:
+        spec = AttendSpec(dim, 4, "f32", normed=False, masked=mask is not None, sinks=sinks is not None)
+        return attended(native(current(), 1), spec, qkv, (turn, turn * 0), (kept[0], kept[1]), length, mask, None, sinks).view(4, dim)
+
+    plain, found = y(None), y(torch.tensor([1e30, -torch.inf, torch.nan, -1e30]))
+    assert bool((found[0] == 0).all())
+    assert torch.equal(found[[1, 3]], plain[[1, 3]])
+    assert bool(found[2].isnan().all())
+    assert bool((y(torch.tensor([0.0, -torch.inf, 3.0, -1e38]), none) == 0).all())
+
+
 def test_heads_that_are_not_computed_here() -> None:
     assert supports(24, 8, 64) is None
     assert "not a multiple of 8" in (supports(24, 8, 20) or "")

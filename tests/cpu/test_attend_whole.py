@@ -61,6 +61,7 @@ def test_prompts_see_what_is_before_them(
     cache = kept.new_full((2, batch, kv_heads, length + 2, kept.shape[-1] + 4), -1 if kind == "int8" else torch.nan)
     cache[..., :length, : kept.shape[-1]] = kept
     mask = torch.rand(batch, 1, tokens, length) < 0.7
+    sinks = torch.randn(kv_heads * group) * 3 if group > 1 else None
     padded, nbytes = attend_whole.sizes(length, tokens * group, dim, isa)
     scratch, seen = torch.full((2 * nbytes,), 255, dtype=torch.uint8), attend_whole.readable(mask)
     y, untouched = poisoned(batch, tokens, kv_heads * group, dim, dtype=torch.float32)
@@ -76,17 +77,18 @@ def test_prompts_see_what_is_before_them(
         "parts": 3 if tokens > 20 else 1,
         "scratch": scratch.data_ptr(),
         "thread_bytes": nbytes,
+        "sinks": 0 if sinks is None else sinks.data_ptr(),
         "scale": (0.3, 0.0),
     }
     for x, part in zip("qkv", (q.transpose(1, 2), *cache), strict=True):
         fields[x] = part.data_ptr()
         fields |= {f"{x}_{name}": part.element_size() * part.stride(i) for i, name in enumerate(("batch", "head", "token"))}
-    spec = attend_whole.WholeSpec(dim, masked, group=group, kind=kind, causal=True)
+    spec = attend_whole.WholeSpec(dim, masked, group=group, kind=kind, causal=True, sinks=sinks is not None)
     block = arguments(attend_whole.WHOLE, compiled(attend_whole.build, spec, isa), fields)
     runtime.runner()(ctypes.addressof(block), 2)
     k, v = (from_records(kept, dim, torch.float32) if kind == "int8" else kept.float()).repeat_interleave(group, 2)
     before_them = torch.ones(tokens, length, dtype=torch.bool).tril(before)
-    wanted, error = reference(q.transpose(1, 2), k, v, before_them & mask if masked else before_them[None, None], 0.3)
+    wanted, error = reference(q.transpose(1, 2), k, v, before_them & mask if masked else before_them[None, None], 0.3, sinks=sinks)
     # Outputs are rounded, and their weights' exponentials anew, for each of the times that keys come.
     more = (2 + length // 32) * 2.0**-21 * float(v.abs().max())
     assert bool(((y.double() - wanted).abs() <= error + more).all())

@@ -43,6 +43,7 @@ from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added
 from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
+from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import sparse_on
 
 # On a GPU: their forward is this file's formula; others differ in norms, activations or residuals. On a CPU: `families.py`.
@@ -104,6 +105,8 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     if family is None or not (on_cpu or kind in LAYERS):
         return f"a {kind.__name__} is none of {', '.join(names)}"
     attention, mlp, routed = layer.self_attn, layer.mlp, routed_of(layer)
+    if (name := families.other(layer)) is not None:
+        return f"its config has {name}"
     groups = {name: parts for name, parts in decoding_cpu.groups_of(layer) if parts}
     linears = {"o_proj": attention.o_proj} | ({"down_proj": mlp.down_proj} if routed is None else {})
     alone = [*linears]
@@ -178,11 +181,11 @@ def one_call(layer: Any) -> tuple[Step, ...]:
         gated = f"with {'the norm and ' if second.before else ''}{second.gates.removesuffix('_tanh')}(gate) * up"
         return *first, Step(gates, gated), Step("down_proj", _added(second))
     routed = families.known(layer).routed
-    shared = []
-    if routed is not None and routed.shared is not None:
-        shared.append(Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj"))
-    experts = Step("experts", "silu(gate) * up, then down_proj, both of the chosen ones, by their weights, with the residual added")
-    return *first, Step("gate", "with the norm"), *shared, experts
+    assert routed is not None
+    shared = [] if routed.shared is None else [Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj")]
+    gates = "silu(gate) * up" if isinstance(second, Experts) and second.clamped is None else "(up + 1) * gate * sigmoid(alpha * gate)"
+    experts = Step("experts", f"{gates}, then down_proj, both of the chosen ones, by their weights, with the residual added")
+    return *first, Step(routed.gate, "with the norm"), *shared, experts
 
 
 def _added(half: Attention | Dense) -> str:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
-from halfbyte.integrations.families import ACTIVATIONS, Family, known, turned
+from halfbyte.integrations.families import ACTIVATIONS, Family, known, other, turned
 from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
 from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.unchanged import Unchanged
@@ -115,7 +115,8 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // 2
     norms: Any = tuple(_norm(norm, family) for norm in _of_heads(layer))
     cap = None if family.cap is None else getattr(attention, family.cap)
-    heads = Heads(query, key, dim, attention.scaling, norms or None, family.rows, turned(layer), cap)
+    sinks = None if family.sinks is None else getattr(attention, family.sinks)
+    heads = Heads(query, key, dim, attention.scaling, norms or None, family.rows, turned(layer), cap, sinks)
     factor = 1.0 if family.factor is None else getattr(layer, family.factor)
     half = Attention(qkv, o, first, heads, second, factor)
     if routed is not None:
@@ -186,7 +187,7 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
         if made is not None and made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows:
             break
         entry = None if made is None else _Entry.into(cache, x, made.heads.key, made.heads.dim)
-        if made is None or entry is None or made.rotary not in (0, rotary[0].shape[2]) or _sees_later(seen, x.shape[1], entry.length):
+        if made is None or entry is None or not made.turns_by(rotary[0].shape[2]) or _sees_later(seen, x.shape[1], entry.length):
             break
         layers.append(one)
         found.append(made)
@@ -214,11 +215,11 @@ def visible(mask: Tensor | None) -> Tensor | None:
 
 def _is_mask(layer: Any, mask: Tensor | None, seen: Tensor | None) -> bool:
     """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, without which it is not
-    causal; it alone caps scores."""
+    causal; it alone caps scores and has sinks."""
     family, attention = known(layer), layer.self_attn
     eager = attention.config._attn_implementation == "eager"
-    capped = family.cap is not None and getattr(attention, family.cap) is not None
-    if capped > eager or (eager and mask is None):
+    by_eager = family.sinks is not None or (family.cap is not None and getattr(attention, family.cap) is not None)
+    if by_eager > eager or (eager and mask is None):
         return False
     return seen is None or (seen.dtype == torch.bool and seen.dim() == 4 and seen.shape[1] == 1 and (eager or mask is seen))
 
@@ -271,7 +272,8 @@ def parts_of(layer: Any) -> tuple[nn.Module, ...]:
     linears, routed = linears_of(layer), routed_of(layer)
     products = () if linears is None else (*linears[0], linears[1], *linears[2])
     experts = () if routed is None else mixtures.parts_of(layer, routed)
-    return *products, *experts, *_norms(layer)
+    sinks = () if known(layer).sinks is None else (layer.self_attn,)
+    return *products, *experts, *sinks, *_norms(layer)
 
 
 def settings_of(layer: Any) -> list[tuple[Any, str]]:
@@ -281,7 +283,8 @@ def settings_of(layer: Any) -> list[tuple[Any, str]]:
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
     of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap, family.positions) if name is not None]
     of_layer = [] if family.factor is None else [(layer, family.factor)]
-    return [*of_experts, *norms, *((attention, name) for name in of_attention), *of_layer]
+    of_config = [(attention.config, name) for name in family.without]
+    return [*of_experts, *norms, *((attention, name) for name in of_attention), *of_layer, *of_config]
 
 
 def computed(layer: Any) -> DecoderLayer | None:
@@ -291,7 +294,7 @@ def computed(layer: Any) -> DecoderLayer | None:
         inner = [part for part in layer.modules() if part is not layer]
         if any(watched(part) or "forward" in vars(part) for part in inner):
             return None
-        if linears_of(layer) is None or why_not_one_call(layer) is not None:
+        if linears_of(layer) is None or why_not_one_call(layer) is not None or other(layer) is not None:
             return None
         made = _made[layer] = DecoderLayer(*halves_of(layer)), Unchanged(layer, parts_of(layer), settings_of(layer))
     return made[0]

@@ -23,10 +23,14 @@ class Routed:
 
     normalized  the attribute of the gate that says whether weights add up to 1; None: they do
     shared      the expert that all tokens share, and its gate, if there is one
+    gate        the gate's name
+    biased      whether it has a bias
     """
 
     normalized: str | None = "norm_topk_prob"
     shared: tuple[str, str] | None = None
+    gate: str = "gate"
+    biased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,11 @@ class Family:
     activation  the attribute of the config that names the function of gates
     factor      the attribute of the layer that has the factor of what is added, if any
     cap         the attribute of its self_attn that has the cap of scores, if any
+    sinks       the attribute of its self_attn that has the sinks of scores, if any
     positions   the attribute of its self_attn that tells whether queries and keys are turned, if there is one
     partial     whether a part of each head is turned, as much as the config says
     routed      of an mlp that has experts; of the same family there may be layers without
+    without     attributes of the config that have to be None or False: with them a layer computes something else
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -56,9 +62,11 @@ class Family:
     activation: str = "hidden_act"
     factor: str | None = None
     cap: str | None = None
+    sinks: str | None = None
     positions: str | None = None
     partial: bool = False
     routed: Routed | None = None
+    without: tuple[str, ...] = ()
 
 
 _LLAMA = Family()
@@ -83,7 +91,9 @@ FAMILIES = {
     "smollm3.modeling_smollm3.SmolLM3DecoderLayer": Family(positions="use_rope"),
     "olmo2.modeling_olmo2.Olmo2DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, rows=True),
     "olmo3.modeling_olmo3.Olmo3DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, rows=True),
+    "olmoe.modeling_olmoe.OlmoeDecoderLayer": Family(head_norms=_HEAD_NORMS, rows=True, routed=Routed(), without=("clip_qkv",)),
     "mixtral.modeling_mixtral.MixtralDecoderLayer": Family(routed=Routed(normalized=None)),
+    "gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": Family(sinks="sinks", routed=Routed(None, gate="router", biased=True)),
     "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": Family(routed=Routed(shared=("shared_expert", "shared_expert_gate"))),
     "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed()),
 }
@@ -100,6 +110,12 @@ def known(layer: Any) -> Family:
     family = family_of(layer)
     assert family is not None
     return family
+
+
+def other(layer: Any) -> str | None:
+    """The attribute of the config with which a layer of a known family computes something else, or None."""
+    config = layer.self_attn.config
+    return next((name for name in known(layer).without if not any(getattr(config, name) is value for value in (None, False))), None)
 
 
 def turned(layer: Any) -> int:

@@ -27,9 +27,9 @@ def why_not_routed(layer: Any, routed: Routed) -> str | None:
         return "its experts are not quantized"
     if isinstance(stacks := mlp.experts.gated(), str):
         return stacks
-    if any(stack.bias is not None for stack in stacks):
-        return "its experts have biases"
-    if [*dict(mlp.gate.named_parameters())] != ["weight"] or any(not hasattr(mlp.gate, name) for _, name in settings_of(layer, routed)):
+    gate = gate_of(layer, routed)
+    others = {*dict(gate.named_parameters())} ^ {"weight", *(("bias",) if routed.biased else ())}
+    if others or any(not hasattr(owner, name) for owner, name in settings_of(layer, routed)):
         return "its router has other parts than a weight and how many experts it chooses"
     return None if routed.shared is None else _why_not_shared(mlp, *routed.shared)
 
@@ -51,16 +51,24 @@ def parts_of(layer: Any, routed: Routed) -> tuple[Any, ...]:
     """Those whose weights are read."""
     mlp = layer.mlp
     up, down = mlp.experts.get_submodule("gate_up_proj"), mlp.experts.get_submodule("down_proj")
+    parts = up, down, mlp.experts, gate_of(layer, routed)
     if routed.shared is None:
-        return up, down, mlp.gate
+        return parts
     shared, gate = (getattr(mlp, name) for name in routed.shared)
-    return up, down, mlp.gate, shared.gate_proj, shared.down_proj, gate
+    return *parts, shared.gate_proj, shared.down_proj, gate
 
 
 def settings_of(layer: Any, routed: Routed) -> list[tuple[Any, str]]:
     """Attributes that what is computed depends on."""
-    gate = layer.mlp.gate
-    return [(gate, "top_k"), *([] if routed.normalized is None else [(gate, routed.normalized)])]
+    gate = gate_of(layer, routed)
+    experts = layer.mlp.experts
+    of_gates = [(experts.float_module, name) for name in experts.gate_settings] if isinstance(experts, MixtureOfExperts) else []
+    return [(gate, "top_k"), *([] if routed.normalized is None else [(gate, routed.normalized)]), *of_gates]
+
+
+def gate_of(layer: Any, routed: Routed) -> Any:
+    """The router."""
+    return getattr(layer.mlp, routed.gate)
 
 
 def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
@@ -68,16 +76,17 @@ def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
     mlp = layer.mlp
     stacks = mlp.experts.gated()
     assert not isinstance(stacks, str)
-    shared, router = None, mlp.gate.weight.detach()
+    gate = gate_of(layer, routed)
+    shared, router = None, gate.weight.detach()
     if routed.shared is not None:
-        expert, gate = (getattr(mlp, name) for name in routed.shared)
+        expert, own = (getattr(mlp, name) for name in routed.shared)
         products = products_of("gate_proj+up_proj", (expert.gate_proj, expert.up_proj))
         assert products is not None
         (both,) = products.values()
-        shared = SharedExpert(weight_of(both), weight_of(expert.down_proj), _row(gate, router))
-    normalized = routed.normalized is None or bool(getattr(mlp.gate, routed.normalized))
-    gate_up, down = stacks
-    return Experts(gate_up, down, router, mlp.gate.top_k, normalized, before, shared)
+        shared = SharedExpert(weight_of(both), weight_of(expert.down_proj), _row(own, router))
+    normalized = routed.normalized is None or bool(getattr(gate, routed.normalized))
+    gate_up, down, clamped = stacks
+    return Experts(gate_up, down, router, gate.top_k, normalized, before, shared, gate.bias.detach() if routed.biased else None, clamped)
 
 
 def _row(gate: Any, router: Tensor) -> Tensor:

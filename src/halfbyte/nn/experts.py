@@ -11,7 +11,7 @@ gpt-oss has them inputs first, [experts, hidden, 2 * inner] and [experts, inner,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from halfbyte import ops
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import PART, QuantModule, check_compute, has_hooks
 from halfbyte.nn.transposed import turned
-from halfbyte.ops.experts import MOST_PAIRS, Mixture
+from halfbyte.ops.experts import MOST_PAIRS, Clamped, Mixture
 from halfbyte.ops.experts import why_not as why_not_one_call
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import plain
@@ -29,6 +29,20 @@ from halfbyte.ops.library import plain
 _DOWN = "down_proj"
 _SPLIT_GATE = "_default_apply_gate"  # of transformers: act_fn(gate) * up, gates before what they are for
 _SILU = "SiLUActivation", "SiLU"
+_CLAMPED = "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts"
+
+
+class Gated(NamedTuple):
+    """What `ops.experts.Mixture` takes."""
+
+    gate_up: Weight
+    down: Weight
+    clamped: Clamped | None
+
+    def are(self, other: Gated) -> bool:
+        """Whether these are the same tensors and settings."""
+        pairs = zip((*self.gate_up, *self.down), (*other.gate_up, *other.down), strict=True)
+        return all(a is b for a, b in pairs) and self.clamped == other.clamped
 
 
 class StackedExperts(nn.Module):
@@ -124,23 +138,34 @@ class MixtureOfExperts(nn.Module):
         out: Tensor = (y * top_k_weights.unsqueeze(-1)).sum(1)
         return out.to(hidden_states.dtype)
 
-    def gated(self) -> tuple[Weight, Weight] | str:
-        """The quantized stacks, where nothing is computed but down(silu(gate) * up), gate, up = gate_up(x); or why that is not so."""
+    def gated(self) -> Gated | str:
+        """The quantized stacks, where nothing is computed but what `ops.experts.Mixture` does; or why that is not so."""
         module: Any = self._float[0]
         up, down = (self.get_submodule(name) for name in (self._up, _DOWN))
         if type(up) is not QuantExperts or type(down) is not QuantExperts:
             return "its experts are not quantized"
         if any(map(_is_changed, self.children())):
             return "its experts have hooks, or are distributed over processes"
-        if not module.has_gate or "_apply_gate" in vars(module) or type(module)._apply_gate.__name__ != _SPLIT_GATE:
+        if not module.has_gate or "_apply_gate" in vars(module):
             return "its experts have other gates"
-        if type(module.act_fn).__name__ not in _SILU or _is_changed(module.act_fn):
+        clamped = None
+        if self.gate_settings:
+            clamped = Clamped(*(getattr(module, name) for name in self.gate_settings))
+        elif type(module)._apply_gate.__name__ != _SPLIT_GATE:
+            return "its experts have other gates"
+        elif type(module.act_fn).__name__ not in _SILU or _is_changed(module.act_fn):
             return "the activation of its experts is not silu"
         first, last = (
             Weight(part.packed, self._bias(name), part.compute, part.activation)  # type: ignore[arg-type]
             for part, name in ((up, self._up), (down, _DOWN))
         )
-        return first, last
+        return Gated(first, last, clamped)
+
+    @property
+    def gate_settings(self) -> tuple[str, ...]:
+        """The attributes of the float module that `Clamped` gates depend on; none where gates are others."""
+        cls = type(self._float[0])
+        return ("alpha", "limit") if f"{cls.__module__}.{cls.__qualname__}" == _CLAMPED else ()
 
     def _in_one_call(self) -> Mixture | None:
         """The experts in one, as they are now; None where they are computed otherwise."""
@@ -148,8 +173,8 @@ class MixtureOfExperts(nn.Module):
         if isinstance(stacks, str):
             return None
         made = _mixtures.get(self)
-        if made is None or any(a is not b for old, new in zip(made[0], stacks, strict=True) for a, b in zip(old, new, strict=True)):
-            made = _mixtures[self] = stacks, None if why_not_one_call(*stacks) is not None else Mixture(*stacks)
+        if made is None or not stacks.are(made[0]):
+            made = _mixtures[self] = stacks, None if why_not_one_call(stacks.gate_up, stacks.down) is not None else Mixture(*stacks)
         return made[1]
 
     def _bias(self, stack: str) -> Tensor | None:
@@ -179,7 +204,7 @@ class MixtureOfExperts(nn.Module):
         return module
 
 
-_mixtures: WeakKeyDictionary[nn.Module, tuple[tuple[Weight, Weight], Mixture | None]] = WeakKeyDictionary()
+_mixtures: WeakKeyDictionary[nn.Module, tuple[Gated, Mixture | None]] = WeakKeyDictionary()
 
 
 def _few(x: Tensor, ids: Tensor, weights: Tensor) -> bool:

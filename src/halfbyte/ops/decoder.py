@@ -33,8 +33,10 @@ class Heads(NamedTuple):
     scale   the factor of scores
     norms   of queries and keys, of one kind, if any: weights [D]
     rows    whether these are of all heads of a token together: weights [H * D] and [Hkv * D]
-    turned  elements of a head that have positions, the first: None: all; 0: none
+    turned  elements of a head that have positions, R, the first: None: all; 0: none
+    pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by tables of R / 2 elements, or of R, each twice
     cap     scores are cap * tanh(score / cap), where it is not None
+    sinks   [H], where not None: scores of what each head sees beside tokens, which adds nothing but to the sum of exponentials (gpt-oss)
     """
 
     query: int
@@ -45,6 +47,8 @@ class Heads(NamedTuple):
     rows: bool = False
     turned: int | None = None
     cap: float | None = None
+    sinks: Tensor | None = None
+    pairs: str = ""
 
 
 class Attention(NamedTuple):
@@ -80,7 +84,8 @@ class Attention(NamedTuple):
         joined = [(sum(n for n, _ in shapes[:-1]), k), shapes[-1]] if {c for _, c in shapes[:-1]} == {k} else shapes
         widths = (heads.query * heads.dim, heads.key * heads.dim) if heads.rows else (heads.dim, heads.dim)
         of_heads = [(norm.weight, width) for norm, width in zip(heads.norms or (), widths, strict=False)]
-        small = [*_norms(k, self.before, self.after), *of_heads, *_biases(weights)]
+        sinks = [] if heads.sinks is None else [(heads.sinks, heads.query)]
+        small = [*_norms(k, self.before, self.after), *of_heads, *sinks, *_biases(weights)]
         _check(joined == expected, "attention", shapes, expected, small)
 
     def inner(self, tensors: Addresses) -> attention_half.Attention:
@@ -89,7 +94,9 @@ class Attention(NamedTuple):
         heads = self.heads
         norms = None if heads.norms is None else (_norm(tensors, heads.norms[0]), _norm(tensors, heads.norms[1]))
         turned = heads.dim if heads.turned is None else heads.turned
-        of_heads = attention_half.Heads(heads.query, heads.key, heads.dim, heads.scale, norms, heads.rows, turned, heads.cap)
+        sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
+        shape = heads.query, heads.key, heads.dim
+        of_heads = attention_half.Heads(*shape, heads.scale, norms, heads.rows, turned, heads.cap, sinks, heads.pairs)
         before, after = (None if norm is None else _norm(tensors, norm) for norm in (self.before, self.after))
         qkv = tuple(map(tensors.product, self.qkv))
         return attention_half.Attention(qkv, tensors.product(self.o), before, after, self.factor, of_heads)
@@ -187,15 +194,20 @@ class DecoderLayer:
 
     @property
     def rotary(self) -> int:
-        """Elements of a token's row of cosines, and of sines; 0: any, which are not read."""
+        """R, the elements of a head that have positions."""
         return self.inner.rotary
+
+    def turns_by(self, width: int) -> bool:
+        """Whether a token's row of cosines, and of sines, may have so many elements."""
+        return self.rotary in (0, width) or (width == self.rotary // 2 and self.heads.pairs != "twice")
 
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
     ) -> Tensor:
         """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B is at most MOST_SEQUENCES. No gradients.
 
-        rotary        cosines and sines of the positions, each [B or 1, t, R], R the elements of a head that have positions
+        rotary        cosines and sines of the positions, each [B or 1, t, R / 2], R the elements of a head that have positions; or of R
+                      elements, the first half once more behind it, or each twice where `Heads` say so; of any number where R is 0
         keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written; int8 ones hold the records of
                       `layouts/records.py` in the place of D elements
         mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask
@@ -214,7 +226,7 @@ class DecoderLayer:
             fits = fits and keys.shape == (b, heads.key, size, width) and 0 <= length <= size - t
             fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
             fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1] == t for r in rotary)
-            fits = fits and self.rotary in (0, rotary[0].shape[2])
+            fits = fits and self.turns_by(rotary[0].shape[2])
             fits = fits and rotary[0].shape == rotary[1].shape and x.is_cpu and keys.is_cpu and values.is_cpu
         if fits and mask is not None:
             fits = mask.dtype == torch.bool and mask.is_cpu and mask.dim() == 4 and mask.shape[0] in (1, b) and mask.shape[1] == 1

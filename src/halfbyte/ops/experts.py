@@ -14,10 +14,24 @@ from halfbyte.ops.decoder import Dense, Norm
 from halfbyte.ops.layers import Addresses, Weight
 
 if TYPE_CHECKING:
+    from halfbyte.kernels.cpu import experts as kernel
     from halfbyte.kernels.cpu import halves
 
 MOST_PAIRS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Clamped(NamedTuple):
+    """Gates of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and up between -limit and limit; rows of weights
+    are a gate, its up, the next gate, …"""
+
+    alpha: float
+    limit: float
+
+    def inner(self) -> kernel.Clamped:
+        from halfbyte.kernels.cpu import experts as kernel
+
+        return kernel.Clamped(*self)
 
 
 class Mixture:
@@ -26,11 +40,12 @@ class Mixture:
 
     gate_up  [E, 2 I, K]: gates, then what they are for; biases [E, 2 I] or None
     down     [E, K, I]; biases [E, K] or None
+    clamped  what g is, where it is not that
 
     Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
     """
 
-    def __init__(self, gate_up: Weight, down: Weight) -> None:
+    def __init__(self, gate_up: Weight, down: Weight, clamped: Clamped | None = None) -> None:
         from halfbyte.kernels.cpu.experts import Mixture as Inner
 
         check_stacks(gate_up, down)
@@ -38,7 +53,8 @@ class Mixture:
             raise ArgumentError(f"these experts are not computed in one call: {reason}")
         self._experts, self._k, _ = down.packed.shape
         self._tensors = Addresses()
-        self._inner = Inner(self._tensors.product(gate_up), self._tensors.product(down), self._experts)
+        gates = None if clamped is None else clamped.inner()
+        self._inner = Inner(self._tensors.product(gate_up), self._tensors.product(down), self._experts, gates)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [M, K], the experts of each row and their weights, [M, T] -> y [M, K] in x's dtype. No gradients.
@@ -72,12 +88,14 @@ class SharedExpert(NamedTuple):
 
 class Experts(NamedTuple):
     """The feed-forward half of a decoder layer: y = h + `Mixture`(x) + shared(x),  x = norm(h), where ids are of the `chosen` largest of
-    router · x, weights their softmax, or their share of the softmax of all.
+    router · x + bias, weights their softmax, or their share of the softmax of all.
 
     gate_up, down  stacks, as in `Mixture`
     router         [E, K]
     normalized     weights of a row add up to 1
     before         the norm of h
+    bias           of the router, [E] or None
+    clamped        of gates, as in `Mixture`
     """
 
     gate_up: Weight
@@ -87,6 +105,8 @@ class Experts(NamedTuple):
     normalized: bool
     before: Norm
     shared: SharedExpert | None = None
+    bias: Tensor | None = None
+    clamped: Clamped | None = None
 
     @property
     def k(self) -> int:
@@ -109,13 +129,15 @@ class Experts(NamedTuple):
         check_stacks(self.gate_up, self.down)
         experts, k, _ = self.down.packed.shape
         expected, got = [(experts, k), (k,)], [tuple(self.router.shape), tuple(self.before.weight.shape)]
+        if self.bias is not None:
+            expected, got = [*expected, (experts,)], [*got, tuple(self.bias.shape)]
         if self.shared is not None:
             self._dense(self.shared).check()
             expected, got = [*expected, (k, k), (k,)], [*got, (self.shared.down.packed.shape[0], k), tuple(self.shared.gate.shape)]
         if expected != got or not 0 < self.chosen <= experts:
             raise ArgumentError(
-                f"a row chooses 1 to {experts} of {experts} experts by a router, a norm and what is shared of shapes {expected}, got "
-                f"{self.chosen} and {got}"
+                f"a row chooses 1 to {experts} of {experts} experts by a router, a norm, a bias and what is shared of shapes {expected}, "
+                f"got {self.chosen} and {got}"
             )
 
     def inner(self, tensors: Addresses) -> halves.FeedForward:
@@ -136,8 +158,9 @@ class Experts(NamedTuple):
             tensors.product(self.down),
             len(self.router),
             self.chosen,
-            experts.Router(before, router, kind, 0, self.normalized),
+            experts.Router(before, router, kind, 0 if self.bias is None else tensors.of(self.bias), self.normalized),
             shared,
+            None if self.clamped is None else self.clamped.inner(),
         )
 
 

@@ -57,6 +57,7 @@ class Addresses:
 
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._counted: list[tuple[Tensor, Tensor, list[int]]] = []
         self._kept: list[Tensor] = []
 
     def of(self, tensor: Tensor) -> int:
@@ -85,17 +86,32 @@ class Addresses:
         sparse = weight.packed.layout == cpu_tiles.SPARSE
         kernel = kernel_for(weight.packed.name, n, k, torch.float32, weight.compute, weight.activation, gelu=gelu, sparse=sparse)
         self._kept.append(weight.packed.data)
-        return Product(kernel, weight.packed.data.data_ptr(), 0 if weight.bias is None else self.of(weight.bias))
+        bias = 0
+        if weight.bias is not None:
+            bias = self._of_many(weight.bias) if weight.bias.dim() > 1 else self.of(weight.bias)
+        return Product(kernel, weight.packed.data.data_ptr(), bias)
+
+    def _of_many(self, biases: Tensor) -> int:
+        """As `of`, for those of all experts, which are too many to be copied for each token: not unless torch counts a change."""
+        address = self.of(biases)
+        if self._copies and self._copies[-1][0].data_ptr() == address and not biases.is_inference():
+            copy, source = self._copies.pop()
+            self._counted.append((copy, source, [source._version]))
+        return address
 
     @property
     def copied(self) -> bool:
         """Whether there is anything to refresh."""
-        return bool(self._copies)
+        return bool(self._copies or self._counted)
 
     def refresh(self) -> None:
         """Updates the copies."""
         for copy, source in self._copies:
             copy.copy_(source)
+        for copy, source, version in self._counted:
+            if source._version != version[0]:
+                version[0] = source._version
+                copy.copy_(source)
 
 
 def why_not_packed(weights: Sequence[Packed]) -> str | None:

@@ -3,10 +3,12 @@
     q, k, v = a token's row of [H + 2 Hkv, D]
     q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight, or 1 + weight
     q, k    = turned by the token's position               x * cos + (-x[R/2:R], x[:R/2]) * sin, the first R elements of D (Su et al.,
-                                                           RoFormer, 2021); none where R is 0
+                                                           RoFormer, 2021); none where R is 0; or neighbours are turned, x * cos +
+                                                           (-x[1], x[0], -x[3], x[2], …) * sin (GLM, Cohere)
     cache   takes k and v
     y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it; of capped scores
-                                                           cap * tanh(score / cap) (Gemma 2)
+                                                           cap * tanh(score / cap) (Gemma 2); where heads have sinks (gpt-oss)
+                                                           exp(sink) is added to the sum of exponentials
 
 Arithmetic: float32, but that keys and values are rounded to the cache's type before they are multiplied, which may be the 8 bits of
 `layouts/records.py`. Scores of 32 tokens at a time are exponentiated less the largest so far, sums scaled anew where that grows (Milakov
@@ -32,14 +34,14 @@ ATTEND = Block(
     (
         *LINEAR.fields[:4],
         # what changes from call to call; strides are in bytes
-        *("cos", "sin", "rotary_batch", "rotary_token"),  # float32
+        *("cos", "sin", "rotary_batch", "rotary_token"),  # float32, of a token R / 2 elements, and any behind them; or each of these twice
         *("keys", "key_batch", "key_head", "key_token", "values", "value_batch", "value_head", "value_token"),
         *("mask", "mask_batch", "mask_token"),  # a byte a token of the cache
         "length",  # tokens that are in the cache
         # rows of queries, keys and values, float32, and of y
         *("qkv", "qkv_stride", "out", "out_stride"),
         *("batch", "tokens", "kv_heads"),  # `tokens`: new ones of each sequence
-        *("q_norm", "k_norm"),
+        *("q_norm", "k_norm", "sinks"),
         *("scale_eps", "cap"),
     ),
     frozenset({"scale_eps", "cap"}),
@@ -54,7 +56,8 @@ _ROUNDING = 1.5 * 2.0**23  # plus what is between -2^22 and 2^22: a float whose 
 class AttendSpec:
     """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16", "f16" or "int8" (records); normed: heads have norms; masked: there is a
     mask; enters: all that is done is that the cache gets its entries, and queries norms and positions where they are, for
-    `attend_whole.py`; turned: R, all of D where it is None; plus_one: norms multiply by 1 + weight; capped: scores are."""
+    `attend_whole.py`; turned: R, all of D where it is None; plus_one: norms multiply by 1 + weight; capped: scores are; sinks: there
+    are some, float32 [H]; pairs: neighbours are turned, by tables of R / 2 elements, "once", or of R, "twice"; "" where they are not."""
 
     dim: int
     group: int
@@ -65,6 +68,8 @@ class AttendSpec:
     turned: int | None = None
     plus_one: bool = False
     capped: bool = False
+    sinks: bool = False
+    pairs: str = ""
 
 
 def supports(heads: int, kv_heads: int, dim: int, turned: int | None = None) -> str | None:
@@ -126,6 +131,7 @@ class _Attend(Emitter):
                 if spec.enters:
                     continue
                 mask = self.pointer("mask") + b * self.get("mask_batch") + j * self.get("mask_token") if spec.masked else None
+                self._begin(h)
                 self._attend(keys, values, length + j + 1, mask)
                 self._write(self.pointer("out") + row * self.get("out_stride") + h * (spec.group * head_bytes))
 
@@ -148,21 +154,41 @@ class _Attend(Emitter):
         cos, sin = self.pointer("cos") + turn, self.pointer("sin") + turn
         half, out = self.turned // self.lanes // 2, []
         for at, part in enumerate(parts[: 2 * half]):
-            other = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]
-            c, s = (table.load(self.floats, at * self.bytes, 4) for table in (cos, sin))
+            if self.spec.pairs:
+                other = part.shuffle([i ^ 1 for i in range(self.lanes)]) * f.constant(self.floats, [-1.0, 1.0] * (self.lanes // 2))
+            else:
+                other = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]
+            c, s = (self._of_table(table, at, half) for table in (cos, sin))
             out.append(f.fma(part, c, other * s))
         return [*out, *parts[2 * half :]]
+
+    def _of_table(self, table: Value, at: int, half: int) -> Value:
+        """The cosines, or sines, of vector `at` of a head of which 2 * `half` are turned."""
+        if self.spec.pairs != "once":
+            return table.load(self.floats, (at if self.spec.pairs else at % half) * self.bytes, 4)
+        some = table.load(vector("float", self.lanes // 2), at * self.bytes // 2, 4)
+        return some.shuffle([i // 2 for i in range(self.lanes)])
 
     def _kept(self, row: Value, at: int) -> Value:
         return kept(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)
 
-    def _attend(self, keys: Value, values: Value, seen: Value, mask: Value | None) -> None:
+    def _begin(self, h: Value) -> None:
+        """What there is before the keys of head h."""
         f, spec = self.f, self.spec
         for g in range(spec.group):
-            self.largest.store(f.value(self.floats, _LEAST), g * self.bytes, self.bytes)
-            self.sums.store(f.value(self.floats, 0.0), g * self.bytes, self.bytes)
+            largest, total = f.value(self.floats, _LEAST), f.value(self.floats, 0.0)
+            if spec.sinks:
+                sink = (self.pointer("sinks") + (h * spec.group + g) * 4).load("float", 0, 4).splat(self.lanes)
+                largest = sink.max_or(_LEAST)
+                first = f.constant(vector("i32", self.lanes), range(self.lanes)) < 1
+                total = first.select(exp(f, sink - largest), 0.0)
+            self.largest.store(largest, g * self.bytes, self.bytes)
+            self.sums.store(total, g * self.bytes, self.bytes)
             for at in range(self.vectors):
                 self.totals.store(f.value(self.floats, 0.0), (g * self.vectors + at) * self.bytes, self.bytes)
+
+    def _attend(self, keys: Value, values: Value, seen: Value, mask: Value | None) -> None:
+        f, spec = self.f, self.spec
         for start in f.loop(seen, step=_CHUNK):
             count = f.umin(seen - start, f.value("i64", _CHUNK))
             self._score(keys, values, start, count, seen - 1, mask)

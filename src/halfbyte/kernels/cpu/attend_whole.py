@@ -50,6 +50,7 @@ WHOLE = Block(
         *("bias", "bias_batch", "bias_head", "bias_token"),  # of scores, float32
         *("out", "batch", "heads", "tokens", "padded", "parts"),  # heads of keys; keys at a time; parts of a head's queries
         *("scratch", "thread_bytes"),
+        "sinks",  # float32, of each head of queries
         "scale",  # and the cap
     ),
     frozenset({"scale"}),
@@ -64,7 +65,7 @@ _WORK_A_THREAD = 1 << 17  # multiplications
 @dataclass(frozen=True, slots=True)
 class WholeSpec:
     """dim: D; masked: there is a mask; biased: something is added to scores; group: heads of queries that share one of keys; kind: of keys
-    and values, as in AttendSpec; causal: no token sees those behind it; capped: scores are, as in `attend.py`."""
+    and values, as in AttendSpec; causal: no token sees those behind it; capped, sinks: as in `attend.py`."""
 
     dim: int
     masked: bool
@@ -73,6 +74,7 @@ class WholeSpec:
     kind: str = "f32"
     causal: bool = False
     capped: bool = False
+    sinks: bool = False
 
 
 class _Query(NamedTuple):
@@ -140,20 +142,30 @@ class _Whole(Emitter):
         places = [(row // group, h * group + row % group) for row in rows]
         columns = self.f.umin(self._seen(rows[-1]) - start, count)
         new = start.equals(0)
-        before = [(new.select(self.f.value("float", _LEAST), at.load("float", 0, 4)), at) for at in (self.sums + row * 8 for row in rows)]
-        before_sums = [new.select(self.f.value("float", 0.0), at.load("float", 4, 4)) for _, at in before]
+        begin, kept = [self._begin(head) for _, head in places], [self.sums + row * 8 for row in rows]
+        before = [new.select(most, at.load("float", 0, 4)) for (most, _), at in zip(begin, kept, strict=True)]
+        before_sums = [new.select(total, at.load("float", 4, 4)) for (_, total), at in zip(begin, kept, strict=True)]
         queries = [self._query((b, head, token), start, self._seen(row) - start) for (token, head), row in zip(places, rows, strict=True)]
-        largest = self._score(queries, columns, [so_far for so_far, _ in before])
+        largest = self._score(queries, columns, before)
         weighed = [
             self._exponentiate(i, columns, now, so_far, total)
-            for i, (now, (so_far, _), total) in enumerate(zip(largest, before, before_sums, strict=True))
+            for i, (now, so_far, total) in enumerate(zip(largest, before, before_sums, strict=True))
         ]
-        for (_, at), now, (total, _) in zip(before, largest, weighed, strict=True):
+        for at, now, (total, _) in zip(kept, largest, weighed, strict=True):
             at.store(now, 0, 4)
             at.store(total, 4, 4)
         heads = self.get("heads") * group
         outputs = [((b * self.get("tokens") + token) * heads + head) * (4 * dim) for token, head in places]
         self._write(outputs, weighed, columns, new)
+
+    def _begin(self, head: Value) -> tuple[Value, Value]:
+        """The largest score and the sum of exponentials of a head of queries, before any key."""
+        f = self.f
+        if not self.spec.sinks:
+            return f.value("float", _LEAST), f.value("float", 0.0)
+        sink = (self.pointer("sinks") + head * 4).load("float", 0, 4)
+        largest = sink.max_or(_LEAST)
+        return largest, exp(f, sink - largest)
 
     def _of(self, name: str, b: Value, head: Value) -> Value:
         return self.pointer(name) + b * self.get(f"{name}_batch") + head * self.get(f"{name}_head")
@@ -332,7 +344,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
     function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)
-    block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, tokens, *k, *v, *scores, out.data_ptr(), *numbers, scale, 0.0)
+    block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, tokens, *k, *v, *scores, out.data_ptr(), *numbers, 0, scale, 0.0)
     buffer = ctypes.create_string_buffer(block, len(block))
     runtime.runner()(ctypes.addressof(buffer), threads)
     return out

@@ -52,6 +52,8 @@ class Heads(NamedTuple):
     rows    whether norms are of whole rows, weights [H * D] and [Hkv * D], not of heads, weights [D]
     turned  elements of a head that have positions, the first
     cap     of scores, or None
+    sinks   the address of float32 [H], or 0
+    pairs   which elements are turned, as in AttendSpec
     """
 
     query: int
@@ -62,6 +64,8 @@ class Heads(NamedTuple):
     rows: bool
     turned: int
     cap: float | None
+    sinks: int
+    pairs: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +137,11 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     heads, many = half.heads, size.tokens > FEW
     group = heads.query // heads.key
     norms = None if heads.rows else heads.norms
-    capped, plus_one = heads.cap is not None, norms is not None and norms[0].plus_one
+    capped, sinks, plus_one = heads.cap is not None, heads.sinks != 0, norms is not None and norms[0].plus_one
     turned = None if heads.turned == heads.dim else heads.turned
     masked = size.masked and not many
-    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, capped and not many)
+    of_scores = capped and not many, sinks and not many
+    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores, heads.pairs)
     sizes = {"batch": size.batch, "tokens": size.tokens}
     norms = norms or (Norm(0, 0.0), Norm(0, 0.0))
     fields: Fields = {
@@ -148,6 +153,7 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
         "kv_heads": heads.key,
         "q_norm": norms[0].weight,
         "k_norm": norms[1].weight,
+        "sinks": heads.sinks,
         "scale_eps": (heads.scale, norms[0].eps),
         "cap": (heads.cap or 0.0, 0.0),
     }
@@ -167,9 +173,10 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
         "parts": attend_whole.parts(size.batch * heads.key, size.tokens * group, size.threads),
         "scratch": scratch,
         "thread_bytes": thread_bytes,
+        "sinks": heads.sinks,
         "scale": (heads.scale, heads.cap or 0.0),
     }
-    whole = WholeSpec(heads.dim, size.masked, group=group, kind=size.kind, causal=True, capped=capped)
+    whole = WholeSpec(heads.dim, size.masked, group=group, kind=size.kind, causal=True, capped=capped, sinks=sinks)
     return first, arguments(WHOLE, compiled(attend_whole.build, whole, current()), fields)
 
 

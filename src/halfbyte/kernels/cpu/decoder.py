@@ -41,7 +41,7 @@ class Layer:
 
     @property
     def rotary(self) -> int:
-        """Elements of a token's row of cosines, and of sines."""
+        """Elements of a head that have positions."""
         return self.attention.heads.turned
 
 
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None) -> list[Tensor]:
     """x [B, t, K], contiguous float32 -> what each of the layers gives, one after the other.
 
-    rotary  cosines and sines, each [B or 1, t, R], contiguous float32
+    rotary  cosines and sines, each [B or 1, t, R or R / 2], contiguous float32
     mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
     """
     batch, tokens, _ = x.shape

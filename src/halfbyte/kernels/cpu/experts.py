@@ -3,7 +3,7 @@
     x      = norm(h)
     l      = x · Wrouterᵀ + bias                         a logit for each of E experts
     id, w  = the T largest of a row's, and softmax of them, or their share of the softmax of all; of equal ones the first
-    g[t]   = x · Wgate_up[id[t]]ᵀ + bias[id[t]]          silu(gate) * up where the gates were
+    g[t]   = x · Wgate_up[id[t]]ᵀ + bias[id[t]]          silu(gate) * up where the gates were; or `Clamped` gates
     y      = h + sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]])
                + sigmoid(x · wgate) * shared(x)          where there is an expert that all rows share
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +50,20 @@ EXPERTS = Block(
         # of row r in places r * T … r * T + T - 1: ids, int64, and weights, float32; places in the order of experts; and memory for E int64
         *("ids", "weights", "order", "counts"),
         *("expert_bytes", "expert_bias"),  # of one's weights, and of its biases
+        *("gated", "gated_stride"),  # where rows go through clamped gates, and bytes between them
         *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
+        "alpha_limit",  # of clamped gates
     ),
-    PRODUCT.floats,
+    PRODUCT.floats | {"alpha_limit"},
 )
+
+
+class Clamped(NamedTuple):
+    """Gates of gpt-oss: (u + 1) * g * sigmoid(alpha * g), g = min(gate, limit), u = up between -limit and limit. A gate and its up are
+    outputs side by side."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class ExpertsStep:
     prepares    before it multiplies by the router, or its experts
     router      "f32", "bf16" or "f16", its weights
     normalized  weights of a row add up to 1
+    clamped     gates are `Clamped`
     """
 
     kind: str
@@ -69,6 +81,7 @@ class ExpertsStep:
     prepares: bool = False
     router: str = ""
     normalized: bool = False
+    clamped: bool = False
 
 
 @emitted
@@ -143,16 +156,16 @@ class _Experts(Emitter):
         """Weights hold the largest logits so far, in falling order."""
         f, logits, one = self.f, self._logits(row), self.f.value("float", 1.0)
         ids, weights = self.pointer("ids") + row * self.chosen * 8, self.pointer("weights") + row * self.chosen * 4
-        for j in f.loop(self.chosen):  # NaNs are larger than nothing: there are ids all the same
+        for j in f.loop(self.chosen):
             (ids + j * 8).store(j, 0, 8)
             (weights + j * 4).store(f.value("float", -_INFINITE), 0, 4)
         for e in f.loop(self.experts):
             logit = (logits + e * 4).load("float", 0, 4)
-            with f.when(logit > (weights + (self.chosen - 1) * 4).load("float", 0, 4)):
+            with f.when(_larger(logit, (weights + (self.chosen - 1) * 4).load("float", 0, 4))):
                 carried, number = f.variable(logit), f.variable(e)
                 for j in f.loop(self.chosen):
                     here, own = (weights + j * 4).load("float", 0, 4), (ids + j * 8).load("i64", 0, 8)
-                    larger = carried.value > here
+                    larger = _larger(carried.value, here)
                     (weights + j * 4).store(larger.select(carried.value, here), 0, 4)
                     (ids + j * 8).store(larger.select(number.value, own), 0, 8)
                     carried.value, number.value = larger.select(here, carried.value), larger.select(own, number.value)
@@ -214,10 +227,27 @@ class _Experts(Emitter):
                 weights, bias = self._of_expert(linear, place)
                 a = self._laid_out(linear, f.value("i64", 0) if self.spec.alone else place // self.chosen)
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
-                driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
-                driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias)
-                through_gates(f, self.isa, out + first * (4 * PANEL), (last - first) * PANEL, apart)
+                if self.spec.clamped:
+                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias)
+                    gated = self.pointer("gated") + place * self.get("gated_stride")
+                    self._clamped(out + first * (8 * PANEL), gated + first * (4 * PANEL), (last - first) * PANEL)
+                else:
+                    driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
+                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias)
+                    through_gates(f, self.isa, out + first * (4 * PANEL), (last - first) * PANEL, apart)
                 at.value = i + (last - first)
+
+    def _clamped(self, pairs: Value, to: Value, count: Value) -> None:
+        """So many pairs of a gate and its up to one number each."""
+        f, isa, n = self.f, self.isa, self.isa.lanes
+        alpha, limit = (part.splat(n) for part in EXPERTS.load_floats(self.args, "alpha_limit"))
+        lowest = f.value(isa.floats, -0.0) - limit
+        for i in f.loop(count, step=n):
+            first, second = ((pairs + i * 8).load(isa.floats, at, 4) for at in (0, 4 * n))
+            gate, up = (first.shuffle(range(at, 2 * n, 2), second) for at in (0, 1))
+            gate, up = gate.min_or(limit), up.min_or(limit).max_or(lowest)
+            sigmoid = f.value(isa.floats, 1.0) / (exp(f, (f.value(isa.floats, -0.0) - gate) * alpha) + 1.0)
+            (to + i * 4).store((up + 1.0) * (gate * sigmoid), 0, 4)
 
     def down(self) -> None:
         f, linear = self.f, self._prepare()
@@ -260,6 +290,11 @@ class _Experts(Emitter):
             columns_from(i * 4, "float", 1)
 
 
+def _larger(a: Value, b: Value) -> Value:
+    """a > b, where NaN is the largest, as torch's topk has it: so it becomes all weights of its row."""
+    return (a > b) | (a.is_nan() & b.equals(b))
+
+
 @dataclass(frozen=True, eq=False)
 class Router:
     """before      the norm of h
@@ -287,7 +322,7 @@ class SharedExpert:
 @dataclass(frozen=True, eq=False)
 class Experts:
     """E experts, of which a row has T, by addresses: products are those of the first one, the others' weights and biases follow. Without a
-    router ids and weights are given."""
+    router ids and weights are given. clamped: what gates are, where they are not silu(gate) * up."""
 
     gate_up: Product
     down: Product
@@ -295,6 +330,7 @@ class Experts:
     chosen: int
     router: Router | None = None
     shared: SharedExpert | None = None
+    clamped: Clamped | None = None
 
     @property
     def k(self) -> int:
@@ -318,10 +354,12 @@ class ExpertsPlan:
         (up, up_row), (down, down_row) = (product.kernel.arguments(1, threads) for product in (half.gate_up, half.down))
         up_all, down_all = (rows * row + 63 & ~63 for rows, row in ((m, up_row), (pairs, down_row)))
         sizes = copies * normed, copies * up_all, copies * down_all, 4 * pairs * half.gate_up.n, 4 * pairs * half.k
-        memory = shared("experts", (*sizes, 4 * m * (half.experts + 1), 8 * pairs, 4 * pairs, 8 * pairs, 8 * half.experts))
-        normed_at, up_at, down_at, gates, products, logits, ids, weights, order, counts = memory.starts
+        of_clamped = 0 if half.clamped is None else 4 * pairs * half.down.k
+        memory = shared("experts", (*sizes, of_clamped, 4 * m * (half.experts + 1), 8 * pairs, 4 * pairs, 8 * pairs, 8 * half.experts))
+        normed_at, up_at, down_at, gates, products, gated, logits, ids, weights, order, counts = memory.starts
+        inner, stride = (gates, 4 * half.gate_up.n) if half.clamped is None else (gated, 4 * half.down.k)
         _fill(up, half.gate_up, m, (hidden, 4 * half.k, up_at, gates))
-        _fill(down, half.down, pairs, (gates, 4 * half.gate_up.n, down_at, products))
+        _fill(down, half.down, pairs, (inner, stride, down_at, products))
         cuts = shares(pairs * panels, threads), shares(-(-half.k // PANEL), threads)
         tables = [(ctypes.c_int64 * len(cut))(*cut) for cut in cuts]
         common = {"rows": m, "experts": half.experts, "chosen": half.chosen}
@@ -338,6 +376,9 @@ class ExpertsPlan:
             "shares": ctypes.addressof(tables[0]),
             "expert_bytes": half.gate_up.kernel.nbytes,
             "expert_bias": 4 * half.gate_up.n,
+            "gated": gated,
+            "gated_stride": stride,
+            "alpha_limit": half.clamped or (0.0, 0.0),
         }
         of_down: Fields = {
             **common,
@@ -356,7 +397,7 @@ class ExpertsPlan:
             of_all, of_down["shared"] = self._of_all(half.shared, router, m, threads, hidden)
             of_up["shared_gate"] = half.shared.gate
         self._down = _block(ExpertsStep("down", alone, alone), of_down)
-        self._ups = [_block(ExpertsStep("up", alone, alone and router is None), of_up)]
+        self._ups = [_block(ExpertsStep("up", alone, alone and router is None, clamped=half.clamped is not None), of_up)]
         choosing = [_block(ExpertsStep("sort"), of_up)] * (not alone)
         if router is not None:
             choosing = [_block(ExpertsStep("logits", alone, alone, router.kind), of_up)]
@@ -390,8 +431,8 @@ class ExpertsPlan:
 class Mixture:
     """E experts whose ids and weights are given: y [m, K] is the weighted sum of theirs."""
 
-    def __init__(self, gate_up: Product, down: Product, experts: int) -> None:
-        self._stacks, self._work = (gate_up, down, experts), gate_up.n * gate_up.k
+    def __init__(self, gate_up: Product, down: Product, experts: int, clamped: Clamped | None = None) -> None:
+        self._stacks, self._work, self._clamped = (gate_up, down, experts), gate_up.n * gate_up.k, clamped
         self._plans: PlanCache[tuple[ExpertsPlan, Chain]] = PlanCache()
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -405,7 +446,7 @@ class Mixture:
         return out
 
     def _plan(self, m: int, chosen: int, threads: int) -> tuple[ExpertsPlan, Chain]:
-        plan = Experts(*self._stacks, chosen).plan(m, threads, 0)
+        plan = Experts(*self._stacks, chosen, clamped=self._clamped).plan(m, threads, 0)
         return plan, Chain(plan.blocks, threads)
 
 

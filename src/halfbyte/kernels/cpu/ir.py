@@ -148,6 +148,9 @@ class Value:
         """Unsigned, so that what is negative is not below a size."""
         return self._compare("ult", "", other)
 
+    def is_nan(self) -> Value:
+        return self._compare("", "uno", self)
+
     def is_null(self) -> Value:
         return self.fn.emit("i1", f"icmp eq ptr {self.name}, null")
 
