@@ -231,11 +231,13 @@ def test_a_forward_of_its_own(path: str, taken: list[bool]) -> None:
 
 def test_other_caches_and_kinds_of_attention(taken: list[bool]) -> None:
     plain, short = pair()
-    for make in (lambda: StaticCache(config=plain.config, max_cache_len=16), partial(DynamicCache, config=plain.config)):
+    static, grows = partial(StaticCache, config=plain.config, max_cache_len=16), partial(DynamicCache, config=plain.config)
+    for make, attention in ((static, "sdpa"), (grows, "eager")):
         for model in (plain, short):
-            model.set_attn_implementation("eager" if make().layers and not isinstance(make(), StaticCache) else "sdpa")
+            model.set_attn_implementation(attention)
         assert close(tokens(short, make()), tokens(plain, make()))
-    assert not any(taken)
+        assert taken == [False, *[make is grows] * 4]
+        taken.clear()
 
 
 def test_the_model_keeps_its_name(tmp_path: Path, taken: list[bool]) -> None:

@@ -289,7 +289,7 @@ def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, si
 def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed | None, kind: torch.dtype, b: int) -> None:
     heads, size, k = both[0].heads, 3, table.shape[1]
     caches = [_cache(kind, heads, b, size) for _ in both]
-    last, bias, turns = torch.rand(k), torch.randn(47), torch.randn(b, 2, both[0].turned)
+    last, bias, turns = torch.rand(k), torch.randn(47), torch.randn(b, 2, 2, both[0].turned)
     mask = torch.rand(b, size) < 0.7
     wanted = None
     for flush in (None, *ENDS):
@@ -297,7 +297,9 @@ def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed |
         place = at(flush)
         with _allocating(flush), _two_threads():
             rows = None if head is None else _weight(head, bias, place)
-            model = DecodingStep([one.made(place) for one in both], _like(table, place), (place(last), 1e-5), rows)
+            logits = None if head is None else ("cap", 3.0)
+            made, norm = [one.made(place) for one in both], Norm(place(last), 1e-5)
+            model = DecodingStep(made, _like(table, place), norm, rows, turns=(0, 1), factor=1.5, logits=logits)
             kept = [_writable(cache, flush) for cache in caches]
             rotary = [place(turn) for turn in turns]
             outputs = []

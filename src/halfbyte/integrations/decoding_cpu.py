@@ -108,12 +108,12 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     """Of a layer that has `linears_of`."""
     family, attention, linears, routed = known(layer), layer.self_attn, linears_of(layer), routed_of(layer)
     assert linears is not None
-    first, second, third, fourth = (None if norm is None else _norm(norm, family) for norm in _norms_of(layer))
+    first, second, third, fourth = (None if norm is None else norm_of(norm, family) for norm in _norms_of(layer))
     qkv, o = tuple(map(weight_of, linears[0])), weight_of(linears[1])
     dim = attention.head_dim
     query = o.packed.shape[1] // dim
     key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // 2
-    norms: Any = tuple(_norm(norm, family) for norm in _of_heads(layer))
+    norms: Any = tuple(norm_of(norm, family) for norm in _of_heads(layer))
     cap = None if family.cap is None else getattr(attention, family.cap)
     sinks = None if family.sinks is None else getattr(attention, family.sinks)
     heads = Heads(query, key, dim, attention.scaling, norms or None, family.rows, turned(layer), cap, sinks)
@@ -126,11 +126,12 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     return half, Dense(gate_up, down, third, fourth, factor, ACTIVATIONS[getattr(attention.config, family.activation)])
 
 
-def _norm(norm: Any, family: Family) -> Norm:
-    return Norm(norm.weight, getattr(norm, _eps_of(norm)), family.plus_one)
+def norm_of(norm: Any, family: Family) -> Norm:
+    return Norm(norm.weight, getattr(norm, eps_of(norm)), family.plus_one)
 
 
-def _eps_of(norm: Any) -> str:
+def eps_of(norm: Any) -> str:
+    """The name of its attribute."""
     return "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
 
 
@@ -279,7 +280,7 @@ def parts_of(layer: Any) -> tuple[nn.Module, ...]:
 def settings_of(layer: Any) -> list[tuple[Any, str]]:
     """Attributes that what it computes depends on, beside weights, and the objects that have them."""
     family, attention, routed = known(layer), layer.self_attn, routed_of(layer)
-    norms = [(norm, _eps_of(norm)) for norm in _norms(layer)]
+    norms = [(norm, eps_of(norm)) for norm in _norms(layer)]
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
     of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap, family.positions) if name is not None]
     of_layer = [] if family.factor is None else [(layer, family.factor)]

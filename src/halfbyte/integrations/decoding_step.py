@@ -1,4 +1,4 @@
-"""Llama-like causal models that `shorten_` has changed, on a CPU: one new token of each sequence takes one call of `ops.decoding_step`.
+"""Causal models that `shorten_` has changed, on a CPU: one new token of each sequence takes one call of `ops.decoding_step`.
 
 This is for growing caches. What Python does between two tokens counts: it runs with caches that are full of weights. So everything that
 stays from token to token is kept, and compared before each (`Unchanged`). Hooks, inner results that are asked for, gradients, training,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
@@ -18,35 +19,65 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen2MoeForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-)
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from halfbyte.bounded import Bounded
 from halfbyte.integrations import growing
-from halfbyte.integrations.decoding_cpu import computed, parts_of, settings_of
-from halfbyte.integrations.shortened import Shortened, original, shorten, why_hooked
+from halfbyte.integrations.decoding_cpu import computed, eps_of, norm_of, parts_of, settings_of
+from halfbyte.integrations.families import known
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, version
 from halfbyte.nn.parallel import part_of
+from halfbyte.nn.scaled import ATTRIBUTE, Factor, factor_of
 from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer
 from halfbyte.ops.decoding_step import DecodingStep
 from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.library import plain
 
-# Their forward, and that of their `model`, is this file's formula.
-OF_EXPERTS = (MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM)
-MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, *OF_EXPERTS)
-_WITH_WINDOWS = (Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM)  # of some layers
-_WITH_A_WINDOW = (MistralForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM)  # of all layers, where there is one
-_ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a causal model and its `model` do around the layers, logits = f(lm_head(norm(layers(factor * embed_tokens(ids))))).
+
+    window   which layers see `sliding_window` tokens of the config, where it has one: "none", "all", or "some", as its `layer_types` say
+    turns    whether each of `layer_types` has rotary positions of its own
+    factor   the attribute of the `model` that has the factor of embeddings, if any, beside an embedding's own
+    over     the attribute of the config that logits are divided by, if any
+    cap      the attribute of the config that has the cap of logits, cap * tanh(logit / cap), if any
+    experts  whether its output is one of a mixture of experts
+    """
+
+    window: str = "none"
+    turns: bool = False
+    factor: str | None = None
+    over: str | None = None
+    cap: str | None = None
+    experts: bool = False
+
+
+_CAP = "final_logit_softcapping"
+# By the names of their classes in transformers.models.
+MODELS = {
+    "gemma.modeling_gemma.GemmaForCausalLM": Around(),
+    "gemma2.modeling_gemma2.Gemma2ForCausalLM": Around("some", cap=_CAP),
+    "gemma3.modeling_gemma3.Gemma3ForCausalLM": Around("some", turns=True, cap=_CAP),
+    "granite.modeling_granite.GraniteForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
+    "llama.modeling_llama.LlamaForCausalLM": Around(),
+    "ministral.modeling_ministral.MinistralForCausalLM": Around("some"),
+    "mistral.modeling_mistral.MistralForCausalLM": Around("all"),
+    "mixtral.modeling_mixtral.MixtralForCausalLM": Around("all", experts=True),
+    "olmo2.modeling_olmo2.Olmo2ForCausalLM": Around(),
+    "olmo3.modeling_olmo3.Olmo3ForCausalLM": Around("some", turns=True),
+    "phi3.modeling_phi3.Phi3ForCausalLM": Around("all"),
+    "qwen2.modeling_qwen2.Qwen2ForCausalLM": Around("some"),
+    "qwen2_moe.modeling_qwen2_moe.Qwen2MoeForCausalLM": Around("some", experts=True),
+    "qwen3.modeling_qwen3.Qwen3ForCausalLM": Around("some"),
+    "qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": Around("all", experts=True),
+    "seed_oss.modeling_seed_oss.SeedOssForCausalLM": Around(),
+    "smollm3.modeling_smollm3.SmolLM3ForCausalLM": Around("some"),
+}
+_ATTENTION = ("sdpa", "halfbyte", "eager")  # others have masks of other kinds
 _SLIDES = "sliding_attention"  # of a config's `layer_types`
 _EMPTY = {cls: vars(cls()) for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast)}
 _AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many times so many are kept
@@ -55,7 +86,7 @@ _AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are comput
 def shorten_model(model: nn.Module) -> None:
     """Lets a causal model, all of whose layers are shortened, take a token in one call, in place. Others are left."""
     layers = getattr(getattr(model, "model", None), "layers", ())
-    if not isinstance(model, _OneCall) and original(model) in MODELS and all(isinstance(layer, Shortened) for layer in layers):
+    if not isinstance(model, _OneCall) and name_in_transformers(model) in MODELS and all(isinstance(layer, Shortened) for layer in layers):
         shorten(model, _OneCall, "", None)
 
 
@@ -81,7 +112,7 @@ class _OneCall(Shortened):
             if kept and type(logits_to_keep) is int and all(map(_is_unset, kwargs, kwargs.values())):
                 logits = one_token(self, input_ids, attention_mask, position_ids, past_key_values)
                 if logits is not None:
-                    cls = MoeCausalLMOutputWithPast if original(self) in OF_EXPERTS else CausalLMOutputWithPast
+                    cls = MoeCausalLMOutputWithPast if _around(self).experts else CausalLMOutputWithPast
                     return _output(cls, logits, past_key_values)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(  # type: ignore[misc]
@@ -95,6 +126,10 @@ class _OneCall(Shortened):
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+
+def _around(model: Any) -> Around:
+    return MODELS[name_in_transformers(model)]
 
 
 def _output(cls: Any, logits: Tensor, past: Any) -> Any:
@@ -137,13 +172,23 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
         where = positions.flatten().tolist() * (batch // len(positions))
         if min(where) < 0:
             return None
-    rotary = [held.turn(position) for position in where]
+    furthest = max(where)
+    rotary = [held.turn(position, furthest) for position in where]
     y = held.step(ids.flatten().tolist(), rotary, cache.stamps, partial(_entries, layers), length, seen)
     for layer in layers:
         layer.length = length + 1
     if y.dtype != held.dtype:
         y = y.to(held.dtype)
-    return y if held.headed else model.lm_head(y)
+    return y if held.headed else _through(model.lm_head(y), held.logits)
+
+
+def _through(y: Tensor, logits: tuple[str, float] | None) -> Tensor:
+    """As `DecodingStep` has it of a head of its own."""
+    if logits is None:
+        return y
+    function, constant = logits
+    y = y / constant
+    return y if function == "over" else torch.tanh(y) * constant
 
 
 def _entries(layers: Sequence[growing.Growing]) -> list[tuple[Tensor, Tensor, int]]:
@@ -190,37 +235,63 @@ class _Held:
     def __init__(self, model: Any, layers: list[Any], computed: Sequence[DecoderLayer]) -> None:
         inner, head = model.model, model.lm_head
         embedding, norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
+        around, last_norm = _around(model), norm_of(norm, known(layers[0]))
         self.most_rows = min((layer.most_rows for layer in computed if layer.most_rows is not None), default=MOST_SEQUENCES)
         self.count, self.headed, self.here = len(layers), type(head) is QuantLinear, _Here()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
         table = embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach()
         last = Weight(head.packed, head.bias, head.compute, head.activation) if self.headed else None
-        self.windows = _windows(model)
-        self.step = DecodingStep(computed, table, (norm.weight, norm.variance_epsilon), last, self.windows)
+        self.windows, self.logits = _windows(model), _logits(model)
+        self._kinds = _kinds(model)
+        turns = [self._kinds.index(kind if around.turns else "") for kind in _types(model)]
         settings = [setting for layer in layers for setting in settings_of(layer)]
-        settings += [(norm, "variance_epsilon"), (self._rotary, "attention_scaling")]
+        settings += [(norm, eps_of(norm)), *((self._rotary, _of(kind, "attention_scaling")) for kind in self._kinds)]
+        # longrope writes to `inv_freq` at each call, one of two, by how far the text reaches
+        self._switch: int | None = None
+        if self._rotary.rope_type == "longrope":
+            self._switch = inner.config.rope_parameters["original_max_position_embeddings"]
+        frequencies = "inv_freq" if self._switch is None else "original_inv_freq"
+        self._tensors = [(self._rotary, _of(kind, frequencies)) for kind in self._kinds]
+        factor, scale = 1.0, _scale(embedding)
+        if isinstance(scale, Tensor):
+            factor = float(scale.to(self.dtype))
+            self._tensors.append((embedding, ATTRIBUTE))
+        elif scale is not None:
+            factor = scale
+            settings.append((embedding, ATTRIBUTE))
+        if around.factor is not None:
+            factor *= getattr(inner, around.factor)
+            settings.append((inner, around.factor))
+        logits = self.logits if self.headed else None
+        self.step = DecodingStep(computed, table, last_norm, last, self.windows, turns, factor=factor, logits=logits)
         parts = [part for layer in layers for part in parts_of(layer)]
         read = (*parts, norm, embedding, self._rotary, *([head] if self.headed else []))
         self._unchanged = Unchanged(model, read, settings, [(layer, "training") for layer in layers])
         self._config, self._values = inner.config, tuple(vars(inner.config).values())
-        self._frequencies = version(self._rotary.inv_freq)
-        self._turns: Bounded[int, tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
+        self._versions = [version(getattr(owner, name)) for owner, name in self._tensors]
+        self._turns: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
 
     def is_still(self) -> bool:
         values = vars(self._config).values()
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        return same and version(self._rotary.inv_freq) == self._frequencies and self._unchanged.is_still()
+        return same and [version(getattr(*place)) for place in self._tensors] == self._versions and self._unchanged.is_still()
 
-    def turn(self, position: int) -> int:
-        """The address of the cosines and sines [2, D] of a position, float32."""
+    def turn(self, position: int, furthest: int) -> int:
+        """The address of the cosines and sines [kinds, 2, R] of a position, float32, where all sequences reach to `furthest`."""
         block, at = divmod(position, _AT_ONCE)
-        found = self._turns.get(block)
+        far = self._switch is not None and furthest >= self._switch
+        found = self._turns.get((block, far))
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
                 positions = torch.arange(block * _AT_ONCE, (block + 1) * _AT_ONCE, device="cpu").unsqueeze(0)
-                parts = self._rotary(torch.empty(0, dtype=self.dtype, device="cpu"), position_ids=positions)
+                if far:  # the furthest decides for all
+                    positions = torch.cat((positions, torch.tensor([[self._switch]], device="cpu")), 1)
+                elif self._switch is not None:
+                    positions = positions.clamp(max=self._switch - 1)
+                x = torch.empty(0, dtype=self.dtype, device="cpu")
+                parts = [part for kind in self._kinds for part in self._rotary(x, positions, *([kind] if kind else []))]
                 table = torch.cat(parts, -1)[0].float().contiguous()
-            found = self._turns[block] = table, table.data_ptr()
+            found = self._turns[block, far] = table, table.data_ptr()
         return found[1] + at * found[0].stride(0) * 4
 
 
@@ -242,18 +313,47 @@ def _held(model: Any) -> _Held | None:
 
 def _windows(model: Any) -> tuple[int | None, ...]:
     """The window of each layer's attention, None where it sees all tokens."""
-    config = model.config
-    if original(model) in _WITH_WINDOWS:
+    config, which = model.config, _around(model).window
+    if which == "some":
         return tuple(config.sliding_window if kind == _SLIDES else None for kind in config.layer_types)
-    window: int | None = config.sliding_window if original(model) in _WITH_A_WINDOW else None
+    window: int | None = config.sliding_window if which == "all" else None
     return (window,) * len(model.model.layers)
+
+
+def _types(model: Any) -> list[str]:
+    """Of each layer."""
+    return list(getattr(model.config, "layer_types", None) or [""] * len(model.model.layers))
+
+
+def _kinds(model: Any) -> list[str]:
+    """The types of layers that have rotary positions of their own; "" where all have the same."""
+    return sorted({*_types(model)}) if _around(model).turns else [""]
+
+
+def _of(kind: str, name: str) -> str:
+    """The name of an attribute of rotary positions."""
+    return f"{kind}_{name}" if kind else name
+
+
+def _logits(model: Any) -> tuple[str, float] | None:
+    """What logits go through, as `DecodingStep` has it."""
+    around, config = _around(model), model.config
+    if around.over is not None:
+        return "over", getattr(config, around.over)
+    cap = None if around.cap is None else getattr(config, around.cap)
+    return None if cap is None else ("cap", cap)
+
+
+def _scale(embedding: Any) -> Factor | None:
+    """The factor of an embedding's rows, if it has one."""
+    return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
 
 
 def _is_other(model: Any, layers: list[Any]) -> bool:
     """Whether a step of the model is anything else but this file's formula, or is watched, or its inner results are asked for."""
     inner, head, config = model.model, model.lm_head, model.config
     embedding, norm, rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
-    if config is not inner.config or config._attn_implementation not in _ATTENTION or config.num_hidden_layers != len(layers):
+    if config is not inner.config or not _is_attention(layers, config._attn_implementation) or config.num_hidden_layers != len(layers):
         return True
     if not config.return_dict or config.output_attentions or config.output_hidden_states or why_hooked(model) is not None:
         return True
@@ -271,13 +371,24 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
         return True
     if [layer.self_attn.layer_idx for layer in layers] != [*range(len(layers))]:
         return True
-    if "dynamic" in rotary.rope_type or rotary.rope_type == "longrope":  # positions turn by what the length of the text makes of them
+    ropes = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
+    # Positions turn by what the length of the text makes of them
+    if any("dynamic" in rope for rope in ropes) or (isinstance(rotary.rope_type, dict) and "longrope" in ropes):
         return True
-    if type(embedding) is nn.Embedding:
+    if not all(hasattr(rotary, _of(kind, "inv_freq")) for kind in _kinds(model)):
+        return True
+    if type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and factor_of(embedding) is not None):
         table = embedding.weight
         if embedding.max_norm is not None or table.dtype != norm.weight.dtype or not table.is_cpu:
             return True
-    elif type(embedding) is not QuantEmbedding or embedding.embed_scale is not None or embedding.dtype != norm.weight.dtype:
+    elif type(embedding) is not QuantEmbedding or embedding.dtype != norm.weight.dtype:
         return True
     packed = [part.packed for part in (embedding, head) if type(part) in (QuantEmbedding, QuantLinear)]
     return why_not_packed(packed) is not None or any(part_of(part) is not None for part in (embedding, head))
+
+
+def _is_attention(layers: list[Any], implementation: str) -> bool:
+    """Whether it computes the layers' formula: eager attention alone caps scores."""
+    family = known(layers[0])
+    capped = family.cap is not None and any(getattr(layer.self_attn, family.cap) is not None for layer in layers)
+    return implementation == "eager" if capped else implementation in _ATTENTION

@@ -92,12 +92,12 @@ class Attention(NamedTuple):
         from halfbyte.kernels.cpu import attention_half
 
         heads = self.heads
-        norms = None if heads.norms is None else (_norm(tensors, heads.norms[0]), _norm(tensors, heads.norms[1]))
+        norms = None if heads.norms is None else (norm_of(tensors, heads.norms[0]), norm_of(tensors, heads.norms[1]))
         turned = heads.dim if heads.turned is None else heads.turned
         sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
         shape = heads.query, heads.key, heads.dim
         of_heads = attention_half.Heads(*shape, heads.scale, norms, heads.rows, turned, heads.cap, sinks, heads.pairs)
-        before, after = (None if norm is None else _norm(tensors, norm) for norm in (self.before, self.after))
+        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
         qkv = tuple(map(tensors.product, self.qkv))
         return attention_half.Attention(qkv, tensors.product(self.o), before, after, self.factor, of_heads)
 
@@ -169,7 +169,7 @@ class Dense(NamedTuple):
     def inner(self, tensors: Addresses) -> feed_forward.Dense:
         from halfbyte.kernels.cpu import feed_forward
 
-        before, after = (None if norm is None else _norm(tensors, norm) for norm in (self.before, self.after))
+        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
         return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), before, after, self.factor, self.gates)
 
 
@@ -266,7 +266,8 @@ def why_not(attention: Attention, feed_forward: FeedForward) -> str | None:
     return attention.why_not() or feed_forward.why_not()
 
 
-def _norm(tensors: Addresses, norm: Norm) -> halves.Norm:
+def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
+    """By the address of its weight."""
     from halfbyte.kernels.cpu import halves
 
     return halves.Norm(tensors.of(norm.weight), norm.eps, norm.plus_one)

@@ -1,4 +1,4 @@
-"""One new token of each sequence through a whole Llama-like model in one call on a CPU."""
+"""One new token of each sequence through a whole language model in one call on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.decoder import DecoderLayer
+from halfbyte.ops.decoder import DecoderLayer, Norm, norm_of
 from halfbyte.ops.layers import Addresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
@@ -21,13 +21,15 @@ _MOST_KINDS = 8  # of calls, for which a thread keeps the arguments
 
 
 class DecodingStep:
-    """logits = head(norm(layers(table[ids])))
+    """logits = f(head(norm(layers(factor * table[ids]))))
 
-    layers  one after the other
-    table   [N, K], packed for CPUs, or floats in any dtype
-    norm    the weight [K] of the RMS norm behind the layers, and eps
-    head    [N, K]; None: the result is the normed rows
-    windows of each layer, how many tokens it sees, itself the last; None: all
+    layers   one after the other
+    table    [N, K], packed for CPUs, or floats in any dtype
+    norm     the one behind the layers
+    head     [N, K]; None: the result is the normed rows
+    windows  of each layer, how many tokens it sees, itself the last; None: all
+    turns    of each layer, the number of its rotary positions; None: all have the same
+    logits   f and c: "over", y / c, or "cap", c * tanh(y / c); None: none, as where there is no head
 
     Everything between the products is float32. Raises ArgumentError for parts that do not fit together.
     """
@@ -36,15 +38,19 @@ class DecodingStep:
         self,
         layers: Sequence[DecoderLayer],
         table: Packed | Tensor,
-        norm: tuple[Tensor, float],
+        norm: Norm,
         head: Weight | None,
         windows: Sequence[int | None] | None = None,
+        turns: Sequence[int] | None = None,
+        *,
+        factor: float = 1.0,
+        logits: tuple[str, float] | None = None,
     ) -> None:
         from halfbyte.kernels.cpu import decoding_step, runtime
         from halfbyte.kernels.cpu.plan_cache import PlanCache
 
         k = layers[0].k
-        shapes = [tuple(table.shape), tuple(norm[0].shape), *([] if head is None else [tuple(head.packed.shape)])]
+        shapes = [tuple(table.shape), tuple(norm.weight.shape), *([] if head is None else [tuple(head.packed.shape)])]
         if any(layer.k != k for layer in layers) or any(shape[-1:] != (k,) for shape in shapes) or len(shapes[0]) != 2:
             raise ArgumentError(
                 f"layers of one width K take a table [N, K], a norm [K] and a head [N, K], got {[layer.k for layer in layers]} and {shapes}"
@@ -62,7 +68,8 @@ class DecodingStep:
         last = None if head is None else tensors.product(head)
         self._windows = tuple(windows or (None,) * len(layers))
         inner = tuple(layer.inner for layer in layers)
-        self._model = decoding_step.Model(inner, rows, (tensors.of(norm[0]), norm[1]), last, self._windows)
+        turns = tuple(turns or (0,) * len(layers))
+        self._model = decoding_step.Model(inner, rows, factor, norm_of(tensors, norm), last, logits, self._windows, turns)
         self._threads = runtime.threads
         self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
         self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.copied]
@@ -78,7 +85,7 @@ class DecodingStep:
     ) -> Tensor:
         """Tokens ids [B], appended to a cache that has `length` tokens -> float32 [B, 1, N], or [B, 1, K].
 
-        rotary   the address of each token's cosines and sines, [2, D] float32
+        rotary   the address of each token's cosines and sines, [turns, 2, R] float32
         cache    stands for the memory of the cache's keys and values: other memory, something else, for ever
         entries  gives for each layer keys, values and length as a call of DecoderLayer takes them, of one batch and type; of `length`
                  tokens a window may have lost the first. It is called if the thread's last call had another cache
@@ -111,7 +118,7 @@ class DecodingStep:
         from halfbyte.kernels.cpu import decoding_step
         from halfbyte.kernels.cpu.decoder import Entry
 
-        found, sizes = tuple(entries()), ((batch, 1, self._k), (1, 1, self._layers[0].rotary))
+        found, sizes = tuple(entries()), ((batch, 1, self._k), (1, 1, max(layer.rotary for layer in self._layers)))
         x, turn = (torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)
         for layer, entry in zip(self._layers, found, strict=True):
             layer.check(x, (turn, turn), *entry, None)

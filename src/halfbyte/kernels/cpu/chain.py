@@ -4,6 +4,7 @@
     lanes(chains)       every thread runs chains of its own, alone
     norm(args)          y = norm(x), or that + residual
     scale(args)         y = factor * x + residual
+    each(args)          x = function(x, c) in place, one of `EACH`
     product(args)       y = epilogue(norm(x) · dequantize(W)ᵀ): `linear.LinearKernel`'s tiles, with what comes before and after them
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
@@ -27,7 +28,7 @@ from itertools import accumulate
 from halfbyte.kernels.cpu import driver, kernel, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.attend import inverse_root
-from halfbyte.kernels.cpu.exponential import gelu_tanh, silu
+from halfbyte.kernels.cpu.exponential import gelu_tanh, silu, tanh
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
@@ -57,12 +58,17 @@ PRODUCT = Block(
 )
 
 
+EACH: dict[str, Callable[[Function, Value, Value], Value]] = {
+    "times": lambda f, x, c: x * c,
+    "over": lambda f, x, c: x / c,
+    "cap": lambda f, x, c: tanh(f, x / c) * c,
+}
 GATES: dict[str, Callable[[Function, Value], Value]] = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """kind: "chain", "lanes", "norm", "scale", or of a product "rows" (prepare them), "panels" (multiply) or "product"
+    """kind: "chain", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
     (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; centred: norms are layer norms;
     plus_one: norms multiply by 1 + weight; added: there is a residual."""
 
@@ -83,6 +89,8 @@ def build(step: Step, isa: ISA, f: Function) -> None:
         _norms(f, isa, step)
     elif step.kind == "scale":
         _scales(f, isa)
+    elif step.kind in EACH:
+        _each(f, isa, EACH[step.kind])
     else:
         _product(f, isa, step)
 
@@ -174,6 +182,19 @@ def _scales(f: Function, isa: ISA) -> None:
             write(i * 4, isa.floats, factor.splat(isa.lanes))
         for i in f.loop(k, start=whole):
             write(i * 4, "float", factor)
+
+
+def _each(f: Function, isa: ISA, function: Callable[[Function, Value, Value], Value]) -> None:
+    """Threads share the elements."""
+    args, thread, threads = f.parameters
+    x, k = NORM.load(args, "x", "ptr"), NORM.load(args, "k")
+    _, constant = NORM.load_floats(args, "eps")
+    vectors = k // isa.lanes
+    start, stop = (i * vectors // threads * isa.lanes for i in (thread, thread + 1))
+    for i in f.loop(stop, start=start, step=isa.lanes):
+        (x + i * 4).store(function(f, (x + i * 4).load(isa.floats, 0, 4), constant.splat(isa.lanes)), 0, 4)
+    for i in f.loop((thread + 1).equals(threads).select(k, stop), start=stop):
+        (x + i * 4).store(function(f, (x + i * 4).load("float", 0, 4), constant), 0, 4)
 
 
 class RowNorm:

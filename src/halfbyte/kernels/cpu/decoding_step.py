@@ -1,8 +1,8 @@
 """One new token of each sequence through a whole Llama-like model in one call: ids [B] -> logits [B, N], float32.
 
-    x  = table[ids]              rows of a quantized table; of any other, whoever calls writes x
+    x  = factor * table[ids]     rows of a quantized table; of any other, whoever calls writes table[ids] to x
     x  = layer(x)                each of the layers, as in `decoder.py`, in place
-    y  = norm(x) · Wᵀ + bias     the head, a product as in `chain.py`; norm(x) [B, K] where it is none that is packed
+    y  = f(norm(x) · Wᵀ + bias)  the head, a product as in `chain.py`; norm(x) [B, K] where it is none that is packed
 
 From token to token all arguments stay but the ids, the rotary positions, the length of the cache and where y goes: what a program does
 between two tokens runs with caches that are full of weights, some three times as long as otherwise.
@@ -25,7 +25,7 @@ from halfbyte.kernels.cpu.attend import ATTEND
 from halfbyte.kernels.cpu.attention_half import Size
 from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
 from halfbyte.kernels.cpu.decoder import Entry, Layer, Plan
-from halfbyte.kernels.cpu.halves import product_steps
+from halfbyte.kernels.cpu.halves import Norm, product_steps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, pack_call
@@ -41,17 +41,23 @@ _KEYS, _VALUES, _MASK, _LENGTH = (ATTEND.offset(field) for field in ("keys", "va
 class Model:
     """Its weights, by their addresses: whoever calls sees to it that they are there.
 
-    table  the shape of the embedding and the address of its packed bytes, or None
-    norm   the weight [K] of the last RMS norm, and eps
-    head   None: there is none, or none that is packed
-    windows of each layer, how many tokens a new one sees, itself the last; None: all
+    table    the shape of the embedding and the address of its packed bytes, or None
+    factor   of its rows
+    norm     the last one
+    head     None: there is none, or none that is packed
+    logits   f, one of `chain.EACH`, and its constant, if any
+    windows  of each layer, how many tokens a new one sees, itself the last; None: all
+    turns    of each layer, the number of its rotary positions
     """
 
     layers: tuple[Layer, ...]
     table: tuple[Geometry, int] | None
-    norm: tuple[int, float]
+    factor: float
+    norm: Norm
     head: Product | None
+    logits: tuple[str, float] | None
     windows: tuple[int | None, ...]
+    turns: tuple[int, ...]
 
 
 class _Windowed(NamedTuple):
@@ -83,36 +89,39 @@ class Steps:
         first, batch = model.layers[0], len(entries[0].keys)
         self.cache = entries[0].keys.dtype
         self.threads = decoder.threads_of(first, batch)
+        turns, turned = 1 + max(model.turns), max(layer.rotary for layer in model.layers)
         with torch.inference_mode(False):  # written again and again, and not always in that mode
             self.x = torch.zeros(batch, first.k, dtype=torch.float32, device="cpu")
-            self._turns = torch.zeros(batch, 2, first.rotary, dtype=torch.float32, device="cpu")
+            self._turns = torch.zeros(batch, turns, 2, turned, dtype=torch.float32, device="cpu")
         self.ids = (ctypes.c_int64 * batch)()
-        self._model, self._batch, self._width = model, batch, 8 * first.rotary
+        self._model, self._batch, self._sines, self._width = model, batch, 4 * turned, 8 * turned * turns
         size = Size(batch, 1, decoder.CACHES[self.cache], masked, self.threads)
         self._plans = [Plan(layer, size) for layer in model.layers]
         kinds = list(zip(self._plans, model.windows, strict=True))
         self._attention = [plan.attention[0] for plan, window in kinds if window is None]
         self._windowed: list[_Windowed]
-        self._last: tuple[Buffer, int]  # the block that has the place of y, and where
+        self._last: list[tuple[Buffer, int]]  # the blocks that have the place of y, and where
         blocks = [*self._begin(), *(block for plan in self._plans for block in plan.blocks), *self._end()]
         self._chain = Chain(blocks, self.threads)
         self.point(entries, length)
 
     def _begin(self) -> list[Buffer]:
+        factor = self._model.factor
+        scaled = [] if factor == 1.0 else [_each("times", self.x.numel(), factor, self.x.data_ptr())]
         if self._model.table is None:
-            return []
+            return scaled
         geo, weights = self._model.table
         fields = dequantize.weight_fields(weights, geo)
         fields |= {"ids": ctypes.addressof(self.ids), "rows": self._batch, "out": self.x.data_ptr(), "out_stride": 4 * geo.k}
         function = compiled(dequantize.build, dequantize.spec_of(geo, "f32"), current())
-        return [arguments(DEQUANTIZE, function, fields)]
+        return [arguments(DEQUANTIZE, function, fields), *scaled]
 
     def _end(self) -> list[Buffer]:
-        (norm, eps), head, k = self._model.norm, self._model.head, self.x.shape[1]
+        (norm, eps, plus_one), head, k = self._model.norm, self._model.head, self.x.shape[1]
         if head is None:
             sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._batch, "k": k}
-            block = arguments(NORM, phase(Step("norm")), {**sizes, "weight": norm, "eps": (eps, 0.0)})
-            self._last = block, NORM.offset("out")
+            block = arguments(NORM, phase(Step("norm", plus_one=plus_one)), {**sizes, "weight": norm, "eps": (eps, 0.0)})
+            self._last = [(block, NORM.offset("out"))]
             return [block]
         alone = self._batch == 1
         buffer, private = head.kernel.arguments(self._batch, self.threads)
@@ -121,7 +130,7 @@ class Steps:
             self._memory = torch.empty(self.threads * (private + 4 * k) + 64, dtype=torch.uint8, device="cpu")
         laid_out = self._memory.data_ptr() + 63 & ~63
         pack_call(buffer, CALL, 0, self.x.data_ptr(), 4 * k, laid_out, head.weight, head.bias, 0, 0, -_INFINITE, _INFINITE)
-        self._last = buffer, LINEAR.offset("out")
+        self._last = [(buffer, LINEAR.offset("out"))]
         fields: dict[str, int | tuple[float, float]] = {
             "normed": laid_out + self.threads * private,
             "normed_thread": 4 * k,
@@ -129,20 +138,26 @@ class Steps:
             "norm": norm,
             "eps": (eps, 0.0),
         }
-        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=Step(""))
+        kind = Step("", plus_one=plus_one)
+        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=kind)
+        if self._model.logits is not None:
+            function, constant = self._model.logits
+            steps.append(_each(function, self._batch * head.n, constant))
+            self._last.append((steps[-1], NORM.offset("x")))
         return steps
 
     def point(self, entries: Sequence[Entry], length: int) -> None:
         """From now on to these, of the same type and batch, the last of `length` tokens."""
         at, turns = self.x.data_ptr(), self._turns.data_ptr()
-        rotary = turns, turns + self._width // 2, self._width if self._batch > 1 else 0, 0
-        for plan, entry in zip(self._plans, entries, strict=True):
+        for plan, entry, number in zip(self._plans, entries, self._model.turns, strict=True):
+            cosines = turns + 2 * number * self._sines
+            rotary = cosines, cosines + self._sines, self._width if self._batch > 1 else 0, 0
             plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length))
         layers = zip(self._plans, entries, self._model.windows, strict=True)
         self._windowed = [_Windowed.of(plan, entry, length, window) for plan, entry, window in layers if window is not None]
 
     def turn(self, b: int, rotary: int) -> None:
-        """Sequence b by the cosines and sines, [2, D] float32, at an address."""
+        """Sequence b by the cosines and sines, [turns, 2, R] float32, at an address."""
         ctypes.memmove(self._turns.data_ptr() + b * self._width, rotary, self._width)
 
     def run(self, length: int, out: int, mask: Tensor | None) -> None:
@@ -160,6 +175,11 @@ class Steps:
             at, stride = mask.data_ptr(), mask.stride(0)
             for block in self._attention:
                 _pack_mask(block, _MASK, at, stride)
-        block, place = self._last
-        _pack(block, place, out)
+        for block, place in self._last:
+            _pack(block, place, out)
         self._chain.run()
+
+
+def _each(function: str, count: int, constant: float, x: int = 0) -> Buffer:
+    """One of `chain.EACH` of so many floats in place, from the address x on."""
+    return arguments(NORM, phase(Step(function)), {"x": x, "k": count, "eps": (0.0, constant)})
