@@ -232,7 +232,8 @@ def test_windows_and_sinks(batch: int, calls: list[tuple[int, ...]]) -> None:
     kept = [DynamicCache(config=plain.config) for _ in range(2)]
     widths = (4, 1, 1, 1, 4, 5, *[1] * 20)
     assert close(*(steps(model, cache, widths, batch) for model, cache in zip((short, plain), kept, strict=True)))
-    assert calls == [(batch, width, 1) for width in widths for _ in range(2)]
+    of_a_call = [[(batch, width, 1)] * 2 if width > 1 else [(batch, 1, 2)] for width in widths]
+    assert calls == [call for found in of_a_call for call in found]
     for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
         assert mine.get_seq_length() == theirs.get_seq_length()
         assert close(mine.keys, theirs.keys)

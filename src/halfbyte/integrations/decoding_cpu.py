@@ -214,13 +214,17 @@ def visible(mask: Tensor | None) -> Tensor | None:
     return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else mask
 
 
+def is_eager(layer: Any) -> bool:
+    """Whether eager attention alone computes its formula: caps of scores, and sinks."""
+    family = known(layer)
+    return family.sinks is not None or (family.cap is not None and getattr(layer.self_attn, family.cap) is not None)
+
+
 def _is_mask(layer: Any, mask: Tensor | None, seen: Tensor | None) -> bool:
     """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, without which it is not
-    causal; it alone caps scores and has sinks."""
-    family, attention = known(layer), layer.self_attn
-    eager = attention.config._attn_implementation == "eager"
-    by_eager = family.sinks is not None or (family.cap is not None and getattr(attention, family.cap) is not None)
-    if by_eager > eager or (eager and mask is None):
+    causal."""
+    eager = layer.self_attn.config._attn_implementation == "eager"
+    if is_eager(layer) > eager or (eager and mask is None):
         return False
     return seen is None or (seen.dtype == torch.bool and seen.dim() == 4 and seen.shape[1] == 1 and (eager or mask is seen))
 

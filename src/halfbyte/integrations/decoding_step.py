@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from halfbyte.bounded import Bounded
 from halfbyte.integrations import growing
-from halfbyte.integrations.decoding_cpu import computed, eps_of, norm_of, parts_of, settings_of
+from halfbyte.integrations.decoding_cpu import computed, eps_of, is_eager, norm_of, parts_of, settings_of
 from halfbyte.integrations.families import known
 from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
@@ -62,6 +62,7 @@ MODELS = {
     "gemma.modeling_gemma.GemmaForCausalLM": Around(),
     "gemma2.modeling_gemma2.Gemma2ForCausalLM": Around("some", cap=_CAP),
     "gemma3.modeling_gemma3.Gemma3ForCausalLM": Around("some", turns=True, cap=_CAP),
+    "gpt_oss.modeling_gpt_oss.GptOssForCausalLM": Around("some", experts=True),
     "granite.modeling_granite.GraniteForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
     "llama.modeling_llama.LlamaForCausalLM": Around(),
     "ministral.modeling_ministral.MinistralForCausalLM": Around("some"),
@@ -69,6 +70,7 @@ MODELS = {
     "mixtral.modeling_mixtral.MixtralForCausalLM": Around("all", experts=True),
     "olmo2.modeling_olmo2.Olmo2ForCausalLM": Around(),
     "olmo3.modeling_olmo3.Olmo3ForCausalLM": Around("some", turns=True),
+    "olmoe.modeling_olmoe.OlmoeForCausalLM": Around(experts=True),
     "phi3.modeling_phi3.Phi3ForCausalLM": Around("all"),
     "qwen2.modeling_qwen2.Qwen2ForCausalLM": Around("some"),
     "qwen2_moe.modeling_qwen2_moe.Qwen2MoeForCausalLM": Around("some", experts=True),
@@ -269,6 +271,7 @@ class _Held:
         self._unchanged = Unchanged(model, read, settings, [(layer, "training") for layer in layers])
         self._config, self._values = inner.config, tuple(vars(inner.config).values())
         self._versions = [version(getattr(owner, name)) for owner, name in self._tensors]
+        self._turned = max(layer.rotary for layer in computed)
         self._turns: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
 
     def is_still(self) -> bool:
@@ -290,7 +293,9 @@ class _Held:
                     positions = positions.clamp(max=self._switch - 1)
                 x = torch.empty(0, dtype=self.dtype, device="cpu")
                 parts = [part for kind in self._kinds for part in self._rotary(x, positions, *([kind] if kind else []))]
-                table = torch.cat(parts, -1)[0].float().contiguous()
+                # Cosines of half of what is turned stand for both halves.
+                wide = [torch.cat([part] * max(1, self._turned // part.shape[-1]), -1) for part in parts]
+                table = torch.cat(wide, -1)[0].float().contiguous()
             found = self._turns[block, far] = table, table.data_ptr()
         return found[1] + at * found[0].stride(0) * 4
 
@@ -353,11 +358,13 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
     """Whether a step of the model is anything else but this file's formula, or is watched, or its inner results are asked for."""
     inner, head, config = model.model, model.lm_head, model.config
     embedding, norm, rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
-    if config is not inner.config or not _is_attention(layers, config._attn_implementation) or config.num_hidden_layers != len(layers):
+    if config is not inner.config or config._attn_implementation not in _ATTENTION or config.num_hidden_layers != len(layers):
         return True
     if not config.return_dict or config.output_attentions or config.output_hidden_states or why_hooked(model) is not None:
         return True
     if any("forward" in vars(part) for part in model.modules() if part is not model):
+        return True
+    if any(map(is_eager, layers)) and config._attn_implementation != "eager":
         return True
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", _SLIDES}:
         return True
@@ -385,10 +392,3 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
         return True
     packed = [part.packed for part in (embedding, head) if type(part) in (QuantEmbedding, QuantLinear)]
     return why_not_packed(packed) is not None or any(part_of(part) is not None for part in (embedding, head))
-
-
-def _is_attention(layers: list[Any], implementation: str) -> bool:
-    """Whether it computes the layers' formula: eager attention alone caps scores."""
-    family = known(layers[0])
-    capped = family.cap is not None and any(getattr(layer.self_attn, family.cap) is not None for layer in layers)
-    return implementation == "eager" if capped else implementation in _ATTENTION
