@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,13 +20,16 @@ from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations import decoding, decoding_cpu, decoding_step
 from halfbyte.integrations.cache import Int8Cache
+from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.explain_model import explain_model
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
+from halfbyte.nn.fused import fuse_
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96}
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
+FULL = ["full_attention"] * 2
 KINDS: dict[str, Callable[[], Any]] = {
     "phi3": partial(transformers.Phi3Config, **WITHOUT),
     "phi3, a part of each head": lambda: transformers.Phi3Config(
@@ -38,19 +42,26 @@ KINDS: dict[str, Callable[[], Any]] = {
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1, mlp_bias=True),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
-    "olmo3": partial(transformers.Olmo3Config, **WITHOUT, layer_types=["full_attention"] * 2),
+    "olmo3": partial(transformers.Olmo3Config, **WITHOUT, layer_types=FULL),
     "seed_oss": partial(transformers.SeedOssConfig, **SIZES),
-    "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=["full_attention"] * 2),
+    "glm": partial(transformers.GlmConfig, **SIZES | {"head_dim": 32}),
+    "glm4": partial(transformers.Glm4Config, **SIZES | {"head_dim": 32}, attention_bias=True),
+    "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
+    "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 144}),
+    "exaone4": partial(transformers.Exaone4Config, **SIZES, sliding_window=None, layer_types=FULL),
+    "exaone4, without positions": partial(transformers.Exaone4Config, **SIZES, sliding_window=7, layer_types=FULL),
+    "cwm": partial(transformers.CwmConfig, **SIZES, layer_types=FULL),
+    "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=FULL),
 }
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
 
 
-def pair(kind: str, **how: Any) -> tuple[Any, Any]:
+def pair(kind: str, layer_types: list[str] | None = None, **how: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call a layer)"""
     torch.manual_seed(7)
     config = KINDS[kind]()
     if hasattr(config, "layer_types") and config.layer_types is not None:
-        config.layer_types = ["full_attention"] * 2  # others' caches are not of this file
+        config.layer_types = FULL if layer_types is None else layer_types  # transformers' own are sliding ones, too
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
@@ -99,6 +110,17 @@ def test_the_same_logits(kind: str, calls: list[bool]) -> None:
     with torch.no_grad():
         ids = torch.arange(30).view(2, 15)
         assert close(*(model(input_ids=ids, use_cache=False).logits for model in (short, plain)))
+    assert calls == [True] * 16
+
+
+@pytest.mark.parametrize("kind", ["exaone4, without positions", "gemma2", "cwm"])
+def test_windows(kind: str, calls: list[bool]) -> None:
+    """In the first layer, where EXAONE alone has positions."""
+    plain, short = pair(kind, ["sliding_attention", "full_attention"])
+    for model in (plain, short):
+        model.config.sliding_window = model.model.layers[0].self_attn.sliding_window = 7
+    widths = (4, 1, 1, 5, 1, 1, 30, 1)
+    assert close(*(logits(model, DynamicCache(config=plain.config), widths) for model in (short, plain)))
     assert calls == [True] * 16
 
 
@@ -153,13 +175,42 @@ def test_on_gpus_they_are_transformers_own(kind: str, monkeypatch: pytest.Monkey
     assert torch.equal(*(logits(model, cache, (5, 1, 1)) for model, cache in zip((short, plain), caches, strict=True)))
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_text_with_images(kind: str, calls: list[bool]) -> None:
+    """Positions along three axes; after a layer of Qwen3-VL something is added to the tokens of images."""
+    torch.manual_seed(7)
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}[kind]
+    sizes = {**WITHOUT, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64} if kind.endswith("moe") else {}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    config = getattr(transformers, f"{name}TextConfig")(**sizes, rope_parameters=rope, **({"head_dim": 16} if "3" in kind else {}))
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    plain = getattr(module, f"{name}TextModel")(config).eval()
+    for one, parameter in plain.named_parameters():
+        if "norm" in one or "bias" in one:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    fuse_(quantize_(plain, Config("q4_0", compute="float")))
+    short = shorten_(copy.deepcopy(plain))
+    assert all(map(is_short, short.layers))
+    x, places, found = torch.randn(1, 10, 48), torch.randint(0, 20, (3, 1, 10)).sort(-1).values, []
+    added = {"visual_pos_masks": torch.arange(9)[None] % 3 > 1, "deepstack_visual_embeds": [torch.ones(3, 48)]} if "3" in kind else {}
+    with torch.no_grad():
+        for model in (short, plain):
+            cache = DynamicCache(config=config)
+            y = model(inputs_embeds=x[:, :9], position_ids=places[..., :9], past_key_values=cache, use_cache=True, **added)
+            z = model(inputs_embeds=x[:, 9:], position_ids=places[..., 9:], past_key_values=cache, use_cache=True)
+            found.append(torch.cat((y.last_hidden_state, z.last_hidden_state), 1))
+    assert close(*found)
+    assert calls == [True] * 4
+
+
 def test_what_is_said() -> None:
     for kind in KINDS:
         _, short = pair(kind)
         assert short.model.layers[0].halfbyte_remark == "tokens take one call"
         text = str(explain_model(short))
         assert "as transformers computes it" not in text
-        assert ("and then the norm" in text) == (kind.startswith(("gemma2", "gemma3", "olmo")))
+        assert ("and then the norm" in text) == (kind.startswith(("gemma2", "gemma3", "olmo", "glm4", "exaone")))
         assert ("times 0.3" in text) == (kind == "granite")
         assert ("gelu(gate) * up" in text) == kind.startswith("gemma")
 

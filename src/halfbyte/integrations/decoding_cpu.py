@@ -116,7 +116,7 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     norms: Any = tuple(norm_of(norm, family) for norm in _of_heads(layer))
     cap = None if family.cap is None else getattr(attention, family.cap)
     sinks = None if family.sinks is None else getattr(attention, family.sinks)
-    heads = Heads(query, key, dim, attention.scaling, norms or None, family.rows, turned(layer), cap, sinks)
+    heads = Heads(query, key, dim, attention.scaling, norms or None, family.rows, turned(layer), cap, sinks, family.pairs)
     factor = 1.0 if family.factor is None else getattr(layer, family.factor)
     half = Attention(qkv, o, first, heads, second, factor)
     if routed is not None:
@@ -286,7 +286,8 @@ def settings_of(layer: Any) -> list[tuple[Any, str]]:
     family, attention, routed = known(layer), layer.self_attn, routed_of(layer)
     norms = [(norm, eps_of(norm)) for norm in _norms(layer)]
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
-    of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap, family.positions) if name is not None]
+    of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap) if name is not None]
+    of_attention += () if family.positions is None else family.positions.attributes
     of_layer = [] if family.factor is None else [(layer, family.factor)]
     of_config = [(attention.config, name) for name in family.without]
     return [*of_experts, *norms, *((attention, name) for name in of_attention), *of_layer, *of_config]

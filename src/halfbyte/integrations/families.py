@@ -3,14 +3,15 @@
     h = x + factor * norm(o(attention(qkv(norm(x)))))
     y = h + factor * norm(down(f(gate) * up)),  gate, up = gate_up(norm(h))
 
-A family is in the table if its layer and attention compute this and nothing else; not those with other rotary positions (GLM, ERNIE,
-Helium and Cohere turn pairs of neighbours) or without gates (Arcee).
+A family is in the table if its layer and attention compute this and nothing else; not those whose layers are parallel (Cohere) or without
+gates (Arcee).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfbyte.integrations.shortened import name_in_transformers
 
@@ -33,6 +34,13 @@ class Routed:
     biased: bool = False
 
 
+class Positions(NamedTuple):
+    """Which layers turn queries and keys: those of whose self_attn these attributes' values say so."""
+
+    attributes: tuple[str, ...]
+    turns: Callable[..., Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The parts of a decoder layer, by their names.
@@ -47,8 +55,9 @@ class Family:
     factor      the attribute of the layer that has the factor of what is added, if any
     cap         the attribute of its self_attn that has the cap of scores, if any
     sinks       the attribute of its self_attn that has the sinks of scores, if any
-    positions   the attribute of its self_attn that tells whether queries and keys are turned, if there is one
+    positions   which of its layers turn queries and keys, if not all
     partial     whether a part of each head is turned, as much as the config says
+    pairs       which elements are turned together, and by which tables, as in `ops.decoder.Heads`
     routed      of an mlp that has experts; of the same family there may be layers without
     without     attributes of the config that have to be None or False: with them a layer computes something else
     """
@@ -63,8 +72,9 @@ class Family:
     factor: str | None = None
     cap: str | None = None
     sinks: str | None = None
-    positions: str | None = None
+    positions: Positions | None = None
     partial: bool = False
+    pairs: str = ""
     routed: Routed | None = None
     without: tuple[str, ...] = ()
 
@@ -73,14 +83,20 @@ _LLAMA = Family()
 _HEAD_NORMS = "q_norm", "k_norm"
 _FOUR = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 _AFTER = None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+_HALF = {"gates": ("gate_up_proj",), "partial": True, "pairs": "once"}
+_GLM4 = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 _GEMMA = {"plus_one": True, "norms": _FOUR, "activation": "hidden_activation"}
 
 # By the names of their layers in transformers.models.
 FAMILIES = {
     "llama.modeling_llama.LlamaDecoderLayer": _LLAMA,
+    "cwm.modeling_cwm.CwmDecoderLayer": _LLAMA,
     "mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
     "ministral.modeling_ministral.MinistralDecoderLayer": _LLAMA,
     "qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
+    "qwen2_vl.modeling_qwen2_vl.Qwen2VLDecoderLayer": _LLAMA,
+    "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer": _LLAMA,
+    "qwen3_vl.modeling_qwen3_vl.Qwen3VLTextDecoderLayer": Family(head_norms=_HEAD_NORMS),
     "qwen3.modeling_qwen3.Qwen3DecoderLayer": Family(head_norms=_HEAD_NORMS),
     "seed_oss.modeling_seed_oss.SeedOssDecoderLayer": _LLAMA,
     "phi3.modeling_phi3.Phi3DecoderLayer": Family(qkv=("qkv_proj",), gates=("gate_up_proj",), partial=True),
@@ -88,13 +104,23 @@ FAMILIES = {
     "gemma2.modeling_gemma2.Gemma2DecoderLayer": Family(**_GEMMA, cap="attn_logit_softcapping"),  # type: ignore[arg-type]
     "gemma3.modeling_gemma3.Gemma3DecoderLayer": Family(**_GEMMA, head_norms=_HEAD_NORMS),  # type: ignore[arg-type]
     "granite.modeling_granite.GraniteDecoderLayer": Family(factor="residual_multiplier"),
-    "smollm3.modeling_smollm3.SmolLM3DecoderLayer": Family(positions="use_rope"),
+    "smollm3.modeling_smollm3.SmolLM3DecoderLayer": Family(positions=Positions(("use_rope",), bool)),
+    "glm.modeling_glm.GlmDecoderLayer": Family(**_HALF),  # type: ignore[arg-type]
+    "glm4.modeling_glm4.Glm4DecoderLayer": Family(**_HALF, norms=_GLM4),  # type: ignore[arg-type]
+    "ernie4_5.modeling_ernie4_5.Ernie4_5DecoderLayer": Family(pairs="once"),
+    "helium.modeling_helium.HeliumDecoderLayer": Family(pairs="once"),
+    "exaone4.modeling_exaone4.Exaone4DecoderLayer": Family(
+        norms=_AFTER,
+        head_norms=_HEAD_NORMS,
+        positions=Positions(("sliding_window", "is_sliding"), lambda window, slides: window is None or slides),
+    ),
     "olmo2.modeling_olmo2.Olmo2DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, rows=True),
     "olmo3.modeling_olmo3.Olmo3DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, rows=True),
     "olmoe.modeling_olmoe.OlmoeDecoderLayer": Family(head_norms=_HEAD_NORMS, rows=True, routed=Routed(), without=("clip_qkv",)),
     "mixtral.modeling_mixtral.MixtralDecoderLayer": Family(routed=Routed(normalized=None)),
     "gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": Family(sinks="sinks", routed=Routed(None, gate="router", biased=True)),
     "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": Family(routed=Routed(shared=("shared_expert", "shared_expert_gate"))),
+    "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed(None)),
     "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed()),
 }
 NAMES = sorted(name.rpartition(".")[2] for name in FAMILIES)
@@ -121,7 +147,8 @@ def other(layer: Any) -> str | None:
 def turned(layer: Any) -> int:
     """Elements of a head that have positions."""
     family, attention = known(layer), layer.self_attn
-    if family.positions is not None and not getattr(attention, family.positions):
+    where = family.positions
+    if where is not None and not where.turns(*(getattr(attention, name) for name in where.attributes)):
         return 0
     dim: int = attention.head_dim
     rope = getattr(attention.config, "rope_parameters", None) or {}
