@@ -47,6 +47,13 @@ KINDS: dict[str, Callable[[], Any]] = {
         embedding_multiplier=7.0,
         logits_scaling=3.0,
     ),
+    "cwm": partial(transformers.CwmConfig, **SIZES, **MIXED),
+    "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
+    "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
+    "glm4": partial(transformers.Glm4Config, **SIZES),
+    "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
+    "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 96}),
+    "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=8, num_experts_per_tok=3),
     "ministral": partial(transformers.MinistralConfig, **SIZES, **MIXED),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
     "olmo3": partial(transformers.Olmo3Config, **WITHOUT, **MIXED),
@@ -73,7 +80,7 @@ def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if any(part in name for part in ("norm", "bias", "sinks")):
             torch.nn.init.normal_(parameter, 0.5, 0.3)
     quantize_(model.to(dtype), Config("q4_0", **{"compute": "float"} | how))
     return model, shorten_(copy.deepcopy(fuse_(model)))

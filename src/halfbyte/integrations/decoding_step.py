@@ -59,11 +59,17 @@ class Around:
 _CAP = "final_logit_softcapping"
 # By the names of their classes in transformers.models.
 MODELS = {
+    "cwm.modeling_cwm.CwmForCausalLM": Around("some"),
+    "ernie4_5.modeling_ernie4_5.Ernie4_5ForCausalLM": Around(),
+    "exaone4.modeling_exaone4.Exaone4ForCausalLM": Around("some"),
     "gemma.modeling_gemma.GemmaForCausalLM": Around(),
     "gemma2.modeling_gemma2.Gemma2ForCausalLM": Around("some", cap=_CAP),
     "gemma3.modeling_gemma3.Gemma3ForCausalLM": Around("some", turns=True, cap=_CAP),
+    "glm.modeling_glm.GlmForCausalLM": Around(),
+    "glm4.modeling_glm4.Glm4ForCausalLM": Around(),
     "gpt_oss.modeling_gpt_oss.GptOssForCausalLM": Around("some", experts=True),
     "granite.modeling_granite.GraniteForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
+    "helium.modeling_helium.HeliumForCausalLM": Around(),
     "llama.modeling_llama.LlamaForCausalLM": Around(),
     "ministral.modeling_ministral.MinistralForCausalLM": Around("some"),
     "mistral.modeling_mistral.MistralForCausalLM": Around("all"),
