@@ -83,6 +83,14 @@ FAMILIES = {
     "olmo3": _family(
         "Olmo3Config", _SMALL | {"sliding_window": 1024}, _sizes(4096, 32, 32, 32, 11008, 100278, sliding_window=4096), tiny=_WINDOW
     ),
+    "glm4": _family("Glm4Config", _SMALL, _sizes(4096, 40, 32, 2, 13696, 151552, head_dim=128)),
+    "ernie4.5": _family("Ernie4_5Config", _SMALL, _sizes(1024, 18, 16, 2, 3072, 103424, head_dim=128)),
+    "olmoe": _family(
+        "OlmoeConfig",
+        _sizes(1024, 16, 16, 16, 512, 32000, num_experts=64, num_experts_per_tok=8),
+        _sizes(2048, 8, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8),
+        tiny={"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    ),
     "qwen3-moe": _family(
         "Qwen3MoeConfig",
         _sizes(1024, 16, 16, 4, 3072, 32000, head_dim=128, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384),
