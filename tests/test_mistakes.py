@@ -256,6 +256,14 @@ def test_loading_from_a_folder_that_is_missing(name: str, tmp_path: Path, monkey
         hb.load(name)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_a_file_that_git_lfs_has_not_fetched(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS in the place of the file: fetch the file with git lfs"):
+        hb.load(tmp_path / name if name.endswith(".gguf") else tmp_path, format="q4_0")
+
+
 def test_loading_from_a_float_model_shows_the_call(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     calls = r"convert\('.*', 'new_folder', 'q4_0'\) does it once, load\('.*', format='q4_0'\) as it loads"

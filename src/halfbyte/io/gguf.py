@@ -37,7 +37,7 @@ from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.safetensors import is_shape
-from halfbyte.io.tensors import Place, Placed, Spec, fill
+from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 from halfbyte.layouts.base import round_up
 
 MAGIC = b"GGUF"
@@ -275,6 +275,7 @@ class _Cursor:
 
 def _parse(path: Path, text: bytes, size: int) -> File:
     cursor = _Cursor(path, text, size)
+    check_is_fetched(path, text)
     if text[:4] != MAGIC:
         raise CheckpointError(f"{path} begins with {text[:4]!r}, not {MAGIC!r}: it is not a GGUF file")
     cursor.skip(4)

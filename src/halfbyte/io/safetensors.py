@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.io.tensors import Place, Placed, Spec, fill
+from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -98,7 +98,9 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            first = file.read(8)
+            check_is_fetched(path, first)
+            length = int.from_bytes(first, "little")
             if size < 8 or length > min(_HEADER_LIMIT, size - 8):
                 raise CheckpointError(f"{path} has {size} bytes, its header {length}: it is not a safetensors file or is truncated")
             header = parse_json(file.read(length), f"the header of {path}")

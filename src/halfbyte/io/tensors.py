@@ -47,6 +47,12 @@ class Place:
     spec: Spec
 
 
+def check_is_fetched(path: Path, beginning: bytes) -> None:
+    """Raises CheckpointError for what Git LFS puts in the place of a file until it has been fetched; `beginning`: 8 bytes or more."""
+    if beginning[:8] == b"version ":
+        raise CheckpointError(f"{path} is a pointer of Git LFS in the place of the file: fetch the file with git lfs pull")
+
+
 def checksum(tensor: Tensor) -> int:
     """CRC-32 (zlib's) of a CPU tensor's bytes, row-major."""
     return zlib.crc32(bytes_of(tensor))
