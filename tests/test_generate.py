@@ -196,6 +196,13 @@ def test_what_is_no_language_model(folder: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "mute")
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         open_model(tmp_path / "mute")
+    weights = tmp_path / "mute" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"model.safetensors has \d+ bytes, its header describes \d+: the file is damaged"):
+        open_model(tmp_path / "mute")
+    weights.rename(tmp_path / "mute" / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"has pytorch_model\.bin only, a pickle, which is never opened"):
+        open_model(tmp_path / "mute")
 
 
 def test_sizes(opened: tuple[Any, Any], folder: Path) -> None:
@@ -271,7 +278,7 @@ def test_garbage_is_collected_again_after_an_error() -> None:
         (("--top-k", 0), "--top-k is"),
         (("--top-k", 9), "add --temperature"),
         (("--repetition-penalty", -1), "--repetition-penalty"),
-        (("--device", "abacus"), "--device"),
+        (("--device", "abacus"), "--device is cpu"),
         (("--format", "q9"), "q9"),
     ],
 )

@@ -44,8 +44,10 @@ def settle_device(args: argparse.Namespace) -> None:
     except RuntimeError:
         kind = ""
     if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
-        allowed = f"cpu{' or cuda' if torch.cuda.is_available() else ': torch sees no GPU'}"
-        raise ArgumentError(f"--device is {allowed}, got {args.device!r}")
+        if torch.cuda.is_available():
+            raise ArgumentError(f"--device is cpu or cuda, got {args.device!r}")
+        why = "this torch is made for CPUs alone: install one for CUDA" if torch.version.cuda is None else "torch sees no GPU: use the CPU"
+        raise ArgumentError(f"--device is cpu, got {args.device!r}; {why}, or leave --device out")
     if torch.cuda.is_available() and not args.quiet:
         name = "" if kind == "cpu" else f", {torch.cuda.get_device_name(torch.device(args.device))}"
         print(f"device: {args.device}{name}{why}", file=sys.stderr)

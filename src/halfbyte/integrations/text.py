@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import TextStreamer
 
 from halfbyte import checkpoint
+from halfbyte.checkpoint.files import weight_files
 from halfbyte.checkpoint.foreign import settings_of
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import METHOD
@@ -30,7 +31,7 @@ from halfbyte.integrations.graphs import capacity
 from halfbyte.integrations.optimizing import optimize_
 from halfbyte.integrations.transformers import HalfbyteConfig
 from halfbyte.io.gguf import is_gguf
-from halfbyte.io.safetensors import load_json
+from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.layouts.base import round_up
 from halfbyte.nn.config import Config
 from halfbyte.nn.modules import QuantModule
@@ -226,6 +227,7 @@ def _open_quantized(
 
 def _from_pretrained(path: Path, dtype: torch.dtype | None, **settings: Any) -> Any:
     settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": dtype or "auto"}
+    Reader(weight_files(path))  # says what is wrong with a file more clearly than transformers
     with _clear_errors(path):
         # Only safetensors: other files may be pickles, which can run code.
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True, **settings)
