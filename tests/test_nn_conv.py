@@ -232,5 +232,8 @@ def test_a_model_that_decides_as_it_runs_is_not_folded() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(self.conv(x)) if x.sum() > 0 else x
 
+    model = Branching().eval()
     with pytest.raises(UnsupportedError, match="cannot be traced"):
-        hb.fold_batch_norms_(Branching().eval())
+        hb.fold_batch_norms_(model)
+    model.norm = nn.Identity()
+    assert hb.fold_batch_norms_(model) is model, "there is nothing to fold"

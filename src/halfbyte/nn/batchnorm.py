@@ -35,6 +35,8 @@ def fold_batch_norms_(model: nn.Module) -> nn.Module:
 
 def fold_(model: nn.Module) -> list[tuple[str, str]]:
     """The same without the remarks for the report; returns (layer, norm) of each pair."""
+    if not any(isinstance(module, _NORMS) for module in model.modules()):
+        return []
     try:
         graph = Tracer().trace(model)
     except Exception as error:
