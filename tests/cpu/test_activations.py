@@ -14,7 +14,7 @@ from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.biased import HIGHEST_CODE, highest_point
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import ROUND_BITS
+from halfbyte.kernels.cpu.tile_spec import ROUND_BITS
 from halfbyte.kernels.problem import Activation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

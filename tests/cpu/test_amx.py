@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.isa_x86 import nibble_map
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.cpu.tile_spec import TileSpec
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, pack
 

@@ -9,14 +9,14 @@ import pytest
 from support import RUNNABLE, pairwise
 
 from halfbyte.formats import Format, as_format
-from halfbyte.kernels.cpu import activations, dequantize, driver, expanded, jit, probe, quantize, runtime, tile
+from halfbyte.kernels.cpu import activations, bracketed, dequantize, driver, expanded, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, AVX512VNNI
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
-from halfbyte.kernels.cpu.tile import Inner, TileSpec
+from halfbyte.kernels.cpu.tile_spec import Inner, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry, tail_bytes
 from halfbyte.machine import machine
 
@@ -125,6 +125,18 @@ def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> No
             assert count(lines, "vpdpbusd") == shape[0] * spec.vectors * 8
             assert not count(lines, "vgf2p8affineqb") + count(lines, "vpdpwssd")
             assert not [line for line in between("\n".join(lines), "vpdpbusd") if re.search(r"%rsp.*%zmm|%zmm.*%rsp", line)]
+
+
+def test_scales_and_offsets_at_once_take_two_multiplications() -> None:
+    isa = AVX512VNNI(intel=False)
+    spec = replace(spec_of(isa, "int8", 4, "offset", (32, True), isa.brackets), bracketed=True)
+    products = spec.rows * spec.vectors
+    for module, pairs, multiplications in ((bracketed.build(spec, isa), products, products), (tile.build(spec, isa), 0, 3 * products)):
+        text = jit.compile_assembly(module, isa)
+        loop = between(text, r"(?:vpdpbusd|vfmadd\d+ps)")
+        assert (count(loop, "vpdpbusd"), count(loop, "vcvtdq2ps"), count(loop, "vpmaddwd")) == (8 * products, products, pairs)
+        assert count(loop, r"vfmadd\d+ps") + count(loop, "vmulps") == multiplications
+        assert not spills(loop)
 
 
 @pytest.mark.parametrize("unit", UNITS)

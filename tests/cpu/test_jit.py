@@ -26,6 +26,7 @@ from halfbyte.kernels.cpu import jit, linear, runtime, tile
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isas import ISAS, current
 from halfbyte.kernels.cpu.kernel import compiled
+from halfbyte.kernels.cpu.tile_spec import TileSpec
 from halfbyte.machine import machine
 from halfbyte.ops import cpu as cpu_ops
 
@@ -81,7 +82,7 @@ def test_what_is_loaded_is_not_loaded_again(folder: Path, monkeypatch: pytest.Mo
     assert answer() == 42
 
 
-SPEC = tile.TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, rows=1, vectors=4, out="f32")
+SPEC = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, rows=1, vectors=4, out="f32")
 
 
 def runner() -> dict[str, int]:

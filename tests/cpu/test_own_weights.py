@@ -19,7 +19,7 @@ from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.isas import ISAS
-from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.cpu.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.ops import conv as ops

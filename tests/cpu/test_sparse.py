@@ -18,7 +18,7 @@ from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import jit, sparse, tile
 from halfbyte.kernels.cpu.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.cpu.tile_spec import TileSpec
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import NAME, SPARSE, unpack
 from halfbyte.ops.functions import pack_dense

@@ -12,7 +12,7 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel, linear_kernel
-from halfbyte.kernels.cpu.tile import Inner
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.kernels.problem import check_compute
 
 

@@ -19,7 +19,7 @@ from halfbyte.kernels.cpu.conv.planned import OwnWeights
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.tile import Inner
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 

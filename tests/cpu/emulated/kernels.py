@@ -26,7 +26,7 @@ from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.conv.patches import CONV
 from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import Inner
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 

@@ -10,7 +10,8 @@ Making code
 
 Linear layers
   linear.py        the call: from arguments to a plan; grouped.py: of experts
-  tile.py          the micro-kernel, biased.py: what its sums begin at; amx.py: on matrix units; expanded.py: on codes expanded once
+  tile.py          the micro-kernel; tile_spec.py: what it is compiled for; biased.py: what sums begin at; block_end.py: how they are scaled
+  expanded.py, bracketed.py, amx.py    tiles on codes expanded once, with scale and offset multiplied at once, on matrix units
   driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
   activations.py   activations into the order of tiles
   pack.py          codes into the layout of tiles; sparse.py: into that of 2:4 sparse weights; tight.py: codes of 5 and 6 bits

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.arguments import LINEAR
+from halfbyte.kernels.cpu.bracketed import CENTER, TURNED
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
-from halfbyte.kernels.cpu.tile import FIELDS, ROUND, ROUND_BITS, Inner
+from halfbyte.kernels.cpu.tile_spec import FIELDS, ROUND, ROUND_BITS, Inner
 
 _TOGETHER = 16  # blocks whose scales are found at once
 _ONE_BITS = 0x3F800000  # of 1.0
@@ -35,7 +36,7 @@ class RowSpec:
     by_row   one scale is for the whole row
     correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
     sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
-    folded, biased    as in TileSpec
+    folded, biased, bracketed    as in TileSpec
     zeroed    behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
     """
 
@@ -52,6 +53,7 @@ class RowSpec:
     zeroed: bool = False
     folded: bool = False
     biased: bool = False
+    bracketed: bool = False
 
 
 @function(*["ptr"] * 3, *["i64"] * 2)
@@ -191,6 +193,8 @@ class _Int8Row(_Row):
         elif spec.sums == "values":
             values = codes.to("float") * scale
             self.field(fields, 2, values if offset is None else f.fma(real.to("float"), offset, values))
+        if spec.bracketed:
+            self.field(fields, 3, codes * ((1 << 16) - CENTER) + TURNED)
         if offset is not None:
             self.field(fields, 3, offset)
 

@@ -14,7 +14,8 @@ from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.kernel import function
-from halfbyte.kernels.cpu.tile import FIELDS, ROUND_BITS, RequantizingTile, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import RequantizingTile, Tile
+from halfbyte.kernels.cpu.tile_spec import FIELDS, ROUND_BITS, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals

@@ -88,6 +88,8 @@ LINEAR = Block(
         "expanding_tile_function",
         "expanding_lesser_tile_function",
         "expanded_blocks",
+        "bracketing_tile_function",
+        "bracketing_lesser_tile_function",
         "chunks",  # of row tiles
         # panels and outputs; `zeros` stands for a bias where there is none
         "n",

@@ -1,4 +1,4 @@
-"""Sums of blocks that become floats by what they begin at, `tile.ROUND`, and points that are taken off so."""
+"""Sums of blocks that become floats by what they begin at, `tile_spec.ROUND`, and points that are taken off so."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.kernels.cpu.plan_cache import Call, PlanCache
 from halfbyte.kernels.cpu.steps import Step
-from halfbyte.kernels.cpu.tile import ROUND
+from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Combination
 
 ELEMENTWISE = Block((*LINEAR.fields[:4], "a", "b", "out", "n", "scales", "offset", "clamp"), frozenset({"scales", "offset", "clamp"}))

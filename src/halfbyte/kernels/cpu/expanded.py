@@ -24,7 +24,8 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
 from halfbyte.kernels.cpu.sparse import SparseUnit, zeros_of
 from halfbyte.kernels.cpu.tight import TightUnit
-from halfbyte.kernels.cpu.tile import FIELDS, ROUND, Part, Tile, TileSpec
+from halfbyte.kernels.cpu.tile import Part, Tile
+from halfbyte.kernels.cpu.tile_spec import FIELDS, ROUND, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other

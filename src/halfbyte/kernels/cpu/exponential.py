@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
-from halfbyte.kernels.cpu.tile import ROUND, ROUND_BITS
+from halfbyte.kernels.cpu.tile_spec import ROUND, ROUND_BITS
 
 BOUND = 2.0**-22
 _LEAST, _MOST = -87.0, 88.0

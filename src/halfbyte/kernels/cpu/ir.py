@@ -151,6 +151,11 @@ class Value:
     def is_nan(self) -> Value:
         return self._compare("", "uno", self)
 
+    def distance(self, other: Value) -> Value:
+        """Bytes from this pointer to another."""
+        here, there = (self.fn.emit("i64", f"ptrtoint ptr {p.name} to i64") for p in (self, other))
+        return there - here
+
     def is_null(self) -> Value:
         return self.fn.emit("i1", f"icmp eq ptr {self.name}, null")
 

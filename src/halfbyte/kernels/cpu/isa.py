@@ -92,6 +92,7 @@ class ISA:
     asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more, those of 8 bits in long panels alone do
     biases = False  # whether sums of blocks become floats by what they begin at: see `biased.py`; has `dot_shorts`
     points_off = 0  # elements of a block up to which tiles take 4-bit points off codes: additions of bytes leave products their ports
+    brackets = 0  # rows from which on tiles multiply scales and offsets at once: see `bracketed.py`; 0: none do
     expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time
     expanded_bytes = 24 << 10  # that are expanded at a time
     expanded_chunk_bytes = 1 << 62  # as chunk_bytes, where codes are expanded

@@ -279,6 +279,7 @@ class AVX512VNNI(AVXVNNI):
         else:
             self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
+            self.brackets = 48
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
@@ -303,6 +304,26 @@ class AVX512VNNI(AVXVNNI):
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
+
+    def short_products(self, f: Function, a: Value, b: Value) -> Value:
+        """The sum of two products of int16 in each int32 lane."""
+        return f.call(self.ints, "llvm.x86.avx512.pmaddw.d.512", a.bits(self.shorts), b.bits(self.shorts))
+
+    def exponent(self, f: Function, x: Value) -> Value:
+        """floor(log2 |x|), as a float; infinite where x is."""
+        return self._masked(f, self.floats, "getexp.ps", x)
+
+    def nearest(self, f: Function, x: Value) -> Value:
+        """The nearest integers; of what is none of 32 bits, -2^31."""
+        return self._masked(f, self.ints, "cvtps2dq", x)
+
+    def times_power(self, f: Function, x: Value, exponent: Value) -> Value:
+        """x * 2^exponent."""
+        return self._masked(f, self.floats, "scalef.ps", x, exponent)
+
+    def _masked(self, f: Function, kind: str, name: str, *operands: Value) -> Value:
+        """An instruction of AVX-512 on all lanes, rounding as it is set."""
+        return f.call(kind, f"llvm.x86.avx512.mask.{name}.512", *operands, f.value(kind, 0), f.value("i16", -1), f.value("i32", 4))
 
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
         if bits == 8 or not self.affine:

@@ -24,7 +24,7 @@ from torch import Tensor
 from halfbyte.bounded import Bounded
 from halfbyte.errors import KernelError
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu import activations, amx, driver, expanded, runtime, tile
+from halfbyte.kernels.cpu import activations, amx, bracketed, driver, expanded, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.biased import HIGHEST_CODE, biasable, highest_point
@@ -33,7 +33,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import compiled
-from halfbyte.kernels.cpu.tile import FIELDS, Inner, TileSpec
+from halfbyte.kernels.cpu.tile_spec import FIELDS, Inner, TileSpec
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -214,7 +214,11 @@ class LinearKernel:
         near = m * self.row_bytes + 2 * size <= isa.asking_bytes
         # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.
         alone = self.tile_spec.inner == "int8" and geo.bits == 8 and not geo.sparse and 2 * size > _GROUP_BYTES
-        return min(tiles, isa.asking_tiles) if 0 < isa.asks_in_turn <= tiles and (near or alone) else 0
+        return min(tiles, isa.asking_tiles) if 0 < isa.asks_in_turn <= tiles and (near or alone or self._brackets(m)) else 0
+
+    def _brackets(self, m: int) -> bool:
+        """Whether M rows go through tiles of `bracketed.py`."""
+        return self.tile_spec.bracketed and m >= self.isa.brackets and self.geometry.blocks <= bracketed.MOST_BLOCKS
 
     def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need.
@@ -232,6 +236,7 @@ class LinearKernel:
         return {
             **{name: compiled(build, one, self.isa) for name, one in tiles.items()},
             **(self._expansion(tiles) if expands else {}),
+            **(self._bracketing(tiles) if self._brackets(m) else {}),
             "openmp": runtime.openmp_address(),
             "k": geo.k,
             "blocks": geo.blocks,
@@ -254,6 +259,11 @@ class LinearKernel:
             "out_bytes": element,
             "table_stride": 4 * PANEL * geo.panels,
         }
+
+    def _bracketing(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
+        functions = {f"bracketing_{name}": compiled(bracketed.build, one, self.isa) for name, one in tiles.items()}
+        panel = replace(self.tile_spec, vectors=tiles["tile_function"].vectors, out="f32", gelu=False)
+        return {**functions, "panel_function": compiled(bracketed.build_panel, panel, self.isa)}
 
     def _expansion(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
         panel = PanelSpec.of(tiles["tile_function"])
@@ -284,20 +294,25 @@ def specs(
     points_off = integers and fmt.zero == "point" and bits == 4 and geo.padded <= isa.points_off
     points_off &= not (shifted or geo.sparse or source == "i8")
     highest = HIGHEST_CODE if points_off else highest_point(isa, bits, fmt.zero, biased)
+    brackets = integers and isa.brackets > 0 and bracketed.fits(geo) and source != "i8" and not shifted
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
     folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
     weight: dict[str, Any] = {"scale": KINDS[fmt.scale], "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse, "tight": fmt.tight}
     weight |= {"table": fmt.family if fmt.table else ""}
     shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
-    shared |= {"folded": folded, "biased": biased}
+    shared |= {"folded": folded, "biased": biased, "bracketed": brackets}
     row = RowSpec(
         **shared,
         source=source,
         paired=geo.pairs and integers and isa.multiplies_sums,
         by_row=whole_row or (integers and geo.blocks == 1),
         correction=correction,
-        sums="none" if fmt.zero == "none" or points_off else "codes" if integers and (fmt.zero == "point" or by_row) else "values",
+        sums="none"
+        if fmt.zero == "none" or points_off
+        else "codes"
+        if integers and (fmt.zero == "point" or by_row or brackets)
+        else "values",
         zeroed=zeroed and (geo.blocks == 1 or geo.block % unit == 0),
     )
     weight |= {"points_off": points_off}

@@ -25,7 +25,7 @@ from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.plan_cache import Call, PlanCache
 from halfbyte.kernels.cpu.steps import Step
-from halfbyte.kernels.cpu.tile import ROUND
+from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 
 POOL = Block(

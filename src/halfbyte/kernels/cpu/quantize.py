@@ -22,7 +22,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS
-from halfbyte.kernels.cpu.tile import ROUND, ROUND_BITS
+from halfbyte.kernels.cpu.tile_spec import ROUND, ROUND_BITS
 
 _CHUNK = 32
 _FLOATS, _INTS, _BYTES = f"<{_CHUNK} x float>", f"<{_CHUNK} x i32>", f"<{_CHUNK} x i8>"

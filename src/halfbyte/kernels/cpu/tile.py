@@ -23,11 +23,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from halfbyte.formats.spec import TABLES
 from halfbyte.kernels.cpu.arguments import LINEAR
-from halfbyte.kernels.cpu.biased import HIGHEST_CODE, highest_point
+from halfbyte.kernels.cpu.biased import HIGHEST_CODE
+from halfbyte.kernels.cpu.block_end import BlockEnd
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
@@ -36,61 +36,10 @@ from halfbyte.kernels.cpu.kernel import function
 from halfbyte.kernels.cpu.prefetch import Prefetcher, SharingPrefetcher
 from halfbyte.kernels.cpu.sparse import SparseUnit
 from halfbyte.kernels.cpu.tight import TightUnit
+from halfbyte.kernels.cpu.tile_spec import FIELDS, ROUND, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
-Inner = Literal["int8", "float", "bf16"]
-FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
-ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
-ROUND_BITS = 0x4B400000
 _FEW_ROWS = 8  # of a tile that waits for memory
-
-
-@dataclass(frozen=True, slots=True)
-class TileSpec:
-    """What a tile is compiled for. M, N, K and the block's length are arguments.
-
-    inner    what the products are made of
-    bits (of a code), signed, scale ("f16", "bf16", "f32"), zero ("none", "point", "offset")   as in the weight's format
-    pairs    records hold sums of pairs
-    unit     elements of K taken at a time; `single`: a block is one unit of 32
-    by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
-    rows     R
-    out      "f32", "bf16" or "f16", or "i8" for a tile that requantizes
-    gelu     outputs go through `gelu.gelu`
-    folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
-    panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
-    in_turn  may be called as one of row tiles that ask in turn for what comes next
-    biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
-    points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
-    expands, sparse, tight, table   as in `expanded.py`, `sparse.py` and `tight.py`; the format's family, where its codes are in a table
-    """
-
-    inner: Inner
-    bits: int
-    scale: str
-    zero: str
-    pairs: bool
-    unit: int
-    single: bool
-    by_row: bool
-    shifted: bool
-    rows: int
-    vectors: int
-    out: str
-    gelu: bool = False
-    folded: bool = False
-    panels: int = 1
-    in_turn: bool = False
-    biased: bool = False
-    points_off: bool = False
-    expands: bool = False
-    sparse: bool = False
-    tight: int = 0
-    table: str = ""
-
-    @property
-    def signed(self) -> bool:
-        return self.zero == "none"
 
 
 @function(*["ptr"] * 5, *["i64"] * 4)
@@ -120,7 +69,7 @@ class Part:
     column: Value  # its first output
 
 
-class Tile:
+class Tile(BlockEnd):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.weights, self.activations, self.out, self.bias, self.columns, *ahead = parameters or f.parameters
@@ -145,10 +94,6 @@ class Tile:
         self.out_element = "float" if spec.out == "f32" else "i16"
         self.row_scale = [f.alloca("float", 1, 4) for _ in range(spec.rows)] if spec.by_row else []
         self.scaled_rows, self.scaled_vectors = range(spec.rows), range(spec.vectors)  # of the sums that `_scale` takes
-
-    @property
-    def scale_bytes(self) -> int:
-        return 4 if self.spec.scale == "f32" else 2
 
     @property
     def out_bytes(self) -> int:
@@ -307,32 +252,9 @@ class Tile:
             totals = [total + s for total, s in zip(totals, self._start(fields, tail, first), strict=True)]
         self._scale(totals.__getitem__, fields, tail, first, weight_sums, units)
 
-    def _lanes(self, tail: Value, first: Value, v: int, at: int = 0) -> Value:
-        """Scales (or offsets, `at` bytes further) of one vector of rows, as they are stored."""
-        kind = vector("float" if self.spec.scale == "f32" else "i16", self.isa.lanes)
-        return (tail + first * self.scale_bytes).load(kind, at + v * self.isa.lanes * self.scale_bytes, self.scale_bytes)
-
-    def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
-        spec, lanes = self.spec, self.isa.lanes
-        if spec.zero == "none" or spec.points_off:
-            return None
-        after = PANEL * self.scale_bytes
-        if spec.zero == "offset":
-            return self.isa.to_float(self._lanes(tail, first, v, after), spec.scale)
-        point = (tail + first).load(vector("i8", lanes), after + v * lanes).to("i32", unsigned=True)
-        return point if spec.biased else point.to("float")
-
-    def _lift(self, tail: Value, first: Value, v: int, scale: Value) -> Value:
-        """What takes ROUND off biased sums that were multiplied by the scale."""
-        return scale * -ROUND
-
     def _pairs(self, tail: Value, first: Value, v: int) -> Value:
         """The sums of pairs of one vector of rows."""
         return (tail + first * 4).load(self.isa.ints, self.pairs_at + v * self.isa.lanes * 4, 4)
-
-    def _field(self, fields: Value, which: int, row: int, kind: str) -> Value:
-        """A row's scale, correction, sum or offset, in every lane."""
-        return fields.load(kind, 4 * (which * self.spec.rows + row), 4).splat(self.isa.lanes)
 
     def _start(self, fields: Value, tail: Value, first: Value) -> list[Value]:
         """What the block's accumulators begin at."""
@@ -407,83 +329,7 @@ class Tile:
                     out[i * spec.vectors + v] = isa.bf16_multiply(f, out[i * spec.vectors + v], code, pair)
         return out
 
-    def _scale(
-        self, total: Callable[[int], Value], fields: Value, tail: Value, first: Value, weight_sums: list[Value], units: Value
-    ) -> None:
-        """Scale the block's sums, of which total(n) is the n-th, and add them to the outputs."""
-        spec, isa, f = self.spec, self.isa, self.f
-        scales = [isa.to_float(self._lanes(tail, first, v), spec.scale) for v in range(spec.vectors)]
-        zeros = [self._zero(tail, first, v) for v in range(spec.vectors)]
-        if spec.biased:
-            lifts = [self._lift(tail, first, v, scale) for v, scale in enumerate(scales)]
-            self._scale_biased(total, fields, scales, lifts, zeros)
-            return
-        code_sums = [self._code_sum(s, z, units) for s, z in zip(weight_sums, zeros, strict=bool(weight_sums))]
-        for i in self.scaled_rows:
-            scale = self._field(fields, 0, i, "float") if spec.inner == "int8" and not spec.by_row else None
-            total_x = self._field(fields, 2, i, "float") if spec.zero != "none" else None
-            correction = self._field(fields, 1, i, "float") if spec.folded else None
-            for v in self.scaled_vectors:
-                x, zero = total(i * spec.vectors + v), zeros[v]
-                if spec.inner == "int8":
-                    x = x.to("float")
-                    if spec.zero == "point" and zero is not None and total_x is not None:
-                        x = f.fma(f.value(x.type, -0.0) - zero, total_x, x)
-                if scale is not None:
-                    more = code_sums[v] * self._field(fields, 3, i, "float") if spec.shifted else correction
-                    x = x * scale if more is None else f.fma(x, scale, more)
-                n, out = i * spec.vectors + v, self._total(i * spec.vectors + v)
-                if spec.zero == "offset" and zero is not None and total_x is not None:
-                    out = f.fma(zero, total_x, out)
-                self._set_total(n, f.fma(x, scales[v], out))
-            f.fence()
-
-    def _scale_biased(
-        self, total: Callable[[int], Value], fields: Value, scales: list[Value], lifts: list[Value], zeros: list[Value | None]
-    ) -> None:
-        """As `_scale`, by two fused multiply-adds: the first, (ROUND + sum) * scale - ROUND * scale, has an exact subtrahend: a lift.
-
-        Points are taken off the sums before, as integers: a sum of activations is an int16 beside a 0.
-        """
-        spec, isa, f = self.spec, self.isa, self.f
-        highest, points = highest_point(isa, spec.bits, spec.zero, spec.biased), list[Value]()
-        if spec.zero == "point":
-            points = [zero * -1 + highest for zero in zeros if zero is not None]
-        for i in self.scaled_rows:
-            scale = self._field(fields, 0, i, "float")
-            total_x = self._field(fields, 2, i, "i32" if points else "float") if spec.zero != "none" else None
-            for v in self.scaled_vectors:
-                n = i * spec.vectors + v
-                x, out, zero = total(n), self._total(n), zeros[v]
-                if total_x is not None and points:
-                    x = isa.dot_shorts(f, x, points[v], total_x)
-                elif total_x is not None and zero is not None:
-                    out = f.fma(zero, total_x, out)
-                self._set_total(n, f.fma(f.fma(x.bits(isa.floats), scales[v], lifts[v]), scale, out))
-            f.fence()
-
-    def _code_sum(self, unit_sum: Value, zero: Value | None, units: Value) -> Value:
-        """Sum of the block's weight codes, points taken off, as float: what an offset of the activations multiplies."""
-        spec = self.spec
-        count = units * spec.unit
-        correction = count * self.isa.correction(spec.bits, spec.signed)
-        total = (unit_sum + correction.to("i32").splat(self.isa.lanes)).to("float")
-        if spec.zero == "point" and zero is not None:  # elements that pad a block hold the point itself
-            return self.f.fma(self.f.value(total.type, -0.0) - zero, count.to("float").splat(self.isa.lanes), total)
-        return total
-
     # The outputs
-
-    def _total(self, n: int) -> Value:
-        size = self.isa.lanes * 4
-        return self.totals[n].value if self.in_registers else self.scratch.load(self.isa.floats, n * size, size)
-
-    def _set_total(self, n: int, value: Value) -> None:
-        size = self.isa.lanes * 4
-        if self.in_registers:
-            self.totals[n].value = value
-        else:
-            self.scratch.store(value, n * size, size)
 
     def _write(self, first: Value) -> None:
         """Add the bias and a residual, clamp, convert and store; a panel's columns beyond `columns` are not touched."""

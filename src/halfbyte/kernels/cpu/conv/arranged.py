@@ -29,7 +29,7 @@ from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel, ru
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.cpu.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter

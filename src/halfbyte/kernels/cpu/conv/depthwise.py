@@ -30,7 +30,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
-from halfbyte.kernels.cpu.tile import ROUND
+from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 

@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.tile import TileSpec
+from halfbyte.kernels.cpu.tile_spec import TileSpec
 from halfbyte.kernels.problem import Pair, Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter

@@ -24,7 +24,7 @@ from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.tile import Inner
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
 from halfbyte.layouts.convolution import Filter
 
