@@ -161,6 +161,9 @@ def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, boo
     lines = (PANEL * 32 // 2 + tail_bytes(2, 1, pairs=False)) // 64  # of a unit, and of what is behind its block
     assert count(text.splitlines(), "prefetcht0") == lines + (outputs if panels == 1 else 0)
     assert count(text.splitlines(), "prefetcht1") == (lines if in_turn else 0)
+    once = assembly(isa, replace(spec, once=True)).splitlines()
+    assert count(once, "prefetchnta") == lines
+    assert count(once, "prefetcht0") == (outputs if panels == 1 else 0)
 
 
 def test_avx512_float_tiles_look_nibbles_up() -> None:

@@ -85,6 +85,7 @@ class ISA:
     reads_tight = True  # puts codes of 5 and 6 bits together from their planes
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
+    once = 0  # rows up to which one tile for all asks for weights that need not stay in a cache
     asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
     all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
     asking_tiles = 1 << 62  # the most that ask: of more, the last ones

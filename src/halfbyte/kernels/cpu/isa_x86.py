@@ -279,7 +279,7 @@ class AVX512VNNI(AVXVNNI):
         else:
             self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
-            self.brackets = 48
+            self.once, self.brackets = 3, 48
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:

@@ -21,15 +21,26 @@ class Prefetcher:
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
+    once          no other tile reads these weights: they need not stay in a cache
     turn, turns   its number, and of how many that ask in turn for what comes next; of none, or unless `all_ask_near`, number 0 alone asks
                   for its own
     """
 
     def __init__(
-        self, isa: ISA, f: Function, panel_bytes: Value, panels: int, in_turn: bool, record: int, ahead: Value, turn: Value, turns: Value
+        self,
+        isa: ISA,
+        f: Function,
+        panel_bytes: Value,
+        panels: int,
+        in_turn: bool,
+        record: int,
+        once: bool,
+        ahead: Value,
+        turn: Value,
+        turns: Value,
     ) -> None:
         self.f, self.panel_bytes, self.record, self.ahead, self.turns = f, panel_bytes, record, ahead, turns
-        self.several, self.in_turn = panels > 1, in_turn
+        self.several, self.in_turn, self.locality = panels > 1, in_turn, 0 if once else 3
         self.distance = isa.streams_ahead if self.several else isa.ahead
         self.asks = turn.equals(0) | (turns > 0) if isa.all_ask_near else turn.equals(0)  # near
         self.left = f.variable(turn)
@@ -58,7 +69,7 @@ class Prefetcher:
 
     def issue(self, weights: Value, size: int) -> None:
         """For what is ahead of so many bytes."""
-        ways = [(self.near, 3)] * (self.distance > 0) + [(self.far, 2)] * self.in_turn
+        ways = [(self.near, self.locality)] * (self.distance > 0) + [(self.far, 2)] * self.in_turn
         if self.side is not None:
             side, sides = self.side
             size = -(-size // (_LINE * sides)) * _LINE
@@ -76,7 +87,7 @@ class SharingPrefetcher(Prefetcher):
     """
 
     def __init__(self, isa: ISA, f: Function, panel_bytes: Value, weights: Value, ahead: Value, turn: Value, turns: Value) -> None:
-        super().__init__(isa, f, panel_bytes, 1, False, 0, ahead, turn, turns)
+        super().__init__(isa, f, panel_bytes, 1, False, 0, False, ahead, turn, turns)
         asks = (turns > 0) & (ahead > 0)
         lines, tiles = panel_bytes // _LINE, asks.select(turns, 1)
         self.coming, self.part = weights + ahead, f.value("i64", 1 << 32) // tiles  # of 2^32: dividing with each unit would take long
