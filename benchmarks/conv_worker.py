@@ -1,7 +1,7 @@
 """The process of one contender of the convolution benchmark: `halfbyte.bench.worker` that also answers
 
-    {"do": "convolve", "name": …, "layer": {…}, "min_time": …}      -> seconds a convolution, idle; the first time error, allowed
-    {"do": "infer", "name": …, "network": {…}, "min_time": …}       -> seconds a batch of images, and so on
+{"do": "convolve", "name": …, "layer": {…}, "min_time": …}      -> seconds a convolution, idle; the first time error, allowed
+{"do": "infer", "name": …, "network": {…}, "min_time": …}       -> seconds a batch of images, and so on
 """
 
 from __future__ import annotations

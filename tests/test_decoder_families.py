@@ -51,6 +51,13 @@ KINDS: dict[str, Callable[[], Any]] = {
     "exaone4": partial(transformers.Exaone4Config, **SIZES, sliding_window=None, layer_types=FULL),
     "exaone4, without positions": partial(transformers.Exaone4Config, **SIZES, sliding_window=7, layer_types=FULL),
     "cwm": partial(transformers.CwmConfig, **SIZES, layer_types=FULL),
+    "cohere": partial(transformers.CohereConfig, **WITHOUT, attention_bias=True),
+    "cohere2": partial(transformers.Cohere2Config, **SIZES, sliding_window=7, layer_types=FULL),
+    "arcee": partial(transformers.ArceeConfig, **SIZES, mlp_bias=True),
+    "nemotron": partial(transformers.NemotronConfig, **SIZES | {"head_dim": 32}),
+    "phi": partial(transformers.PhiConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}),
+    "stablelm": partial(transformers.StableLmConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
+    "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
     "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=FULL),
 }
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
@@ -113,7 +120,7 @@ def test_the_same_logits(kind: str, calls: list[bool]) -> None:
     assert calls == [True] * 16
 
 
-@pytest.mark.parametrize("kind", ["exaone4, without positions", "gemma2", "cwm"])
+@pytest.mark.parametrize("kind", ["exaone4, without positions", "gemma2", "cwm", "cohere2"])
 def test_windows(kind: str, calls: list[bool]) -> None:
     """In the first layer, where EXAONE alone has positions."""
     plain, short = pair(kind, ["sliding_attention", "full_attention"])

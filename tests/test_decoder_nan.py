@@ -17,16 +17,20 @@ from halfbyte.ops.layers import Weight
 HEADS, KV_HEADS, DIM, K, INNER, LENGTH = 4, 2, 16, 48, 32, 9
 BOTH = (HEADS + 2 * KV_HEADS) * DIM
 SHAPES = {"qkv": (BOTH, K), "o": (K, HEADS * DIM), "gate_up": (2 * INNER, K), "down": (K, INNER)}
-FORMULAS = "llama", "gemma", "granite", "olmo"
+FORMULAS = "llama", "gemma", "granite", "olmo", "cohere", "starcoder"
 COMPUTES = "float", "int8"
 CACHES = torch.float32, torch.bfloat16, torch.int8
+
+
+def shapes(formula: str) -> dict[str, tuple[int, int]]:
+    return SHAPES | ({"gate_up": (INNER, K)} if formula == "starcoder" else {})
 
 
 def layer(formula: str, compute: str, broken: tuple[str, int] | None = None) -> DecoderLayer:
     """broken: a weight, and in which of its rows one block's scale is NaN."""
     torch.manual_seed(3)
     weights = {}
-    for name, (n, k) in SHAPES.items():
+    for name, (n, k) in shapes(formula).items():
         codes = ops.quantize(torch.randn(n, k) / k**0.5, "q8_0")
         if broken is not None and broken[0] == name:
             codes.scale[broken[1], 0] = torch.nan
@@ -34,7 +38,8 @@ def layer(formula: str, compute: str, broken: tuple[str, int] | None = None) -> 
     qkv, o, gate_up, down = weights.values()
 
     def norm(k: int) -> Norm:
-        return Norm(torch.rand(k) + 0.5, 1e-5, formula == "gemma")
+        centred, shift = formula in ("cohere", "starcoder"), torch.randn(k) if formula == "starcoder" else None
+        return Norm(torch.rand(k) + 0.5, 1e-5, formula == "gemma", centred, shift)
 
     heads = Heads(HEADS, KV_HEADS, DIM, 0.3)
     if formula == "gemma":
@@ -45,6 +50,11 @@ def layer(formula: str, compute: str, broken: tuple[str, int] | None = None) -> 
     if formula == "olmo":
         heads = heads._replace(norms=(norm(HEADS * DIM), norm(KV_HEADS * DIM)), rows=True)
         return DecoderLayer(Attention((qkv,), o, None, heads, norm(K)), Dense(gate_up, down, None, norm(K)))
+    if formula == "cohere":
+        half = Attention((qkv,), o, norm(K), heads._replace(pairs="twice"))
+        return DecoderLayer(half, Dense(gate_up, down, norm(K), parallel=True))
+    if formula == "starcoder":
+        return DecoderLayer(Attention((qkv,), o, norm(K), heads), Dense(gate_up, down, norm(K), gates="relu2", gated=False))
     return DecoderLayer(Attention((qkv,), o, norm(K), heads), Dense(gate_up, down, norm(K)))
 
 
@@ -125,12 +135,15 @@ def test_in_a_cached_key(formula: str, compute: str, t: int) -> None:
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("t", [1, 5, 20])
 def test_in_the_scale_of_a_weight(formula: str, compute: str, t: int) -> None:
-    """In one row of `down` it is in one column of y, but where a norm follows; everywhere else it goes through products into all."""
+    """In one row of `down` it is in one column of y, but where a norm follows, and in one of `o`, where nothing else reads what attention
+    gives; everywhere else it goes through products into all."""
     places: dict[str, tuple[Any, ...]] = {"qkv": (3, HEADS * DIM + 5, BOTH - 1), "o": (7,), "gate_up": (2, INNER + 2), "down": (7,)}
+    if formula == "starcoder":
+        places["gate_up"] = (2,)
     for name, rows in places.items():
         for row in rows:
             found = run(layer(formula, compute, (name, row)), tokens(t), cache(torch.float32, t))
-            if name == "down" and formula in ("llama", "granite"):
+            if (name == "down" and formula not in ("gemma", "olmo")) or (name == "o" and formula == "cohere"):
                 assert found[..., row].all()
                 assert found.sum() == found[..., row].sum()
             else:

@@ -178,12 +178,13 @@ class _Decoder:
     def __init__(
         self, names: Sequence[str], heads: tuple[int, int, int], k: int, inner: int, *, head_norms: bool, formula: str = ""
     ) -> None:
-        """formula: "" that of Llama; "all": with every kind of step before, after and within products; "after": norms after them alone."""
+        """formula: "" that of Llama; "all": with every kind of step before, after and within products; "after": norms after them alone;
+        "parallel": layer norms, the mlp beside attention and without gates."""
         self.formula = formula
         query, key, dim = self.heads = heads
         cut = (query + key) * dim if len(names) > 1 else (query + 2 * key) * dim
         rows = (cut, (query + 2 * key) * dim - cut) if len(names) > 1 else (cut,)
-        shapes = [*((n, k) for n in rows), (k, query * dim), (2 * inner, k), (k, inner)]
+        shapes = [*((n, k) for n in rows), (k, query * dim), (inner if formula == "parallel" else 2 * inner, k), (k, inner)]
         self.weights = [ops.pack(ops.quantize(torch.randn(s) / 8, names[i % len(names)])) for i, s in enumerate(shapes)]
         self.biases = [torch.randn(n) if i < len(rows) else None for i, (n, _) in enumerate(shapes)]
         self.turned = dim // 2 & ~7 if formula == "all" else dim
@@ -198,6 +199,10 @@ class _Decoder:
             first, second = (norm._replace(plus_one=True) for norm in (first, second))
             attention = Attention(tuple(qkv), o, first, heads._replace(turned=self.turned, cap=5.0), second)
             return DecoderLayer(attention, Dense(gate_up, down, second, None, 0.3, "gelu_tanh"))
+        if self.formula == "parallel":
+            first, second = (norm._replace(centred=True, shift=shift) for norm, shift in ((first, place(self.norms[1])), (second, None)))
+            feed_forward = Dense(gate_up, down, second, gates="relu2", gated=False, parallel=True)
+            return DecoderLayer(Attention(tuple(qkv), o, first, heads._replace(pairs="once")), feed_forward)
         if self.formula == "after":
             return DecoderLayer(Attention(tuple(qkv), o, None, heads._replace(rows=True), first), Dense(gate_up, down, None, second))
         return DecoderLayer(Attention(tuple(qkv), o, first, heads), self.second(gate_up, down, second, place))
@@ -232,6 +237,7 @@ def decoders(tell: Tell) -> None:
         (("int4_g20_zp",), (2, 2, 16), 33, 96, False, torch.bfloat16, ((2, 1), (1, 9))),
         (("q4_0",), (2, 1, 40), 33, 32, True, torch.float32, ((1, 1), (2, 3), (1, 11)), "all"),
         (("q8_0",), (2, 1, 16), 40, 32, True, torch.float32, ((1, 1), (2, 3), (1, 11)), "after"),
+        (("q4_0",), (2, 2, 16), 40, 32, False, torch.float32, ((1, 1), (2, 3), (1, 11)), "parallel"),
     )
     for names, heads, k, inner, head_norms, kind, calls, *formula in some(cases):
         both = [_Decoder(names, heads, k, inner, head_norms=head_norms, formula=formula[0] if formula else "") for _ in range(2)]

@@ -9,7 +9,7 @@ from support import RUNNABLE, elementwise
 
 from halfbyte.kernels.cpu.attend import AttendSpec, supports
 from halfbyte.kernels.cpu.chain import shares
-from halfbyte.kernels.cpu.exponential import BOUND, exp, silu
+from halfbyte.kernels.cpu.exponential import BOUND, exp, relu_squared, silu
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 
@@ -39,6 +39,18 @@ def test_exponentials_of_what_is_not_finite(isa: ISA) -> None:
     assert bool(gates[0].isnan())
     assert gates[1] == torch.inf
     assert abs(float(gates[3])) < 1e-35
+
+
+@pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+def test_squared_relu(isa: ISA) -> None:
+    x = torch.cat((torch.randn(1022) * 100, torch.tensor([0.0, 1e30])))
+    found, exact = elementwise(lambda v: relu_squared(v.fn, v), torch.float32, x, isa=isa), torch.relu(x.double()).square()
+    assert found[-1] == torch.inf
+    assert bool(((found.double() - exact).abs() <= 2.0**-24 * exact)[:-1].all())
+    ends = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0]).repeat(4)
+    found = elementwise(lambda v: relu_squared(v.fn, v), torch.float32, ends, isa=isa)
+    assert bool(found[0].isnan())
+    assert found[1:4].tolist() == [torch.inf, 0, 0]
 
 
 @pytest.mark.parametrize("isa", ISAS or RUNNABLE, ids=lambda isa: isa.name)

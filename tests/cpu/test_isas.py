@@ -286,7 +286,16 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 CENTRED = Step("rows", centred=True), Step("norm", centred=True)
 WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="int8", causal=True, capped=True, sinks=True)
 ADDED = Step("rows", plus_one=True), Step("norm", plus_one=True, added=True), Step("scale"), Step("over"), Step("cap")
-STEPS = (Step("chain"), Step("rows"), Step("panels", "silu"), Step("panels", "gelu_tanh"), Step("product"), *CENTRED, *ADDED)
+STEPS = (
+    Step("chain"),
+    Step("rows"),
+    Step("panels", "silu"),
+    Step("panels", "gelu_tanh"),
+    Step("panels", "relu2", alone=True),
+    Step("product"),
+    *CENTRED,
+    *ADDED,
+)
 
 
 @pytest.mark.parametrize("arch", ["powerpc64le", "loongarch64", "wasm32", "riscv64", "aarch64"])

@@ -108,7 +108,7 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     if (name := families.other(layer)) is not None:
         return f"its config has {name}"
     groups = {name: parts for name, parts in decoding_cpu.groups_of(layer) if parts}
-    linears = {"o_proj": attention.o_proj} | ({"down_proj": mlp.down_proj} if routed is None else {})
+    linears = {family.o: getattr(attention, family.o)} | ({family.down: getattr(mlp, family.down)} if routed is None else {})
     alone = [*linears]
     linears |= {name: linear for group, parts in groups.items() for name, linear in zip(group.split("+"), parts, strict=True)}
     for name, linear in linears.items():
@@ -176,10 +176,11 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     first = [Step(name, normed) for name in products_of(*qkv) or {}]
     if heads.rows and heads.norms:
         first.append(Step("q_norm, k_norm", "norm, of whole rows"))
-    first += [Step("attention", seen), Step("o_proj", _added(attention))]
+    first += [Step("attention", seen), Step(families.known(layer).o, _added(attention))]
     if isinstance(second, Dense):
-        gated = f"with {'the norm and ' if second.before else ''}{second.gates.removesuffix('_tanh')}(gate) * up"
-        return *first, Step(gates, gated), Step("down_proj", _added(second))
+        function = second.gates.removesuffix("_tanh")
+        gated = f"with {'the norm and ' if second.before else ''}{f'{function}(gate) * up' if second.gated else function}"
+        return *first, Step(gates, gated), Step(families.known(layer).down, _added(second))
     routed = families.known(layer).routed
     assert routed is not None
     shared = [] if routed.shared is None else [Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj")]
@@ -214,7 +215,8 @@ class _OneToken(Shortened):
     @property
     def halfbyte_remark(self) -> str:
         """The remark of `halfbyte.report` about the layer."""
-        device = self.post_attention_layernorm.weight.device
+        layer: Any = self
+        device = next(layer.parameters()).device
         if (reason := why_not_short(self, device.type)) is not None:
             return f"{LONG}: {reason}"
         if device.type == "cpu":

@@ -92,13 +92,13 @@ def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]
 def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, tuple[QuantLinear, ...]] | None:
     """One layer for each product: those of queries, keys and values, o, and gates and down, or none where there are experts; None where one
     was replaced by what is computed otherwise."""
-    o, groups, routed = layer.self_attn.o_proj, groups_of(layer), routed_of(layer)
+    o, groups, routed = getattr(layer.self_attn, known(layer).o), groups_of(layer), routed_of(layer)
     qkv = products_of(*groups[0])
     if qkv is None or type(o) is not QuantLinear:
         return None
     if routed is not None:
         return None if why_not_routed(layer, routed) is not None else (tuple(qkv.values()), o, ())
-    gates, down = products_of(*groups[1]), layer.mlp.down_proj
+    gates, down = products_of(*groups[1]), getattr(layer.mlp, known(layer).down)
     if gates is None or len(gates) > 1 or type(down) is not QuantLinear:
         return None
     return tuple(qkv.values()), o, (*gates.values(), down)
@@ -123,11 +123,13 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
         assert third is not None
         return half, half_of(layer, routed, third)
     gate_up, down = map(weight_of, linears[2])
-    return half, Dense(gate_up, down, third, fourth, factor, ACTIVATIONS[getattr(attention.config, family.activation)])
+    activation = ACTIVATIONS[getattr(attention.config, family.activation)]
+    return half, Dense(gate_up, down, third, fourth, factor, activation, family.gated, family.parallel)
 
 
 def norm_of(norm: Any, family: Family) -> Norm:
-    return Norm(norm.weight, getattr(norm, eps_of(norm)), family.plus_one)
+    shift = getattr(norm, "bias", None) if family.centred else None
+    return Norm(norm.weight, getattr(norm, eps_of(norm)), family.plus_one, family.centred, shift)
 
 
 def eps_of(norm: Any) -> str:
@@ -137,7 +139,7 @@ def eps_of(norm: Any) -> str:
 
 def why_not_one_call(layer: Any) -> str | None:
     """Why tokens are computed by transformers' operations on a CPU; None if by one call."""
-    _, o, second = linears_of(layer) or ((), layer.self_attn.o_proj, ())
+    _, o, second = linears_of(layer) or ((), getattr(layer.self_attn, known(layer).o), ())
     if any(part_of(linear) is not None for linear in (o, *second)):
         return "its weights are distributed over processes"
     return why_not(*halves_of(layer))

@@ -44,6 +44,7 @@ class Around:
     turns    whether each of `layer_types` has rotary positions of its own
     factor   the attribute of the `model` that has the factor of embeddings, if any, beside an embedding's own
     over     the attribute of the config that logits are divided by, if any
+    times    the attribute of the config that logits are multiplied by, if any
     cap      the attribute of the config that has the cap of logits, cap * tanh(logit / cap), if any
     experts  whether its output is one of a mixture of experts
     """
@@ -52,6 +53,7 @@ class Around:
     turns: bool = False
     factor: str | None = None
     over: str | None = None
+    times: str | None = None
     cap: str | None = None
     experts: bool = False
 
@@ -59,6 +61,9 @@ class Around:
 _CAP = "final_logit_softcapping"
 # By the names of their classes in transformers.models.
 MODELS = {
+    "arcee.modeling_arcee.ArceeForCausalLM": Around(),
+    "cohere.modeling_cohere.CohereForCausalLM": Around(times="logit_scale"),
+    "cohere2.modeling_cohere2.Cohere2ForCausalLM": Around("some", times="logit_scale"),
     "cwm.modeling_cwm.CwmForCausalLM": Around("some"),
     "ernie4_5.modeling_ernie4_5.Ernie4_5ForCausalLM": Around(),
     "exaone4.modeling_exaone4.Exaone4ForCausalLM": Around("some"),
@@ -74,6 +79,7 @@ MODELS = {
     "ministral.modeling_ministral.MinistralForCausalLM": Around("some"),
     "mistral.modeling_mistral.MistralForCausalLM": Around("all"),
     "mixtral.modeling_mixtral.MixtralForCausalLM": Around("all", experts=True),
+    "nemotron.modeling_nemotron.NemotronForCausalLM": Around(),
     "olmo2.modeling_olmo2.Olmo2ForCausalLM": Around(),
     "olmo3.modeling_olmo3.Olmo3ForCausalLM": Around("some", turns=True),
     "olmoe.modeling_olmoe.OlmoeForCausalLM": Around(experts=True),
@@ -84,6 +90,8 @@ MODELS = {
     "qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": Around("all", experts=True),
     "seed_oss.modeling_seed_oss.SeedOssForCausalLM": Around(),
     "smollm3.modeling_smollm3.SmolLM3ForCausalLM": Around("some"),
+    "stablelm.modeling_stablelm.StableLmForCausalLM": Around(),
+    "starcoder2.modeling_starcoder2.Starcoder2ForCausalLM": Around("all"),
 }
 _ATTENTION = ("sdpa", "halfbyte", "eager")  # others have masks of other kinds
 _SLIDES = "sliding_attention"  # of a config's `layer_types`
@@ -195,6 +203,8 @@ def _through(y: Tensor, logits: tuple[str, float] | None) -> Tensor:
     if logits is None:
         return y
     function, constant = logits
+    if function == "times":
+        return y * constant
     y = y / constant
     return y if function == "over" else torch.tanh(y) * constant
 
@@ -351,6 +361,8 @@ def _logits(model: Any) -> tuple[str, float] | None:
     around, config = _around(model), model.config
     if around.over is not None:
         return "over", getattr(config, around.over)
+    if around.times is not None:
+        return "times", getattr(config, around.times)
     cap = None if around.cap is None else getattr(config, around.cap)
     return None if cap is None else ("cap", cap)
 

@@ -3,8 +3,8 @@
     h = x + factor * norm(o(attention(qkv(norm(x)))))
     y = h + factor * norm(down(f(gate) * up)),  gate, up = gate_up(norm(h))
 
-A family is in the table if its layer and attention compute this and nothing else; not those whose layers are parallel (Cohere) or without
-gates (Arcee).
+or norm(x) there, in parallel layers, and down(f(up)) where there are no gates. A family is in the table if its layer and attention compute
+this and nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from halfbyte.integrations.shortened import name_in_transformers
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # of configs: as `ops.decoder.Dense` has them
+# Of configs: as `ops.decoder.Dense` has them.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,16 @@ class Family:
     """The parts of a decoder layer, by their names.
 
     qkv         of its self_attn: queries, keys and values, in one or in three
-    gates       of its mlp: gates and what they multiply, in one or in two
+    o           of its self_attn: what comes after attention
+    gates       of its mlp: gates and what they multiply, in one or in two; what comes first where there are none
+    gated       whether there are gates
+    down        of its mlp: what comes last
+    parallel    whether the mlp reads what attention reads
     norms       of the layer: before attention, after it, before the mlp, after it; None where there is none
     head_norms  of its self_attn: of queries and keys, if any
     rows        whether these are of all heads of a token together
     plus_one    whether norms multiply by 1 + weight
+    centred     whether norms are layer norms
     activation  the attribute of the config that names the function of gates
     factor      the attribute of the layer that has the factor of what is added, if any
     cap         the attribute of its self_attn that has the cap of scores, if any
@@ -63,11 +69,16 @@ class Family:
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    o: str = "o_proj"
     gates: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
+    down: str = "down_proj"
+    parallel: bool = False
     norms: tuple[str | None, str | None, str | None, str | None] = ("input_layernorm", None, "post_attention_layernorm", None)
     head_norms: tuple[str, str] | None = None
     rows: bool = False
     plus_one: bool = False
+    centred: bool = False
     activation: str = "hidden_act"
     factor: str | None = None
     cap: str | None = None
@@ -85,6 +96,9 @@ _FOUR = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernor
 _AFTER = None, "post_attention_layernorm", None, "post_feedforward_layernorm"
 _HALF = {"gates": ("gate_up_proj",), "partial": True, "pairs": "once"}
 _GLM4 = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+_BOTH = "input_layernorm", None, "input_layernorm", None
+_COHERE = {"centred": True, "parallel": True, "norms": _BOTH, "pairs": "twice"}
+_WINDOWED = Positions(("sliding_window",), lambda window: window is not None)
 _GEMMA = {"plus_one": True, "norms": _FOUR, "activation": "hidden_activation"}
 
 # By the names of their layers in transformers.models.
@@ -114,6 +128,25 @@ FAMILIES = {
         head_norms=_HEAD_NORMS,
         positions=Positions(("sliding_window", "is_sliding"), lambda window, slides: window is None or slides),
     ),
+    "cohere.modeling_cohere.CohereDecoderLayer": Family(**_COHERE, without=("use_qk_norm",)),  # type: ignore[arg-type]
+    "cohere2.modeling_cohere2.Cohere2DecoderLayer": Family(**_COHERE, positions=_WINDOWED),  # type: ignore[arg-type]
+    "arcee.modeling_arcee.ArceeDecoderLayer": Family(gates=("up_proj",), gated=False),
+    "nemotron.modeling_nemotron.NemotronDecoderLayer": Family(gates=("up_proj",), gated=False, centred=True, plus_one=True, partial=True),
+    "phi.modeling_phi.PhiDecoderLayer": Family(
+        o="dense",
+        gates=("fc1",),
+        gated=False,
+        down="fc2",
+        centred=True,
+        parallel=True,
+        norms=_BOTH,
+        partial=True,
+        without=("qk_layernorm",),
+    ),
+    "stablelm.modeling_stablelm.StableLmDecoderLayer": Family(
+        centred=True, partial=True, without=("use_parallel_residual", "qk_layernorm")
+    ),
+    "starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": Family(gates=("c_fc",), gated=False, down="c_proj", centred=True),
     "olmo2.modeling_olmo2.Olmo2DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, rows=True),
     "olmo3.modeling_olmo3.Olmo3DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, rows=True),
     "olmoe.modeling_olmoe.OlmoeDecoderLayer": Family(head_norms=_HEAD_NORMS, rows=True, routed=Routed(), without=("clip_qkv",)),

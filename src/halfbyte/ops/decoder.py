@@ -20,11 +20,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Norm(NamedTuple):
-    """An RMS norm: its weight [K], what is added to the mean of squares, and whether 1 + weight is multiplied by (Gemma)."""
+    """An RMS norm: its weight [K], what is added to the mean of squares, and whether 1 + weight is multiplied by (Gemma). `centred`: a
+    layer norm, with a shift [K] or none."""
 
     weight: Tensor
     eps: float
     plus_one: bool = False
+    centred: bool = False
+    shift: Tensor | None = None
 
 
 class Heads(NamedTuple):
@@ -72,6 +75,8 @@ class Attention(NamedTuple):
         from halfbyte.kernels.cpu import attend
 
         heads, reason = self.heads, why_not_packed([weight.packed for weight in (*self.qkv, self.o)])
+        if heads.norms is not None and heads.norms[0].centred:
+            return "the norms of its heads are layer norms"
         return reason or attend.supports(heads.query, heads.key, heads.dim, heads.turned) or _why_not_added(self.after, self.factor)
 
     def check(self) -> None:
@@ -123,13 +128,15 @@ class FeedForward(Protocol):
 
 
 class Dense(NamedTuple):
-    """y = h + factor * norm(down(f(gate) * up)),  gate, up = gate_up(norm(h))
+    """y = h + factor * norm(down(f(gate) * up)),  gate, up = gate_up(norm(h)); or norm(down(f(gate_up(norm(h)))))
 
-    gate_up        [2 I, K]: gate, then up
+    gate_up        [2 I, K]: gate, then up; [I, K] where there are no gates
     down           [K, I]
     before, after  the norms of h and of what down gives, if any
     factor         1 where there is a norm after
-    gates          f: "silu" or "gelu_tanh"
+    gates          f: "silu", "gelu_tanh" or "relu2"
+    gated          whether there are gates
+    parallel       x, which the attention half reads, is read in the place of h: y = h + … norm(x) …
     """
 
     gate_up: Weight
@@ -138,6 +145,13 @@ class Dense(NamedTuple):
     after: Norm | None = None
     factor: float = 1.0
     gates: str = "silu"
+    gated: bool = True
+    parallel: bool = False
+
+    @property
+    def inner_width(self) -> int:
+        """I"""
+        return self.gate_up.packed.shape[0] // (2 if self.gated else 1)
 
     @property
     def k(self) -> int:
@@ -153,24 +167,25 @@ class Dense(NamedTuple):
 
         if (reason := why_not_packed([self.gate_up.packed, self.down.packed])) is not None:
             return reason
-        if (gates := self.gate_up.packed.shape[0] // 2) % PANEL:
-            return f"{gates} gates are not whole panels of {PANEL}"
+        if self.inner_width % PANEL:
+            return f"{self.inner_width} gates are not whole panels of {PANEL}"
         if self.gates not in GATES:
             return f"its activation is {self.gates}, not {' or '.join(GATES)}"
         return _why_not_added(self.after, self.factor)
 
     def check(self) -> None:
+        """Raises ArgumentError for tensors that do not fit together."""
         weights, k = [self.gate_up, self.down], self.gate_up.packed.shape[1]
         shapes = [tuple(weight.packed.shape) for weight in weights]
-        inner = shapes[0][0] // 2
-        expected = [(2 * inner, k), (k, inner)]
+        expected = [(self.inner_width * (2 if self.gated else 1), k), (k, self.inner_width)]
         _check(shapes == expected, "feed-forward", shapes, expected, [*_norms(k, self.before, self.after), *_biases(weights)])
 
     def inner(self, tensors: Addresses) -> feed_forward.Dense:
         from halfbyte.kernels.cpu import feed_forward
 
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
-        return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), before, after, self.factor, self.gates)
+        how = self.factor, self.gates, self.gated, self.parallel
+        return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), before, after, *how)
 
 
 class DecoderLayer:
@@ -267,17 +282,22 @@ def why_not(attention: Attention, feed_forward: FeedForward) -> str | None:
 
 
 def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
-    """By the address of its weight."""
+    """By the addresses of its tensors."""
     from halfbyte.kernels.cpu import halves
 
-    return halves.Norm(tensors.of(norm.weight), norm.eps, norm.plus_one)
+    shift = 0
+    if norm.centred:
+        shift = tensors.of(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.shift is None else norm.shift)
+    return halves.Norm(tensors.of(norm.weight), norm.eps, norm.plus_one, norm.centred, shift)
 
 
 def _norms(k: int, *norms: Norm | None) -> list[tuple[Tensor, int]]:
-    return [(norm.weight, k) for norm in norms if norm is not None]
+    return [(tensor, k) for norm in norms if norm is not None for tensor in (norm.weight, norm.shift) if tensor is not None]
 
 
 def _why_not_added(after: Norm | None, factor: float) -> str | None:
+    if after is not None and after.centred:
+        return "the norm of what it adds is a layer norm"
     return f"what it adds has a norm and a factor of {factor}" if after is not None and factor != 1 else None
 
 

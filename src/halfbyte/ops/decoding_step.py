@@ -29,7 +29,7 @@ class DecodingStep:
     head     [N, K]; None: the result is the normed rows
     windows  of each layer, how many tokens it sees, itself the last; None: all
     turns    of each layer, the number of its rotary positions; None: all have the same
-    logits   f and c: "over", y / c, or "cap", c * tanh(y / c); None: none, as where there is no head
+    logits   f and c: "over", y / c, "times", y * c, or "cap", c * tanh(y / c); None: none, as where there is no head
 
     Everything between the products is float32. Raises ArgumentError for parts that do not fit together.
     """

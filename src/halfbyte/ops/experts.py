@@ -10,7 +10,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
-from halfbyte.ops.decoder import Dense, Norm
+from halfbyte.ops.decoder import Dense, Norm, norm_of
 from halfbyte.ops.layers import Addresses, Weight
 
 if TYPE_CHECKING:
@@ -142,14 +142,14 @@ class Experts(NamedTuple):
 
     def inner(self, tensors: Addresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
-        from halfbyte.kernels.cpu import experts, halves
+        from halfbyte.kernels.cpu import experts
         from halfbyte.kernels.cpu.linear import KINDS
 
         rows = [self.router, *([] if self.shared is None else [self.shared.gate])]
         alike = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
         router, *gates = map(tensors.same if alike else tensors.of, rows)
         kind = KINDS[self.router.dtype] if alike else "f32"
-        before = halves.Norm(tensors.of(self.before.weight), self.before.eps)
+        before = norm_of(tensors, self.before)
         shared = None
         if self.shared is not None:
             shared = experts.SharedExpert(tensors.product(self.shared.gate_up), tensors.product(self.shared.down), gates[0])

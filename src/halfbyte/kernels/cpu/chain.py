@@ -28,7 +28,7 @@ from itertools import accumulate
 from halfbyte.kernels.cpu import driver, kernel, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.attend import inverse_root
-from halfbyte.kernels.cpu.exponential import gelu_tanh, silu, tanh
+from halfbyte.kernels.cpu.exponential import gelu_tanh, relu_squared, silu, tanh
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
@@ -63,20 +63,21 @@ EACH: dict[str, Callable[[Function, Value, Value], Value]] = {
     "over": lambda f, x, c: x / c,
     "cap": lambda f, x, c: tanh(f, x / c) * c,
 }
-GATES: dict[str, Callable[[Function, Value], Value]] = {"silu": silu, "gelu_tanh": gelu_tanh}
+GATES: dict[str, Callable[[Function, Value], Value]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu_squared}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """kind: "chain", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
     (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; centred: norms are layer norms;
-    plus_one: norms multiply by 1 + weight; added: there is a residual."""
+    plus_one: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing."""
 
     kind: str
     gates: str = "none"
     centred: bool = False
     plus_one: bool = False
     added: bool = False
+    alone: bool = False
 
 
 @kernel.phase
@@ -109,7 +110,7 @@ def _product(f: Function, isa: ISA, step: Step) -> None:
         return
     if step.kind == "product":
         prepare(f, isa, linear, (f.value("i64", 0), m), centred=step.centred, plus_one=step.plus_one)
-    _multiply(f, isa, linear, step.gates)
+    _multiply(f, isa, linear, step.gates, alone=step.alone)
 
 
 def _lanes(f: Function) -> None:
@@ -255,9 +256,9 @@ class RowNorm:
         return total.value
 
 
-def _multiply(f: Function, isa: ISA, linear: Value, gates: str) -> None:
+def _multiply(f: Function, isa: ISA, linear: Value, gates: str, *, alone: bool) -> None:
     """Each thread its own first group, then whichever is left."""
-    gated = gates != "none"
+    through, gated = gates != "none", gates != "none" and not alone
     args, thread, _ = f.parameters
     gate = PRODUCT.load(args, "gate")
     a = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
@@ -267,9 +268,10 @@ def _multiply(f: Function, isa: ISA, linear: Value, gates: str) -> None:
         driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias, start + gate if gated else None)
         if gated:
             driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias)
+        if through:
             for row in f.loop(LINEAR.load(linear, "m")):
                 at = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
-                through_gates(f, isa, at, (stop - start) * PANEL, gate * (4 * PANEL), gates)
+                through_gates(f, isa, at, (stop - start) * PANEL, gate * (4 * PANEL) if gated else None, gates)
 
 
 def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
@@ -286,11 +288,12 @@ def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
         taken.value = f.fetch_add(args + LINEAR.offset("counter")) + threads
 
 
-def through_gates(f: Function, isa: ISA, gates: Value, count: Value, apart: Value, function: str = "silu") -> None:
-    """function(gate) * up in the gates' place, `count` columns of a row; up lies `apart` bytes behind."""
+def through_gates(f: Function, isa: ISA, gates: Value, count: Value, apart: Value | None, function: str = "silu") -> None:
+    """function(gate) * up in the gates' place, `count` columns of a row; up lies `apart` bytes behind; None: function(gate) alone."""
     for i in f.loop(count, step=isa.lanes):
         at = gates + i * 4
-        at.store(GATES[function](f, at.load(isa.floats, 0, 4)) * (at + apart).load(isa.floats, 0, 4), 0, 4)
+        y = GATES[function](f, at.load(isa.floats, 0, 4))
+        at.store(y if apart is None else y * (at + apart).load(isa.floats, 0, 4), 0, 4)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

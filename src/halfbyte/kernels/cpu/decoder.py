@@ -60,7 +60,7 @@ class Plan:
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
         """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`."""
         self._attention.point(x, cache)
-        self._feed_forward.point(out)
+        self._feed_forward.point(out, x)
 
 
 class Entry(NamedTuple):

@@ -25,7 +25,7 @@ from halfbyte.kernels.cpu.attend import ATTEND
 from halfbyte.kernels.cpu.attention_half import Size
 from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
 from halfbyte.kernels.cpu.decoder import Entry, Layer, Plan
-from halfbyte.kernels.cpu.halves import Norm, product_steps
+from halfbyte.kernels.cpu.halves import Fields, Norm, product_steps
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, pack_call
@@ -117,10 +117,11 @@ class Steps:
         return [arguments(DEQUANTIZE, function, fields), *scaled]
 
     def _end(self) -> list[Buffer]:
-        (norm, eps, plus_one), head, k = self._model.norm, self._model.head, self.x.shape[1]
+        norm, head, k = self._model.norm, self._model.head, self.x.shape[1]
         if head is None:
             sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._batch, "k": k}
-            block = arguments(NORM, phase(Step("norm", plus_one=plus_one)), {**sizes, "weight": norm, "eps": (eps, 0.0)})
+            of_norm: Fields = {"weight": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
+            block = arguments(NORM, phase(norm.step("norm")), {**sizes, **of_norm})
             self._last = [(block, NORM.offset("out"))]
             return [block]
         alone = self._batch == 1
@@ -131,15 +132,15 @@ class Steps:
         laid_out = self._memory.data_ptr() + 63 & ~63
         pack_call(buffer, CALL, 0, self.x.data_ptr(), 4 * k, laid_out, head.weight, head.bias, 0, 0, -_INFINITE, _INFINITE)
         self._last = [(buffer, LINEAR.offset("out"))]
-        fields: dict[str, int | tuple[float, float]] = {
+        fields: Fields = {
             "normed": laid_out + self.threads * private,
             "normed_thread": 4 * k,
             "private": private if alone else 0,
-            "norm": norm,
-            "eps": (eps, 0.0),
+            "norm": norm.weight,
+            "shift": norm.shift,
+            "eps": (norm.eps, 0.0),
         }
-        kind = Step("", plus_one=plus_one)
-        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=kind)
+        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=norm.step(""))
         if self._model.logits is not None:
             function, constant = self._model.logits
             steps.append(_each(function, self._batch * head.n, constant))

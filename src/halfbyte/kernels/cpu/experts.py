@@ -416,7 +416,7 @@ class ExpertsPlan:
         self._kept += [memory, first, last]
         return [*first.blocks, *last.blocks], out
 
-    def point(self, out: int) -> None:
+    def point(self, out: int, _x: int = 0) -> None:
         """From now on y, contiguous float32, goes to that address."""
         _pack_one(self._down, EXPERTS.offset("out"), out)
 

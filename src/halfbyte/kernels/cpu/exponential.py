@@ -44,6 +44,12 @@ def tanh(f: Function, x: Value) -> Value:
     return f.value(x.type, 1.0) - f.value(x.type, 2.0) / (exp(f, x + x) + 1.0)
 
 
+def relu_squared(f: Function, x: Value) -> Value:
+    """max(x, 0)²  (So and others, arXiv:2109.08668)"""
+    positive = x.max_or(0.0)
+    return positive * positive
+
+
 def gelu_tanh(f: Function, x: Value) -> Value:
     """x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)),  u = sqrt(2 / pi) * (x + 0.044715 * x³)  (Hendrycks and Gimpel, arXiv:1606.08415)"""
     twice = x * f.fma(x * x, f.value(x.type, -2 * _ROOT * 0.044715), f.value(x.type, -2 * _ROOT))  # -2 u

@@ -1,18 +1,22 @@
 """The feed-forward half of a decoder layer: h [m, K] -> y [m, K], float32.
 
-    g = norm(h) · Wgate_upᵀ                  f(gate) * up where the gates were
+    g = norm(h) · Wgate_upᵀ                  f(gate) * up where the gates were; or f of all
     y = h + factor * norm(g · Wdownᵀ + bias)
 
-Either norm may be missing.
+Either norm may be missing. Of parallel layers it is norm(x), of what the attention half reads.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
-from halfbyte.kernels.cpu.arguments import Buffer
+from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.chain import Product
 from halfbyte.kernels.cpu.halves import Added, Laid, Norm, needs_sums, room, shared
+
+_X = LINEAR.offset("x")
+_pack_one = struct.Struct("<q").pack_into
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,8 @@ class Dense:
     before, after  the norms of h and of what `down` gives, or None
     factor         of what is added to h; 1 where there is a norm after
     gates          their function, as in `chain.GATES`
+    gated          whether there are gates; else `gates` is the function of all
+    parallel       whether x is read, not h
     """
 
     gate_up: Product
@@ -30,6 +36,8 @@ class Dense:
     after: Norm | None
     factor: float
     gates: str
+    gated: bool
+    parallel: bool
 
     @property
     def k(self) -> int:
@@ -45,14 +53,16 @@ class Dense:
 
 class DensePlan:
     def __init__(self, half: Dense, m: int, threads: int, hidden: int) -> None:
-        products, self._hidden = (half.gate_up, half.down), hidden
+        products, self._hidden, self._parallel = (half.gate_up, half.down), hidden, half.parallel
         widths = half.gate_up.n, half.k if needs_sums(half.after, half.factor) else 0
         memory = shared("feed_forward", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
         laid, (gates, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate_up, hidden, gates, norm=half.before, gates=half.gates)
+        first = laid.steps(half.gate_up, hidden, gates, norm=half.before, gates=half.gates, gated=half.gated)
         self._last = Added(laid, half.down, gates, 4 * half.gate_up.n, sums, half.after, half.factor)
-        self._kept = memory, first
+        self._kept, self._first = (memory, first), first.linear
         self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 
-    def point(self, out: int) -> None:
+    def point(self, out: int, x: int) -> None:
         self._last.point(out, self._hidden)
+        if self._parallel:
+            _pack_one(self._first, _X, x)

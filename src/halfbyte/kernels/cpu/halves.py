@@ -33,12 +33,18 @@ Fields = dict[str, int | tuple[float, float]]
 
 
 class Norm(NamedTuple):
-    """An RMS norm: the address of its weight, float32 [K], what is added to the mean of squares, and whether 1 + weight is the
-    factor."""
+    """An RMS norm: the address of its weight, float32 [K], what is added to the mean of squares, and whether 1 + weight is the factor; or,
+    where it is `centred`, a layer norm with the shift, float32 [K], at that address."""
 
     weight: int
     eps: float
     plus_one: bool = False
+    centred: bool = False
+    shift: int = 0
+
+    def step(self, kind: str, gates: str = "none", *, added: bool = False) -> Step:
+        """One of this kind with this norm."""
+        return Step(kind, gates, self.centred, self.plus_one, added)
 
 
 class FeedForward(Protocol):
@@ -64,8 +70,8 @@ class HalfPlan(Protocol):
     @property
     def blocks(self) -> Sequence[Buffer]: ...
 
-    def point(self, out: int) -> None:
-        """From now on y, contiguous float32, goes to that address."""
+    def point(self, out: int, x: int) -> None:
+        """From now on y, contiguous float32, goes to that address, and what the layer reads, as long, lies at x."""
 
 
 class Memory(NamedTuple):
@@ -123,22 +129,33 @@ class Laid:
         return cls(m, threads, normed, 4 * max(p.k for p in products), laid_out, private)
 
     def steps(
-        self, product: Product, x: int, out: int, *, norm: Norm | None = None, gates: str = "none", stride: int | None = None
+        self,
+        product: Product,
+        x: int,
+        out: int,
+        *,
+        norm: Norm | None = None,
+        gates: str = "none",
+        gated: bool = True,
+        stride: int | None = None,
     ) -> ProductSteps:
-        """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later."""
+        """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later.
+
+        gates  their function, or, where outputs are not `gated`, that of all of these
+        """
         linear, _ = product.kernel.arguments(self.m, self.threads)
         stride = 4 * product.k if stride is None else stride
         pack_call(linear, CALL, 0, x, stride, self.laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_thread, "private": self.private}
         if norm is not None:
-            fields |= {"norm": norm.weight, "eps": (norm.eps, 0.0)}
-        kind = Step("", gates, plus_one=norm is not None and norm.plus_one)
+            fields |= {"norm": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
+        kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated)
         blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, kind=kind)
         return ProductSteps(blocks, linear, table)
 
     def norm(self, norm: Norm, x: int, out: int, stride: int, k: int) -> Buffer:
         """The step of a norm alone, of rows of k elements that lie `stride` bytes apart."""
-        return _rows(Step("norm", plus_one=norm.plus_one), self.m, k, stride, {"x": x, "out": out, **_of_norm(norm)})
+        return _rows(norm.step("norm"), self.m, k, stride, {"x": x, "out": out, **_of_norm(norm)})
 
 
 class Added:
@@ -150,7 +167,7 @@ class Added:
         self._steps = laid.steps(product, x, sums, stride=stride)
         self.blocks, self._block, self._place = self._steps.blocks, self._steps.linear, LINEAR.offset("out")
         if after is not None:
-            self._block = _rows(Step("norm", plus_one=after.plus_one, added=True), laid.m, product.n, 4 * product.n, _of_norm(after))
+            self._block = _rows(after.step("norm", added=True), laid.m, product.n, 4 * product.n, _of_norm(after))
         elif factor != 1.0:
             self._block = _rows(Step("scale"), laid.m, product.n, 4 * product.n, {"eps": (0.0, factor)})
         if self._block is not self._steps.linear:
@@ -168,7 +185,7 @@ def needs_sums(after: Norm | None, factor: float) -> bool:
 
 
 def _of_norm(norm: Norm) -> Fields:
-    return {"weight": norm.weight, "eps": (norm.eps, 0.0)}
+    return {"weight": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
 
 
 def _rows(step: Step, m: int, k: int, stride: int, fields: Fields) -> Buffer:
@@ -188,10 +205,11 @@ def product_steps(
 ) -> tuple[list[Buffer], ctypes.Array[ctypes.c_int64]]:
     """One step for one row (`alone`), two for more, with the arguments of the product with n outputs, and others of PRODUCT; and what they
     read, to be kept. kind: a Step with all but its `kind`."""
-    gated = kind.gates != "none"
+    gated = kind.gates != "none" and not kind.alone
     panels = -(-n // PANEL) // (2 if gated else 1)
     cut = shares(panels, threads)
     table = (ctypes.c_int64 * len(cut))(*cut)
     of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
-    steps = (replace(kind, kind="product"),) if alone else (replace(kind, kind="rows", gates="none"), Step("panels", kind.gates))
+    rows = replace(kind, kind="rows", gates="none", alone=False)
+    steps = (replace(kind, kind="product"),) if alone else (rows, Step("panels", kind.gates, alone=kind.alone))
     return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table
