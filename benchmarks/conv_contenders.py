@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from onnx_graph import model
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.bench.onnx_model import model
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import PackedConv, channels_first

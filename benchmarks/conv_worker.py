@@ -19,6 +19,7 @@ from halfbyte.memory import keep_freed_memory
 
 class ConvBench(Bench):
     def __init__(self) -> None:
+        super().__init__()
         self.convolutions: dict[tuple[str, Layer], Ready] = {}
         self.networks: dict[tuple[str, Inference], Ready] = {}
 

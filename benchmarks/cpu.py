@@ -2,7 +2,7 @@
 
 import sys
 
-from halfbyte.bench.cpu import main
+from cpu_main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from onnx_graph import model
 from torch import Tensor, fx, nn
 
-from halfbyte.bench.onnx_model import model
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts.convolution import channels_first
 from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize, Scale

@@ -11,12 +11,14 @@ from threading import Event
 from typing import Any
 from xml.etree import ElementTree
 
+import cpu_main
 import pytest
 import torch
+from cpu_contenders import ALL, RUNTIMES
 from torch import Tensor
 
-from halfbyte.bench import cpu, torch_peers, worker
-from halfbyte.bench.contenders import PEERS, contender, halfbyte_linear, select
+from halfbyte.bench import contenders, torch_peers, worker
+from halfbyte.bench.contenders import PEERS, Contender, halfbyte_linear, select
 from halfbyte.bench.process import Worker, WorkerError, cores
 from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload, relative_error
@@ -40,7 +42,7 @@ def _settings_of_torch() -> Iterator[None]:
 
 def ask(*requests: dict[str, Any]) -> list[dict[str, Any]]:
     """What one worker answers, in this process."""
-    return list(worker.answers(worker.Bench(), map(json.dumps, requests)))
+    return list(worker.answers(worker.Bench(ALL), map(json.dumps, requests)))
 
 
 def prepare(name: str, work: Workload = WORK) -> dict[str, Any]:
@@ -77,20 +79,25 @@ def test_copies_differ_and_are_rows_of_the_slab(format: str) -> None:
 # Who multiplies
 
 
+def contender(name: str) -> Contender:
+    return contenders.contender(name, ALL)
+
+
 def allowed(name: str, m: int, work: Workload = WORK) -> float:
     return contender(name).arithmetic.error(work.activations(m))
 
 
-@pytest.mark.parametrize(
-    "name", select(OWN_FORMATS, [*(peer.name for peer in PEERS if peer.name.startswith("torch")), "halfbyte_qlinear", "onednn_qlinear"])
-)
+OWN = [*(one.name for one in select(OWN_FORMATS, [peer.name for peer in PEERS])), "halfbyte_qlinear", "onednn_qlinear"]
+
+
+@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("m", [1, 5])
 def test_a_contender_is_right(name: str, m: int) -> None:
     built = contender(name).build(WORK)
     assert relative_error(WORK, built, m) <= allowed(name, m)
 
 
-@pytest.mark.parametrize("name", [*(peer.name for peer in PEERS if not peer.name.startswith("torch")), "ort_qlinear"])
+@pytest.mark.parametrize("name", [*(peer.name for peer in RUNTIMES), "ort_qlinear"])
 def test_a_runtime_is_right(name: str) -> None:
     pytest.importorskip({"ort": "onnxruntime", "ov": "openvino", "ggml": "llama_cpp"}[name.partition("_")[0]])
     built = contender(name).build(WORK)
@@ -178,7 +185,7 @@ def test_cores_are_distinct_and_usable() -> None:
 def test_a_small_run_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     arguments = "--shapes 81x128 --m 3 --threads 1 --formats q4_0 --peers torch_fp32,torch_int4 --rounds 2 --min-time 0.001 --memory 64"
-    assert cpu.main([*arguments.split(), "--json", str(file)]) == 0
+    assert cpu_main.main([*arguments.split(), "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "N=81 K=128, 1 thread" in printed
     assert "not measured: torch int4pack g128: UnsupportedError" in printed
@@ -200,7 +207,7 @@ def test_a_small_run_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("arguments", ["--formats q9_0", "--peers nobody", "--threads 9999", "--m 0", "--rounds 0"])
 def test_a_senseless_request_is_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cpu.main(arguments.split()) == 2
+    assert cpu_main.main(arguments.split()) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -445,7 +445,7 @@ def test_bench(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def measured(plan: cpu.Plan, progress: Any) -> cpu.Report:
         progress("counting", 0.5)
-        assert {"halfbyte:q4_0", "torch_fp32", "torch_bf16"} <= set(plan.check())
+        assert {"halfbyte:q4_0", "torch_fp32", "torch_bf16"} <= {one.name for one in plan.check()}
         assert (plan.ms, plan.shapes, plan.threads, plan.rounds) == ((1, 5), ((64, 96),), (2,), 1)
         return report
 

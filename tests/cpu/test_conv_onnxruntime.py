@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from onnx_graph import model
 from torch import Tensor
 
-from halfbyte.bench.onnx_model import model
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference

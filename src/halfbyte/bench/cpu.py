@@ -8,24 +8,21 @@ a time are excluded from the medians.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import halfbyte
-from halfbyte.bench.contenders import PEERS, QLINEAR, Contender, contender, select
-from halfbyte.bench.process import Worker, WorkerError
-from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, plot, rank, summarize, text
+from halfbyte.bench.contenders import PEERS, Contender, select
+from halfbyte.bench.process import PROGRAM, Worker, WorkerError
+from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, rank, summarize
 from halfbyte.bench.workload import Workload
-from halfbyte.errors import ArgumentError, HalfbyteError
+from halfbyte.errors import ArgumentError
 from halfbyte.machine import machine
 
 _PACKAGES = ("torch", "onnxruntime", "openvino", "llama_cpp", "llvmlite", "numpy")
@@ -64,21 +61,29 @@ class Plan:
     memory_bytes: int = field(default_factory=_usual_memory)
     cache_bytes: int = field(default_factory=_cache)
 
-    def check(self) -> list[str]:
-        """Names of the contenders. Raises ArgumentError or FormatError for a plan that cannot be run."""
+    def check(self, peers: Sequence[Contender] = PEERS) -> list[Contender]:
+        """The contenders, of `peers` those that are named. Raises ArgumentError or FormatError for a plan that cannot be run."""
         if any(size < 1 for size in (*self.ms, *self.threads, self.rounds, *(side for shape in self.shapes for side in shape))):
             raise ArgumentError("shapes, M, threads and rounds of a benchmark are whole numbers from 1 on")
         if max(self.threads, default=1) > machine().cores:
             raise ArgumentError(f"got {max(self.threads)} threads, this process may use {machine().cores} cores: ask for fewer")
-        names = select(self.formats, self.peers)
-        if not (names and self.shapes and self.ms and self.threads):
+        found = select(self.formats, self.peers, peers)
+        if not (found and self.shapes and self.ms and self.threads):
             raise ArgumentError("nothing to measure: name at least one shape, M, thread count and contender")
-        return names
+        return found
 
 
-def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
-    """Measures everything in the plan; raises what `Plan.check` does."""
-    names = plan.check()
+def run(
+    plan: Plan,
+    progress: Advance = lambda doing, done: None,
+    peers: Sequence[Contender] = PEERS,
+    program: Sequence[str] = PROGRAM,
+) -> Report:
+    """Measures everything in the plan; raises what `Plan.check` does.
+
+    program  of a worker that knows these `peers`
+    """
+    contenders = plan.check(peers)
     report = Report(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         machine={"cpu": machine().cpu, "cores": machine().cores, "last-level cache": f"{plan.cache_bytes / 2**20:.0f} MiB"},
@@ -92,7 +97,7 @@ def run(plan: Plan, progress: Advance = lambda doing, done: None) -> Report:
             progress(f"{work.n}x{work.k}, {work.threads} threads: {doing}", (at + done) / len(groups))
 
         with ExitStack() as stack:
-            workers = {name: stack.enter_context(Worker(work.threads)) for name in names}
+            workers = [(one, stack.enter_context(Worker(work.threads, program))) for one in contenders]
             probe = stack.enter_context(Worker(work.threads))
             ready = _prepare(plan, work, workers, report, advance)
             report.measurements += _measure(plan, work, ready, probe, report, advance)
@@ -119,20 +124,21 @@ class _Ready:
     samples: dict[int, list[Sample]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _prepare(plan: Plan, work: Workload, workers: Mapping[str, Worker], report: Report, advance: Advance) -> list[_Ready]:
+def _prepare(
+    plan: Plan, work: Workload, workers: Sequence[tuple[Contender, Worker]], report: Report, advance: Advance
+) -> list[_Ready]:
     """Prepares every contender's weights and checks its results; contenders that fail are reported absent."""
     ready = []
-    for at, (name, worker) in enumerate(workers.items()):
-        one = contender(name)
+    for at, (one, worker) in enumerate(workers):
         advance(f"preparing {one.label}", 0.4 * at / len(workers))
         try:
-            candidate = _Ready(one, worker, worker.ask("prepare", name=name, workload=asdict(work)))
+            candidate = _Ready(one, worker, worker.ask("prepare", name=one.name, workload=asdict(work)))
             for m in plan.ms:
                 candidate.errors[m] = checked = worker.ask("check", m=m)
                 if checked["error"] > checked["allowed"]:
                     raise WorkerError(f"wrong result at M={m}: relative error {checked['error']:.2g}, {checked['allowed']:.2g} is right")
         except WorkerError as error:
-            report.absences.append(Absence(name, one.label, work.n, work.k, work.threads, str(error)))
+            report.absences.append(Absence(one.name, one.label, work.n, work.k, work.threads, str(error)))
             worker.close()
         else:
             ready.append(candidate)
@@ -182,63 +188,7 @@ def _measurement(work: Workload, one: _Ready, m: int, best_rate: float) -> Measu
     )
 
 
-def _show(doing: str, done: float) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{done:4.0%}  {doing:76.76}", end="" if done < 1 else "\n", file=sys.stderr, flush=True)
-
-
 def versions() -> dict[str, str]:
+    """Those of the packages that may take part and are installed."""
     installed = metadata.packages_distributions()
-    return {package: metadata.version(installed[package][0]) if package in installed else "absent" for package in _PACKAGES}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _shapes(text: str) -> tuple[tuple[int, int], ...]:
-    pairs = [tuple(int(side) for side in part.split("x")) for part in text.split(",")]
-    return tuple((n, k) for n, k in pairs)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of benchmarks/cpu.py: 0, 2 for an invalid request, 130 for Ctrl-C."""
-    usual = Plan()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lists: list[tuple[str, Callable[[str], object], object, str]] = [
-        ("--shapes", _shapes, usual.shapes, "weights as NxK, comma between"),
-        ("--m", _numbers, usual.ms, "rows of activations"),
-        ("--threads", _numbers, tuple(t for t in usual.threads if t <= machine().cores), "threads, each count on that many cores"),
-        ("--formats", _names, usual.formats, "formats of halfbyte's"),
-        ("--peers", _names, usual.peers, f"of {','.join(usual.peers)}; an empty string for none"),
-    ]
-    for option, kind, default, meaning in lists:
-        parser.add_argument(option, type=kind, default=default, help=meaning)
-    parser.add_argument("--rounds", type=int, default=usual.rounds, help="visits to each contender (default: %(default)s)")
-    parser.add_argument("--min-time", type=float, default=usual.min_time, help="seconds of a visit (default: %(default)s)")
-    parser.add_argument("--memory", type=int, default=usual.memory_bytes >> 20, help="MiB for a contender's weights (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="also write everything, single rounds included, to this file")
-    parser.add_argument("--plot", type=Path, help="also draw operations per second against M, and the ceilings, to this file (SVG)")
-    parser.add_argument("--qlinear", action="store_true", help="in place of all that: int8 codes in, int8 codes out")
-    args = parser.parse_args(argv)
-    if args.qlinear:
-        args.formats, args.peers = (), tuple(one.name for one in QLINEAR)
-    try:
-        plan = Plan(args.shapes, args.m, args.threads, args.formats, args.peers, args.rounds, args.min_time, args.memory << 20)
-        report = run(plan, _show)
-    except HalfbyteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print(text(report))
-    if args.json is not None:
-        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    if args.plot is not None and report.measurements:
-        args.plot.write_text(plot(report))
-    return 0
+    return {package: metadata.version(installed[package][0]) for package in _PACKAGES if package in installed}

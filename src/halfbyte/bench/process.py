@@ -17,6 +17,7 @@ from typing import Any
 import halfbyte
 from halfbyte.errors import HalfbyteError
 
+PROGRAM = ("-m", "halfbyte.bench.worker")
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "HALFBYTE_THREADS")
 
@@ -28,7 +29,7 @@ class WorkerError(HalfbyteError):
 class Worker:
     """`python -m halfbyte.bench.worker`, or another program that answers like it, on exactly `threads` cores."""
 
-    def __init__(self, threads: int, program: Sequence[str] = ("-m", "halfbyte.bench.worker")) -> None:
+    def __init__(self, threads: int, program: Sequence[str] = PROGRAM) -> None:
         source = str(Path(halfbyte.__file__).parents[1])
         path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONPATH": path}

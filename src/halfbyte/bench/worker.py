@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter, process_time, sleep
 from typing import Any
@@ -24,22 +24,28 @@ from typing import Any
 import torch
 
 from halfbyte import timing
-from halfbyte.bench.contenders import Contender, contender
+from halfbyte.bench.contenders import PEERS, Contender, contender
 from halfbyte.bench.workload import Built, Workload, relative_error
 from halfbyte.kernels.cpu import probe
 
 
 class Bench:
-    """The contender of this process, and the requests that it answers: its methods."""
+    """The contender of this process, and the requests that it answers: its methods.
+
+    peers  that it may be, besides halfbyte
+    """
 
     contender: Contender
     work: Workload
     built: Built
 
+    def __init__(self, peers: Sequence[Contender] = PEERS) -> None:
+        self._peers = peers
+
     def prepare(self, name: str, workload: dict[str, int]) -> dict[str, Any]:
         if hasattr(self, "built"):
             del self.built  # frees the memory of the last shape before the next is allocated
-        self.contender, self.work = contender(name), Workload(**workload)
+        self.contender, self.work = contender(name, self._peers), Workload(**workload)
         self.built = self.contender.build(self.work)
         return {"copy_bytes": self.built.copy_bytes, "copies": self.built.copies}
 

@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import torch
+from cpu_onnxruntime import copies_in_a_model, session
+from onnx_graph import model
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.bench.onnx_model import model
-from halfbyte.bench.onnxruntime_peer import copies_in_a_model, session
 from halfbyte.bench.workload import SIGMA, Built, Workload
 
 _SPAN = 5.0  # standard deviations that codes reach to

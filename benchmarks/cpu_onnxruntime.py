@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from onnx_graph import model
 from torch import Tensor
 
-from halfbyte.bench.onnx_model import model
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import UnsupportedError
 
