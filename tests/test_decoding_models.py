@@ -84,7 +84,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call)"""
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
+    # That of Gemma 2: older versions of transformers have another default, which leaves the cap out.
+    how_to_attend = {"attn_implementation": "eager"} if kind.startswith("gemma2") else {}
+    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind](), **how_to_attend).eval()
     for name, parameter in model.named_parameters():
         if any(part in name for part in ("norm", "bias", "sinks")):
             torch.nn.init.normal_(parameter, 0.5, 0.3)
