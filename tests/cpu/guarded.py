@@ -83,12 +83,12 @@ def products(tell: Callable[[str], None]) -> None:
 
 
 def products_of_many_rows_or_outputs(tell: Callable[[str], None]) -> None:
-    """From some rows on codes are expanded first. Of many outputs, tiles take several panels at once."""
-    many = ("q4_0", 50, 47, 95), ("int4_g20_zp", 49, 33, 41), ("int4_g64_zp_bf16", 53, 17, 130)
+    """From some rows on tiles expand codes, or multiply scale and offset at once. Of many outputs, they take several panels at once."""
+    many = ("q4_0", 50, 47, 95), ("int4_g20_zp", 49, 33, 41), ("int4_g64_zp_bf16", 53, 17, 130), ("q4_1", 51, 47, 95)
     wide = ("q4_0", 1, 545, 95), ("int4_g64_zp_bf16", 2, 546, 130), ("int8_channel", 1, 547, 70)
     for name, m, n, k in some((*many, *wide)):
         fmt, x, bias = as_format(name), torch.randn(m, k), torch.randn(n)
-        kernel, packed = LinearKernel(fmt, n, k, torch.float32, "int8", "block"), pack(random_codes(fmt, (n, k)))
+        kernel, packed = LinearKernel(fmt, n, k, torch.float32, "int8", "block"), pack(ops.quantize(torch.randn(n, k), fmt))
         wanted = kernel(x, packed.data.data_ptr(), bias, -9.0, 9.0)
         for flush in ENDS:
             tell(f"linear {name} m={m} n={n} k={k} flush with {flush}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.dispatch import cpu as dispatch
-from halfbyte.kernels.cpu import decoder, encoder, isas, jit, linear, runtime
+from halfbyte.kernels.cpu import encoder, halves, isas, jit, linear, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.attend import ATTEND
 from halfbyte.kernels.cpu.attend_whole import WHOLE
@@ -124,7 +124,7 @@ def emulated(emulator: Emulator, tensors: Sequence[Tensor]) -> Iterator[None]:
         patch.setattr(isas, "_named", lambda _: emulator.isa)
         patch.setattr(jit, "load", emulator.load)
         patch.setattr(dispatch, "linear_kernel", linear.linear_kernel.__wrapped__)
-        patch.setattr(decoder, "_memories", PlanCache())
+        patch.setattr(halves, "_memories", PlanCache())
         patch.setattr(encoder, "_memory", encoder._Memory())
         patch.setattr(runtime, "threads", lambda: 1)
         patch.setattr(runtime, "openmp_address", lambda: 0)
