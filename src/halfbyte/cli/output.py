@@ -77,7 +77,9 @@ def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, le
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file."""
+    """The text of a UTF-8 file. Raises ArgumentError for anything else."""
+    if path.is_dir() or not path.exists():
+        raise ArgumentError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: name a file with UTF-8 text")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
