@@ -1,4 +1,4 @@
-"""What calls leave behind for calls that are alike, in bounded memory."""
+"""A dict of bounded size, for results that later calls with the same arguments reuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Bounded(dict[K, V]):
-    """A dict of at most `most` entries, which another one empties first. To read it takes as long as to read a dict."""
+    """A dict of at most `most` entries: setting one more removes all others first. Look-ups take as long as those of a plain dict."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pages of memory: huge ones, and the C library's returning of pages to the system after each layer, to request them again."""
+"""Pages of memory: asking the system for huge ones, and keeping the C library from returning freed ones after each layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_huge_pages(memory: Tensor) -> Tensor:
 
 
 class _Region:
-    """Memory in huge pages, of which parts are given away from front to back."""
+    """Memory in huge pages, handed out in parts from front to back."""
 
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,7 +59,7 @@ _parts = weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]]()  # that
 
 
 def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:
-    """Whole pages; the addresses follow when nobody has a part of `memory`."""
+    """Returns the whole pages between two addresses to the system; the mapping itself ends when no part of `memory` is in use any more."""
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last:
         memory.madvise(mmap.MADV_DONTNEED, first, last - first)
@@ -73,9 +73,10 @@ _thread = _Thread()
 
 
 def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
-    """So many bytes, zeros, behind those that this thread asked for before, at a multiple of 64. None where that is not known to help.
+    """`size` zero bytes, aligned to 64, right behind those that this thread asked for last. None where that is not known to help.
 
-    Linux: huge pages then hold all of many small tensors; those of a tensor alone end where it may share a page with others.
+    On Linux huge pages then hold many small tensors whole. Allocated one by one, each tensor has ordinary pages at both ends, where a huge
+    page would be shared with others.
     """
     if sys.platform != "linux" or not size:
         return None
@@ -83,7 +84,7 @@ def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
         return _Region(size).take(size)
     part = None if _thread.region is None else _thread.region.take(size)
     if part is None:
-        # What the weights before were made from lies free in the C library's heap, where this will not take its place.
+        # Frees what earlier weights were made from: it lies unused in the C library's heap, and this region does not come from there.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
         _thread.region = _Region(_REGION)
         part = _thread.region.take(size)
@@ -91,7 +92,8 @@ def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
 
 
 def joined(parts: Sequence[Tensor]) -> ctypes.Array[ctypes.c_char] | None:
-    """The memory of tensors that hold all of what `side_by_side` gave, each right behind the one before, as one; else None."""
+    """The memory of several tensors as one block, if each fills what one call of `side_by_side` returned and they follow each other without
+    gaps; else None."""
     memory = [_parts.get(part.data_ptr()) for part in parts]
     at = parts[0].data_ptr()
     for part, tensor in zip(memory, parts, strict=True):

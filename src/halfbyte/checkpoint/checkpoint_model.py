@@ -22,7 +22,7 @@ from halfbyte.nn.report import Report, Row
 
 
 def _opened(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
-    """config.json without the section, the section, and the files that it names: the new ones, if a writer replaces them meanwhile."""
+    """config.json without the section, the section, and a reader of its files; tries again if a writer has just replaced them."""
     while True:
         config, manifest = read_manifest(folder)
         complete(folder, manifest)

@@ -289,7 +289,7 @@ class Architecture:
         return self.order(found[2], config, rows) if self.order and found else None
 
     def change(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """What makes the values of transformers' tensor of those of a file's, by llama.cpp's name."""
+        """The function from a file's values of a tensor, by llama.cpp's name, to transformers' values; None where they are equal."""
         if name.endswith(".ssm_a"):
             return lambda a: (-a).log()
         return (lambda norm: norm - 1.0) if self.plus_one and self.is_norm(name) else None

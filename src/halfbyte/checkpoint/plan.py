@@ -144,7 +144,7 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
 
 
 def _turned(step: Step, plan: Plan, source: Source, turned: Mapping[str, bool]) -> Step:
-    """The step, with the last two dimensions of those targets exchanged that are transposed between files and model."""
+    """The step, with the last two dimensions swapped in targets that the model has transposed to the files."""
     others = {}
     for target, spec in step.targets.items():
         if (now := turned.get(plan.renamed[target])) is not None and len(spec.shape) > 1:

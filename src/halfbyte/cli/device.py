@@ -55,8 +55,8 @@ def settle_device(args: argparse.Namespace) -> None:
 
 @contextmanager
 def waking(device: str) -> Iterator[None]:
-    """A block beside which another thread does what a GPU's first kernel has to wait for: it starts CUDA and Triton, and finds out whether
-    kernels can be launched without Python's overhead. The block imports, and launches nothing."""
+    """A context in which another thread prepares the GPU for its first kernel: it starts CUDA and Triton, and finds out whether kernels can
+    be launched without Python's overhead. The block itself may import, but must not launch kernels."""
     import torch
 
     from halfbyte.dispatch.gpu import triton_trouble
@@ -77,7 +77,7 @@ def waking(device: str) -> Iterator[None]:
 
 
 def _default() -> tuple[str, str]:
-    """The device of choice, and for a GPU that is passed over why it is."""
+    """The default device, and, if there is a GPU that is not used, the reason."""
     import torch
 
     from halfbyte.dispatch.gpu import triton_trouble

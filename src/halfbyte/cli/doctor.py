@@ -74,7 +74,7 @@ def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, An
 
 
 def _test(args: argparse.Namespace) -> list[Result]:
-    """Runs all tests; as text each result is printed when it is there."""
+    """Runs all tests; without --json each result is printed as soon as it is known."""
     from halfbyte.cli import selftest
 
     results = []
@@ -163,7 +163,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Bytes of each file below `folder`; of what another process renames meanwhile, nothing."""
+    """Bytes of each file below `folder`; files that another process renames meanwhile are left out."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):

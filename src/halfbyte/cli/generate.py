@@ -66,7 +66,7 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
 
 
 def new_cache(args: argparse.Namespace, model: Any) -> Any:
-    """The cache asked for; None if it is what the model takes by itself."""
+    """The cache asked for; None for the model's default."""
     if args.cache is None:
         return None
     from halfbyte.integrations.cache import Int8Cache
@@ -91,7 +91,7 @@ def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def writes_text(path: Path) -> bool:
-    """Whether it holds a language model. Raises CheckpointError where it holds none of any kind."""
+    """Whether a path holds a language model. Raises CheckpointError where it holds no model at all."""
     from halfbyte.io.gguf import is_gguf
     from halfbyte.io.safetensors import load_json
 

@@ -35,8 +35,8 @@ def add_command(commands: Commands, name: str, run: Command, help: str, descript
 
 @contextmanager
 def settling() -> Iterator[None]:
-    """A context in which what stays is imported or opened: without Python's searches for cycles, of which each takes a quarter of a second
-    when torch and transformers are there. Later searches leave out what there is at its end."""
+    """A context for imports and other work whose objects stay to the end. Python's garbage collector is off in it, as each run takes a
+    quarter of a second when torch and transformers are loaded, and afterwards ignores the objects that then exist."""
     gc.disable()
     try:
         yield

@@ -35,7 +35,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Case(NamedTuple):
-    """A call, described, and what tells which elements of its result are right."""
+    """A call with its description, and the function that tells which elements of its result are right."""
 
     what: str
     call: Callable[[], Any]
@@ -89,7 +89,7 @@ class Check:
         return Result(self.op, self.format, self.device, count, fault, (time.perf_counter() - start) * 1e3)
 
     def call(self) -> None:
-        """Makes its calls, whatever they say: `run` tells."""
+        """Makes its calls without judging the results, as `run` does."""
         with suppress(HalfbyteError, RuntimeError):
             for case in self._cases():
                 with suppress(HalfbyteError, RuntimeError):
@@ -113,7 +113,7 @@ def run(checks: Sequence[Check]) -> Iterator[Result]:
 
 @contextmanager
 def _compiling(checks: Sequence[Check]) -> Iterator[None]:
-    """A block during which the kernels of some on the current GPU are compiled; nothing can run there until it ends."""
+    """A context that compiles the kernels of some checks for the current GPU; they can run only after it ends."""
     if not checks or triton_trouble() is not None or env.tune():
         yield
         return

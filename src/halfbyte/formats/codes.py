@@ -128,13 +128,13 @@ class Codes:
         return stored.to(torch.int16) + self.format.q_min
 
     def integers(self) -> Codes:
-        """The same weight as integers of 4 or 8 bits: without a table, or not said to have fewer bits."""
+        """The same weight with plain 4- or 8-bit integer codes, where the format has a table or codes of 5 or 6 bits."""
         if self.format.table:
             return Codes.from_values(self.format.integers, self.values(), self.scale)
         return Codes.from_tensors(self.format.integers, self.shape, self.tensors())
 
     def restricted(self, fmt: Format) -> Codes:
-        """The inverse of `integers`: the same weight in the format `fmt`, all of whose codes these are."""
+        """The inverse of `integers`: the same weight in `fmt`, which must have all of these codes."""
         if fmt.table:
             return Codes.from_values(fmt, self.values(), self.scale)
         return Codes.from_tensors(fmt, self.shape, self.tensors())

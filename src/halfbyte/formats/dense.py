@@ -78,7 +78,7 @@ def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor
 
 
 def _matching_rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows at a time of tensors with as many, as matrices; none where there are no elements."""
+    """The same few rows of each tensor at a time, as matrices; nothing where there are no elements."""
     if not all(tensor.numel() for tensor in tensors):
         return
     matrices = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]

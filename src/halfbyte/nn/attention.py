@@ -19,7 +19,7 @@ PARTS = ("in_proj", "out_proj")
 
 
 class Attention(nn.Module):
-    """What takes the place of an nn.MultiheadAttention; see there for what it takes and gives."""
+    """Replaces an nn.MultiheadAttention, with the same arguments and results."""
 
     _qkv_same_embed_dim = False  # so that torch's encoder layers do not read the weights, either
 
@@ -41,11 +41,11 @@ class Attention(nn.Module):
         return self.in_proj.bias
 
     def collapsed(self) -> nn.Module:
-        """The float module again."""
+        """The float module that this one replaced."""
         return self._float[0]
 
     def release(self) -> None:
-        """Lets go of the float module."""
+        """Drops the reference to the float module, so that its memory can be freed."""
         self._float = ()
 
     def forward(
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         return (y if self.batch_first else y.transpose(0, 1)), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Of inputs that differ all rows of the weight are multiplied, and those that were not meant left."""
+        """Queries, keys and values. Each distinct input is multiplied by the whole weight, and outputs not meant for it are discarded."""
         if query is key and key is value:
             return self.in_proj(query).chunk(3, -1)  # type: ignore[no-any-return]
         q, k = self.in_proj(query), self.in_proj(key)
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
     def _mask(self, padding: Tensor | None, seen: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to scores [B, H, L, S]. A bool mask is True where a token is hidden."""
+        """The mask to add to the scores [B, H, L, S]. In a bool mask True means hidden."""
         mask = None
         if seen is not None:
             mask = _added(seen, q).unflatten(0, q.shape[:2]) if seen.dim() == 3 else _added(seen, q)

@@ -34,7 +34,7 @@ def fold_batch_norms_(model: nn.Module) -> nn.Module:
 
 
 def fold_(model: nn.Module) -> list[tuple[str, str]]:
-    """The same without the remarks for the report; returns (layer, norm) of each pair."""
+    """`fold_batch_norms_` without checks and remarks for the report; returns the names (layer, norm) of each pair."""
     if not any(isinstance(module, _NORMS) for module in model.modules()):
         return []
     try:
@@ -65,5 +65,5 @@ def fold_(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _has_more(module: nn.Module) -> bool:
-    """Whether it does more than its class, or makes its weight anew in each call, as weight_norm's and spectral_norm's hooks do."""
+    """Whether a module does more than its class, or recomputes its weight at each call, as with weight_norm and spectral_norm."""
     return has_hooks(module) or "forward" in vars(module) or parametrize.is_parametrized(module)

@@ -72,13 +72,13 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
 
 
 def _stacked(module: nn.Module) -> bool:
-    """Whether it may be a mixture of experts with weights [experts, N, K]. Positions are [1, tokens, K], factors of channels [C, 1, 1]."""
+    """Whether it may be a mixture of experts with weights [experts, N, K], rather than positions [1, tokens, K] or factors [C, 1, 1]."""
     shapes = [t.shape for _, t in own_tensors(module) if not is_lazy(t)]
     return not isinstance(module, nn.modules.conv._ConvNd) and any(len(shape) == 3 and min(shape) > 1 for shape in shapes)
 
 
 def quantized(model: nn.Module) -> list[Candidate]:
-    """The modules of `model` that are quantized, as the candidates that they were."""
+    """The modules of `model` that are quantized, as the Candidates that they were before."""
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantModule):
@@ -126,7 +126,7 @@ def _differs(module: nn.Module, base: type[nn.Module]) -> bool:
 
 
 def _known(module: nn.Module) -> bool:
-    """Whether its own forward computes the same as that of its base class, or is an embedding's with a factor."""
+    """Whether a subclass's forward is known: it computes the same as its base class, or is an embedding that multiplies by one factor."""
     if "forward" in vars(module):
         return False
     name = f"{type(module).__module__}.{type(module).__name__}"

@@ -169,7 +169,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
 
 
 def _quantized_otherwise(model: nn.Module, present: Sequence[Candidate], config: Config) -> str | None:
-    """Names the quantized modules `present` that are not as `config` asks; None if all are."""
+    """The message for quantized modules `present` that are not as `config` asks; None if all are."""
     if present and config.activations == "static" and calibrated(model) is None:
         return f'{present[0].name} is quantized already with activations="dynamic", not "static"'
     wanted = formats_of(decide(present, config))

@@ -208,7 +208,7 @@ _mixtures: WeakKeyDictionary[nn.Module, tuple[Gated, Mixture | None]] = WeakKeyD
 
 
 def _few(x: Tensor, ids: Tensor, weights: Tensor) -> bool:
-    """Whether so many rows are for one call on a CPU, and nothing but the result is asked for."""
+    """Whether there are few enough rows for one call on a CPU, and no gradients or tensor subclasses are involved."""
     few = x.is_cpu and 0 < ids.numel() <= MOST_PAIRS and x.dim() == 2
     return few and not torch.is_grad_enabled() and all(map(plain, (x, ids, weights)))
 
@@ -225,7 +225,7 @@ def stacks(module: Any) -> tuple[str, ...]:
 
 
 def stack_before(name: str, names: Iterable[str]) -> str | None:
-    """For the name of a stack of second products ("….down_proj"): the name of the same experts' first products, if among `names`."""
+    """The name of the up projections of the same experts as the down projections `name` ("….down_proj"), if it is among `names`."""
     prefix, _, own = name.rpartition(".")
     return next((n for n in names if own == _DOWN and n in (f"{prefix}.gate_up_proj", f"{prefix}.up_proj")), None)
 

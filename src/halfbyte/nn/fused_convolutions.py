@@ -1,4 +1,4 @@
-"""Convolutions in floating point that add what is added to their result, and clamp it, before it is written.
+"""Additions and ReLUs after a convolution in floating point, computed by the convolution before it writes its result.
 
 The largest modules that torch.fx can trace are given a forward of their own: the same operations in the same order, but that a
 convolution whose result is read by an addition or a ReLU alone does both itself. Modules, their names and classes stay. A sum is rounded
@@ -47,7 +47,7 @@ def fuse_convolutions_(model: nn.Module) -> None:
 
 
 class _Fused(nn.Module):
-    """A module of the class that follows this one among its classes, with another forward."""
+    """Mixed in before the class of a module (its second base class) to replace its forward."""
 
     fused: Any
     inner: Inner
@@ -74,7 +74,7 @@ def _fused_again(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
 
 
 def _again(model: nn.Module) -> nn.Module:
-    """Fuses what the modules of `model` have become since it was traced."""
+    """Restores the class of `model`, one of whose inner modules was replaced, and fuses it again."""
     model.__dict__.pop(REMARK, None)
     model.__class__ = type(model).__mro__[2]
     fuse_convolutions_(model)
@@ -87,7 +87,7 @@ class _Tracer(Tracer):
 
 
 def _graph(model: nn.Module) -> fx.Graph | None:
-    """What `model` does to images; None where torch.fx cannot tell, or it takes more than images."""
+    """The graph of `model`; None where torch.fx cannot trace it, or it takes more than one tensor."""
     inner = [module for module in model.modules() if module is not model]
     if "forward" in vars(model) or any(has_hooks(module) or "forward" in vars(module) for module in inner):
         return None
@@ -131,7 +131,7 @@ def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
 
 def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
-    """On GPUs pools of largest numbers have a kernel that takes less time than torch's."""
+    """Replaces max-pooling, for which there is a kernel that is faster on GPUs than torch's."""
     for node in graph.nodes:
         if type(module_of(node, modules)) is nn.MaxPool2d:
             with graph.inserting_before(node):

@@ -41,7 +41,7 @@ class Scale:
 
     @classmethod
     def of_range(cls, low: float, high: float) -> Scale:
-        """The finest that reaches from `low` to `high` and has a code for 0."""
+        """The scale with the smallest step that covers `low` to `high` and represents 0 exactly."""
         low, high = min(low, 0.0), max(high, 0.0)
         step = (high - low) / (MOST - LEAST)
         step = step if step > 2.0**-60 else 1.0  # its inverse must be a float32
@@ -148,7 +148,7 @@ _made = 0
 
 
 def weights_made() -> int:
-    """How many times a layer on codes was given a weight or a bias, in whatever network: what was made before may be out of date."""
+    """How many times any layer on codes was given a weight or bias in this process. Programs made at another count may be out of date."""
     return _made
 
 
@@ -197,7 +197,7 @@ class IntegerModule(QuantModule):
         self._seen = version(self.bias)
 
     def current_table(self) -> Tensor:
-        """`table`, made again where the bias has changed; torch.compile takes it as it was."""
+        """`table`, recomputed if the bias has changed; under torch.compile it is a constant."""
         if not torch.compiler.is_compiling() and self._seen != version(self.bias):
             self.refresh()
         return self.table

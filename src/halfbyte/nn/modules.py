@@ -33,25 +33,25 @@ PART = "_halfbyte_part"
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling it runs something before or after its forward."""
+    """Whether a module has hooks that run before or after its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def version(bias: Tensor | None) -> tuple[int, int] | None:
-    """Differs once the bias was changed in place or lies elsewhere; torch does not count what is written by way of `.data`."""
+    """A value that changes when the bias is changed in place or replaced; torch does not count writes by way of `.data`."""
     return None if bias is None else (bias.data_ptr(), 0 if bias.is_inference() else bias._version)
 
 
 class Changes:
-    """Attributes of quantized modules, and of others that count theirs, that have been set in this process: where `count` is the same as
-    before, none was."""
+    """Counts how often an attribute of a quantized module, or of another class that calls `add`, was set in this process: as long as
+    `count` is the same, none has changed."""
 
     count: ClassVar[int] = 0
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
 
     @classmethod
     def add(cls) -> None:
-        """After the change, so that nobody takes the new count for what was before; each thread adds another number."""
+        """To be called after a change, so that nobody sees the new count with the old value; threads never set the same number."""
         cls.count = next(cls._numbers)
 
 
@@ -90,8 +90,8 @@ class WeightView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Changes nothing. Where there is one, torch does not compute a whole nn.TransformerEncoderLayer from the weights of its modules,
-        each dequantized, without calling them."""
+        """Calls torch's function. That the method exists keeps nn.TransformerEncoderLayer from its fast path, which would read all weights
+        (dequantizing each) instead of calling the modules."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -300,7 +300,7 @@ class QuantLinear(QuantModule):
 
     @property
     def together(self) -> tuple[Packed, Tensor | None]:
-        """The weight and bias of all layers that it is computed together with: its own."""
+        """The concatenated weight and bias of the layers that it is fused with; here, of a layer that is not fused, its own."""
         return self.packed, self.bias
 
     def forward(self, x: Tensor) -> Tensor:

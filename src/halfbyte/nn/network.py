@@ -64,8 +64,8 @@ def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
 
 
 class _Kept:
-    """What a thread has for a network: the network of programs for each kind of images; None for one that came once. It does not hold the
-    network itself."""
+    """What one thread keeps for a network: by size, type and stride of the images the programs made for them, or None if such images came
+    only once. It does not keep the network alive."""
 
     def __init__(self, network: fx.GraphModule) -> None:
         self.inner = Inner.of(network)
@@ -76,7 +76,7 @@ class _Kept:
         self.sums: Callable[[Tensor], Any] | None = None
 
     def _weights(self) -> tuple[int, list[int]]:
-        """Differs where weights or biases have changed."""
+        """A value that changes with the weights and biases."""
         return weights_made(), [bias._version for bias in self.biases]
 
     def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], Any]:
@@ -108,11 +108,11 @@ _thread = _Thread()
 
 
 class _OtherSizes(Exception):
-    """What lies between programs gave tensors of other sizes than before for images of the same."""
+    """An operation between programs returned tensors of other sizes than before, for images of the same size."""
 
 
 class _Sizes(fx.Interpreter):
-    """Runs a graph and remembers sizes, strides and types of its tensors, as tensors without memory."""
+    """Runs a graph and records its tensors' sizes, strides and dtypes, as tensors on the meta device."""
 
     def __init__(self, network: fx.GraphModule) -> None:
         super().__init__(network)
@@ -225,7 +225,7 @@ class _Writer:
 
 
 def _sources(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a node that calls a module with tensors alone reads."""
+    """The tensors that a node passes to its module, if it passes nothing else."""
     return cast("tuple[fx.Node, ...]", node.args)
 
 

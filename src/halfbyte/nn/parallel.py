@@ -135,7 +135,7 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | N
 
 
 def parts_of_plan(modules: Mapping[str, Any], plan: Plan, processes: Processes) -> dict[str, Part]:
-    """Of each module that is cut, before it is."""
+    """The Part of each module that `plan` cuts; to be called before the modules are shrunk."""
     parts = {}
     for name, cut in plan.cuts.items():
         weight = getattr(modules[name], "weight", None)
@@ -145,7 +145,7 @@ def parts_of_plan(modules: Mapping[str, Any], plan: Plan, processes: Processes) 
 
 
 def shrink_all_(modules: Mapping[str, nn.Module], parts: Mapping[str, Part]) -> None:
-    """`shrink_` for modules by name, those with several names once."""
+    """Calls `shrink_` for each module; for one with several names once."""
     moved: dict[int, Any] = {}
     for module, part in {id(module): (module, parts[name]) for name, module in modules.items()}.values():
         shrink_(module, part, moved)
@@ -205,7 +205,8 @@ def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
 
 
 def _as_they_come() -> None:
-    """The heads and their size for which transformers allocates a static cache early: none, so that it is allocated at the first call."""
+    """Replaces the method by which transformers asks for the heads of a static cache: it returns nothing, so that the cache is allocated at
+    the first call, for the heads of this process."""
 
 
 # What happens when such a module is called

@@ -138,7 +138,7 @@ def rebuilt(model: nn.Module, made_from: Calibrated) -> fx.GraphModule:
 
 
 def replace_(model: nn.Module, made: fx.GraphModule) -> None:
-    """Makes `model` itself the network `made`: whoever holds it holds the network on codes."""
+    """Turns the object `model` into the network `made`, so that existing references to it now refer to the network on codes."""
     try:
         model.__class__ = made.__class__
     except TypeError as e:
@@ -238,7 +238,7 @@ class _Watcher(fx.Interpreter):
         return value
 
     def _views(self, n: fx.Node) -> dict[fx.Node, Tensor]:
-        """Where n writes to its input: copies of what else lies in the same memory and is read behind n."""
+        """For a node n that writes to its input: copies of the other tensors in the same memory that are read after n."""
         if not _writes_its_input(n, self.modules) or not isinstance(self.env[_first(n)], Tensor):
             return {}
         read = [(node, value) for node, value in self.env.items() if isinstance(value, Tensor) and any(user > n for user in node.users)]
@@ -336,7 +336,7 @@ class _Rewriter:
         self.float_of[node] = copy_node(node, self.traced, self.graph, self.root, self._floats)
 
     def _maker(self, node: fx.Node, module: nn.Module | None) -> Callable[..., tuple[fx.Node, Scale, list[fx.Node]]] | None:
-        """What makes a node on codes; None where there is no such thing."""
+        """The function that makes a node on codes; None for an operation that has none."""
         target = node.target
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode == "zeros"):
             return self._layer
@@ -384,7 +384,7 @@ class _Rewriter:
         return self.graph.call_function(torch.clamp, (x, *_relu_clamp(scale, module))), scale, []
 
     def _as_it_is(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
-        """What only moves codes."""
+        """For operations that only move codes."""
         x, scale = self._codes(_first(node))
         if module is not None:
             return self._call(node, module, x), scale, []
@@ -392,7 +392,7 @@ class _Rewriter:
         return self.graph.create_node(node.op, node.target, (x, *more), named), scale, []
 
     def _nearest(self, node: fx.Node, module: nn.Upsample | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
-        """A larger or smaller image of the same codes, as bytes without a sign: torch has no such function of int8."""
+        """Nearest-neighbour resizing of codes, viewed as uint8, since torch has no such function for int8."""
         x, scale = self._codes(_first(node))
         x = self.graph.call_method("view", (x, torch.uint8))
         if module is not None:

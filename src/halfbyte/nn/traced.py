@@ -17,7 +17,7 @@ RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
 
 
 class _Proxy(fx.Proxy):
-    """torch.fx's own proxy takes `x += y` for `x = x + y`, which leaves what else is called x as it was."""
+    """torch.fx's own proxy traces `x += y` as `x = x + y`, which would leave other references to x unchanged."""
 
     def __iadd__(self, other: Any) -> Any:
         return self._written(operator.iadd, other)
@@ -36,8 +36,8 @@ class _Proxy(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """torch.fx's tracer, of which operations that write to their first operand are nodes of their own (operator.iadd), and first operands
-    that are given by name stand first."""
+    """torch.fx's tracer, but in-place operations become nodes of their own (operator.iadd), and a first operand that was passed by keyword
+    becomes positional."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -53,7 +53,7 @@ class Tracer(fx.Tracer):
 
 
 class Inner(NamedTuple):
-    """The inner modules of one that was traced: their hooks, which stand in the way, and the children of each as they were."""
+    """The modules inside a traced one: their hooks, which a traced graph would not run, and each one's children at the time of tracing."""
 
     hooks: tuple[dict[int, Any], ...]
     children: tuple[tuple[dict[str, Any], list[Any]], ...]
