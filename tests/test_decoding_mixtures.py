@@ -19,6 +19,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from halfbyte.integrations import decoding, decoding_cpu, decoding_step
+from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.explain_model import explain_model
 from halfbyte.nn.config import Config
@@ -91,10 +92,11 @@ def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], mo
     kept = [
         DynamicCache(config=plain.config) if cache != "static" else StaticCache(config=plain.config, max_cache_len=90) for _ in range(2)
     ]
-    widths = (13, 1, 1, 4, 70, 1)  # 70 tokens are for transformers' own layers
+    widths = (13, 1, 1, 4, 70, 1)  # of 70 tokens attention alone is one call
     assert close(steps(short, kept[0], widths), steps(plain, kept[1], widths))
     layers = len(plain.model.layers)
-    assert [call for call in calls if call[1] != 70] == [(1, width, layers) for width in (13, 1, 1, 4, 1)]
+    expected = [[(1, width, layers)] if width != 70 else [(1, 70, 1)] * layers for width in widths]
+    assert calls == [call for step in expected for call in step]
     for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
         assert mine.get_seq_length() == theirs.get_seq_length() == 90
         assert close(mine.keys, theirs.keys)
@@ -124,7 +126,35 @@ def test_more_sequences_than_are_worth_it(calls: list[tuple[int, ...]]) -> None:
     plain, short = pair("mixtral")
     found = [steps(model, DynamicCache(config=plain.config), (2, 1), batch=40) for model in (short, plain)]
     assert close(*found)
-    assert calls == []
+    assert calls == [(40, 2, 1)] * 2 + [(40, 1, 1)] * 2, "attention alone"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts(kind: str, calls: list[tuple[int, ...]]) -> None:
+    """Attention is one call, the experts take transformers' steps: with padding, without a cache, in 8 bits, and after a change."""
+    plain, short = pair(kind)
+    layers, generator = len(plain.model.layers), torch.Generator().manual_seed(3)
+    ids, mask = torch.randint(3, 99, (3, 75), generator=generator), torch.ones(3, 75, dtype=torch.long)
+    mask[0, :9] = mask[2, :30] = 0
+    seen, caches = mask.bool(), [DynamicCache(config=plain.config) for _ in range(2)]
+    for begin, end in ((0, 40), (40, 75)):
+        found = [
+            model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+            for model, cache in zip((short, plain), caches, strict=True)
+        ]
+        assert close(*(logits[seen[:, begin:end]] for logits in found))
+    assert close(*(model(ids, use_cache=False).logits for model in (short, plain)))
+    assert [call[2] for call in calls] == [1] * 3 * layers
+    mine, theirs = (model(ids, past_key_values=Int8Cache(plain.config)).logits for model in (short, plain))
+    # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
+    assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
+    for model in (short, plain):
+        model.model.layers[0].input_layernorm.weight.mul_(-2)
+        model.model.layers[1].self_attn.o_proj = copy.deepcopy(short.model.layers[0].self_attn.o_proj)
+    changed = [model(ids, use_cache=False).logits for model in (short, plain)]
+    assert close(*changed)
+    assert not close(changed[0], mine)
 
 
 def test_what_the_output_is() -> None:

@@ -133,7 +133,7 @@ def test_layer_by_layer(kind: str, calls: list[str], monkeypatch: pytest.MonkeyP
     assert len(calls) == plain.config.num_hidden_layers * len(widths)
     with torch.no_grad():
         assert close(*(model(ids, use_cache=False).logits for model in (short, plain)))
-    assert len(calls) == plain.config.num_hidden_layers * (len(widths) + (kind != "of experts"))
+    assert len(calls) == plain.config.num_hidden_layers * (len(widths) + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -148,7 +148,8 @@ def why_not_one_call(layer: Any) -> str | None:
 def tokens(
     layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
 ) -> Tensor | None:
-    """The layer's output for x [B, t, K], by one call; None if that is not supported. past: the cache of all layers, or none."""
+    """The layer's output for x [B, t, K], by one call, or, of many tokens of a layer with experts, by one for the attention half; None if
+    that is not supported. past: the cache of all layers, or none."""
     index = layer.self_attn.layer_idx
     if torch.is_grad_enabled() or (past is not None and index >= len(past.layers)):
         return None
@@ -156,12 +157,32 @@ def tokens(
     if torch.compiler.is_compiling():
         return _op(layer, x, mask, cache, rotary, settings)
     found = _given(layer, x, mask, past, rotary, settings)
-    if found is None:
-        return None
-    found.entry.enter(cache, x.shape[1])
-    if isinstance(cache, StaticLayer):
+    y = _by_halves(layer, x, mask, cache, rotary, settings) if found is None else found.y
+    if found is not None:
+        found.entry.enter(cache, x.shape[1])
+    if y is not None and isinstance(cache, StaticLayer):
         _remember(layer, x, cache, past)
-    return found.y
+    return y
+
+
+def _by_halves(
+    layer: Any, x: Tensor, mask: Tensor | None, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
+) -> Tensor | None:
+    """More rows than are for one call: attention by one, the mlp by transformers' steps. None where a layer takes any number of rows."""
+    seen, made = visible(mask), computed(layer)
+    if made is None or made.most_rows is None or x.shape[0] * x.shape[1] <= made.most_rows:
+        return None
+    entry = _entry(layer, made, x, (mask, seen), cache, rotary, settings)
+    if entry is None:
+        return None
+    held = _attending.get(layer)
+    if held is None or held[0] is not made:
+        held = _attending[layer] = made, DecoderLayer(halves_of(layer)[0], None)
+    (h,) = run_layers((held[1],), x, rotary, [(entry.keys, entry.values, entry.length)], seen)
+    entry.enter(cache, x.shape[1])
+    found = layer.mlp(_norms_of(layer)[2](h))
+    y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's tells its router's weights, too
+    return h + y
 
 
 def _given(layer: Any, x: Tensor, mask: Tensor | None, past: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> Ahead | None:
@@ -181,16 +202,11 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
         attention = one.self_attn
         if caches is not None and attention.layer_idx >= len(caches):
             break
-        cache = None if caches is None else caches[attention.layer_idx]
-        if _sort(one) != _sort(layer) or not _fits(one, x, cache, rotary, settings) or not _is_mask(one, mask, seen):
+        cache, made = None if caches is None else caches[attention.layer_idx], computed(one)
+        if made is None or _sort(one) != _sort(layer) or (made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows):
             break
-        if cache is not None and not _sees(cache, x, seen):
-            break
-        made = computed(one)
-        if made is not None and made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows:
-            break
-        entry = None if made is None else _Entry.into(cache, x, made.heads.key, made.heads.dim)
-        if made is None or entry is None or not made.turns_by(rotary[0].shape[2]) or _sees_later(seen, x.shape[1], entry.length):
+        entry = _entry(one, made, x, (mask, seen), cache, rotary, settings)
+        if entry is None:
             break
         layers.append(one)
         found.append(made)
@@ -200,6 +216,25 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
     outputs = run_layers(found, x, rotary, [(e.keys, e.values, e.length) for e in entries], seen)
     parts = zip(layers, (x, *outputs[:-1]), outputs, entries, strict=True)
     return [Ahead.of(one, before, y, same, entry) for one, before, y, entry in parts]
+
+
+def _entry(
+    layer: Any,
+    made: DecoderLayer,
+    x: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    cache: Any,
+    rotary: tuple[Tensor, Tensor],
+    settings: dict[str, Any],
+) -> _Entry | None:
+    """Where tokens enter a layer's cache; None where the call is none for it. masks: as given, and what they show."""
+    mask, seen = masks
+    if not _fits(layer, x, cache, rotary, settings) or not _is_mask(layer, mask, seen) or not made.turns_by(rotary[0].shape[2]):
+        return None
+    if cache is not None and not _sees(cache, x, seen):
+        return None
+    entry = _Entry.into(cache, x, made.heads.key, made.heads.dim)
+    return None if entry is None or _sees_later(seen, x.shape[1], entry.length) else entry
 
 
 def _sort(layer: Any) -> Any:
@@ -272,6 +307,7 @@ def _sees(cache: Any, x: Tensor, mask: Tensor | None) -> bool:
 
 
 _made: WeakKeyDictionary[nn.Module, tuple[DecoderLayer, Unchanged]] = WeakKeyDictionary()
+_attending: WeakKeyDictionary[nn.Module, tuple[DecoderLayer, DecoderLayer]] = WeakKeyDictionary()  # what is whole, and attention alone
 
 
 def parts_of(layer: Any) -> tuple[nn.Module, ...]:

@@ -189,23 +189,25 @@ class Dense(NamedTuple):
 
 
 class DecoderLayer:
-    """y = feed_forward(attention(x))
+    """y = feed_forward(attention(x)), or attention(x) alone
 
     Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
     """
 
-    def __init__(self, attention: Attention, feed_forward: FeedForward) -> None:
+    def __init__(self, attention: Attention, feed_forward: FeedForward | None) -> None:
         from halfbyte.kernels.cpu import decoder
 
+        second = feed_forward
         attention.check()
-        feed_forward.check()
-        self.heads, self.k, self.most_rows = attention.heads, attention.o.packed.shape[0], feed_forward.most_rows
-        if feed_forward.k != self.k:
-            raise ArgumentError(f"the halves of a decoder layer have one width, got {self.k} and {feed_forward.k}")
-        if (reason := why_not(attention, feed_forward)) is not None:
+        self.heads, self.k, self.most_rows = attention.heads, attention.o.packed.shape[0], None if second is None else second.most_rows
+        if second is not None:
+            second.check()
+            if second.k != self.k:
+                raise ArgumentError(f"the halves of a decoder layer have one width, got {self.k} and {second.k}")
+        if (reason := why_not(attention, second)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
         self.tensors = Addresses()
-        self.inner = decoder.Layer(attention.inner(self.tensors), feed_forward.inner(self.tensors))
+        self.inner = decoder.Layer(attention.inner(self.tensors), None if second is None else second.inner(self.tensors))
 
     @property
     def rotary(self) -> int:
@@ -276,9 +278,9 @@ def run_layers(
     return given(decoder.run(inner, exactly(x), (cos, sin), places, mask), x.dtype)
 
 
-def why_not(attention: Attention, feed_forward: FeedForward) -> str | None:
+def why_not(attention: Attention, feed_forward: FeedForward | None) -> str | None:
     """Why `DecoderLayer` does not support these weights; None if it does."""
-    return attention.why_not() or feed_forward.why_not()
+    return attention.why_not() or (None if feed_forward is None else feed_forward.why_not())
 
 
 def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:

@@ -93,9 +93,9 @@ class Attention:
 class AttentionPlan:
     """steps: those of attention itself, which change with the cache."""
 
-    def __init__(self, half: Attention, size: Size, hidden: int) -> None:
+    def __init__(self, half: Attention, size: Size) -> None:
         m, threads = size.batch * size.tokens, size.threads
-        self._tokens, self._hidden, products = size.tokens, hidden, (*half.qkv, half.o)
+        self._tokens, products = size.tokens, (*half.qkv, half.o)
         scratch = threads * _sizes(half, room(m))[1] if size.tokens > FEW else 0
         widths = half.both, half.o.k, half.o.n if needs_sums(half.after, half.factor) else 0
         memory = shared("attention", (*Laid.sizes(products, m, threads), *(room(m) * n * 4 for n in widths), scratch))
@@ -111,11 +111,11 @@ class AttentionPlan:
         products_of_x = [block for steps in first for block in steps.blocks]
         self.blocks: list[Buffer] = [*products_of_x, *_norms_of_rows(half, laid, qkv), *self.steps, *self._last.blocks]
 
-    def point(self, x: int, cache: Sequence[int]) -> None:
-        """Fills in what changes: where x is, and the arguments of ATTEND from `cos` to `length`."""
+    def point(self, x: int, out: int, cache: Sequence[int]) -> None:
+        """Fills in what changes: where x is and h goes, and the arguments of ATTEND from `cos` to `length`."""
         for linear in self._first:
             _pack_one(linear, _X, x)
-        self._last.point(self._hidden, x)
+        self._last.point(out, x)
         _pack_cache(self.steps[0], _CACHE, *cache)
         if len(self.steps) > 1:
             *seen, length = cache[4:]

@@ -1,7 +1,7 @@
 """Decoder layers for the newest tokens of each sequence, in one call: x [B, t, K] -> [B, t, K], float32.
 
     h = attention(x)                         `attention_half.py`
-    y = feed_forward(h)                      `feed_forward.py`
+    y = feed_forward(h)                      `feed_forward.py`, `experts.py`; or h is all
 
 Everything between the steps is float32 and stays in memory of a few KB a row. Layers that follow each other are one chain: what a
 program does between two of them would run with caches that are full of weights, some ten times as long as otherwise. Prompts are read
@@ -32,12 +32,17 @@ _ROWS = 256  # at a time
 @dataclass(frozen=True, eq=False)
 class Layer:
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     plans: PlanCache[Any] = field(default_factory=PlanCache)  # of Plan
 
     @property
     def k(self) -> int:
-        return self.feed_forward.k
+        return self.attention.o.n
+
+    @property
+    def work(self) -> int:
+        """Multiplications for a row, or nearly."""
+        return self.attention.both * self.k if self.feed_forward is None else self.feed_forward.work
 
     @property
     def rotary(self) -> int:
@@ -49,18 +54,20 @@ class Plan:
     """A layer's steps for so many rows, with all arguments but those that change from token to token."""
 
     def __init__(self, layer: Layer, size: Size) -> None:
-        m = size.batch * size.tokens
-        self._memory = shared("hidden", (4 * room(m) * layer.k,))
-        (hidden,) = self._memory.starts
-        self._attention = AttentionPlan(layer.attention, size, hidden)
-        self._feed_forward = layer.feed_forward.plan(m, size.threads, hidden)
-        self.attention = self._attention.steps
-        self.blocks = *self._attention.blocks, *self._feed_forward.blocks
+        m, second = size.batch * size.tokens, layer.feed_forward
+        self._attention = AttentionPlan(layer.attention, size)
+        self.attention, self.blocks = self._attention.steps, self._attention.blocks
+        if second is not None:
+            self._memory = shared("hidden", (4 * room(m) * layer.k,))
+            self._feed_forward = second.plan(m, size.threads, self._memory.starts[0])
+            self.blocks = [*self.blocks, *self._feed_forward.blocks]
+        self._whole = second is not None
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
         """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`."""
-        self._attention.point(x, cache)
-        self._feed_forward.point(out, x)
+        self._attention.point(x, self._memory.starts[0] if self._whole else out, cache)
+        if self._whole:
+            self._feed_forward.point(out, x)
 
 
 class Entry(NamedTuple):
@@ -133,7 +140,7 @@ def _run(
 
 def threads_of(layer: Layer, rows: int) -> int:
     """Of those there are, how many are worth waking for so many rows."""
-    return max(1, min(runtime.threads(), rows * layer.feed_forward.work // WORK_A_THREAD))
+    return max(1, min(runtime.threads(), rows * layer.work // WORK_A_THREAD))
 
 
 def places(keys: Tensor, values: Tensor) -> list[int]:
