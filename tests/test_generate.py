@@ -395,8 +395,10 @@ def test_eval(run: Run, folder: Path, tmp_path: Path) -> None:
     assert original["weight_bytes"] > q8["weight_bytes"] > q4["weight_bytes"]
     assert original["tokens"] == q4["tokens"] == len(AutoTokenizer.from_pretrained(folder)(TEXT[:1500])["input_ids"]) - 1
     assert ElementTree.parse(tmp_path / "p.svg").getroot().tag.endswith("svg")
-    table = run(*asked)[1]
+    _, table, err = run(*asked)
     assert all(word in table for word in ("perplexity", "divergence", "original", "q4_0"))
+    assert "windows" not in err
+    assert "windows have 128 tokens, the most that the model takes, in place of 512" in run("eval", folder, "--text", text)[2]
     halfbyte.convert(folder, tmp_path / "q", "q4_0")
     against = json.loads(run("eval", tmp_path / "q", "--against", folder, "--text", text, "--context", 64, "--stride", 32, "--json")[1])
     assert against["models"][1]["perplexity"] == q4["perplexity"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +154,8 @@ def _qualities(
         raise ArgumentError(f"{args.text} has {len(ids)} tokens, of which the first is not scored: use a longer text")
     context = min(args.context, getattr(reference.config.get_text_config(), "max_position_embeddings", None) or args.context)
     _check_stride(args, context)
+    if context < args.context and not args.quiet:
+        print(f"windows have {context} tokens, the most that the model takes, in place of {args.context}", file=sys.stderr)
     ours, theirs = evaluate_language(reference, candidates, ids, context=context, stride=args.stride, progress=advance)
     return [ours, *theirs.values()]
 
