@@ -19,13 +19,16 @@ from transformers import StaticCache
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
-from halfbyte.integrations import decoding
+from halfbyte.integrations import decoding, decoding_gpu
 from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.integrations.families import ACTIVATIONS
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
+from halfbyte.ops.decoder import Norm
 from halfbyte.ops.decoding import attend, normed_linear
 
+QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 KINDS: dict[str, Callable[..., Any]] = {
     "llama": partial(make_decoder, "Llama", **SIZES),
@@ -58,7 +61,7 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(decoding_gpu, "DEVICES", ("cpu", "cuda"))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -69,7 +72,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return attend(*args, **how)
 
-    monkeypatch.setattr(decoding, "attend", counting)
+    monkeypatch.setattr(decoding_gpu, "attend", counting)
     return calls
 
 
@@ -112,7 +115,7 @@ def test_what_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair("llama")
     calls = counted(monkeypatch)
     ids = torch.randint(99, (1, 4))
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
+    monkeypatch.setattr(decoding_gpu, "DEVICES", ("cpu",))
     with torch.no_grad():
         assert torch.equal(short(ids).logits, plain(ids).logits), "a prompt"
         long = [m.generate(ids, max_new_tokens=3, do_sample=False) for m in (short, plain)]
@@ -131,7 +134,7 @@ def test_other_layers_stay() -> None:
     quantize_(other, Config("int8_channel", compute="int8"))
     fuse_(other)
     layer = other.model.layers[0]
-    assert decoding.why_not_short(layer) == "its o_proj is to compute in int8", "integers were asked for, on a GPU"
+    assert decoding.why_not_short(layer) == "its q_proj is to compute in int8", "integers were asked for, on a GPU"
     assert shortened(other) == ["model.layers.0", "model.layers.1"], "on a CPU they are no reason"
 
 
@@ -159,9 +162,9 @@ def test_normed_linear() -> None:
     wide = x.double()
     z = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     expected = z @ ops.dequantize(packed, torch.float32).double().T + bias.double()
-    assert torch.allclose(normed_linear(x, norm, 1e-5, packed, bias).double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(normed_linear(x, Norm(norm, 1e-5), packed, bias).double(), expected, rtol=1e-4, atol=1e-4)
     gate, up = expected.chunk(2, -1)
-    found = normed_linear(x, norm, 1e-5, packed, bias, gated=True).double()
+    found = normed_linear(x, Norm(norm, 1e-5), packed, bias, gates="silu").double()
     assert torch.allclose(found, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
@@ -174,11 +177,11 @@ def test_arguments() -> None:
         (torch.tensor(1.0), torch.randn(32)),
     ):
         with pytest.raises(ArgumentError, match=r"takes x \[\.\.\., K\] and its weight \[K\] of one dtype"):
-            normed_linear(x, norm, 1e-5, packed)
+            normed_linear(x, Norm(norm, 1e-5), packed)
     with pytest.raises(ArgumentError, match=r"takes x \[\.\.\., 32\], got \[1, 31\]"):
-        normed_linear(torch.randn(1, 31), torch.randn(31), 1e-5, packed)
+        normed_linear(torch.randn(1, 31), Norm(torch.randn(31), 1e-5), packed)
     with pytest.raises(ArgumentError, match="half of 3 outputs"):
-        normed_linear(torch.randn(1, 32), torch.randn(32), 1e-5, packed, gated=True)
+        normed_linear(torch.randn(1, 32), Norm(torch.randn(32), 1e-5), packed, gates="silu")
     turn, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
     for width in (7, 4 * 8, 7 * 8):
         with pytest.raises(ArgumentError, match="attend takes qkv"):
@@ -210,7 +213,10 @@ def test_the_report_says_which_layers_are_left_and_why() -> None:
     ("change", "reason"),
     [
         (lambda layer: layer.mlp.register_forward_hook(lambda *_: None), "its mlp has a hook"),
-        (lambda layer: setattr(layer.self_attn.config, "hidden_act", "gelu"), "its activation is gelu, not silu"),
+        (
+            lambda layer: setattr(layer.self_attn.config, "hidden_act", "gelu"),
+            f"its activation is gelu, not {' or '.join(ACTIVATIONS)}",
+        ),
         (lambda layer: setattr(layer.mlp.down_proj, "compute", "int8"), "its down_proj is to compute in int8"),
     ],
 )
@@ -238,22 +244,22 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = found.groups
     assert group.names == ("model.layers.0", "model.layers.1")
     assert group.reason is None
-    assert [step.name for step in group.steps] == [decoding.QKV, "attention", "o_proj", decoding.GATE_UP, "down_proj"]
+    assert [step.name for step in group.steps] == [QKV, "attention", "o_proj", GATE_UP, "down_proj"]
     by_name = {step.name: step for step in group.steps}
     assert by_name["attention"].kernel == "attend"
-    assert by_name[decoding.QKV].kernel == "skinny with the norm"
+    assert by_name[QKV].kernel == "skinny with the norm"
     # Half of 192 rows are not whole panels of 64: the gates are not in the product.
-    assert by_name[decoding.GATE_UP].kernel == "skinny, after a kernel of the norm, before one of silu(gate) * up"
+    assert by_name[GATE_UP].kernel == "skinny, after a kernel of the norm, before one of silu(gate) * up"
     for rows in (9, 64, 300):
-        many = decoding.steps(short.model.layers[0], GPUS["sm_90"], rows=rows)
+        many = decoding_gpu.steps(short.model.layers[0], GPUS["sm_90"], rows=rows)
         assert all(step.reason is None for step in many)
         assert "after a kernel of the norm" in many[0].kernel
     monkeypatch.setattr(norm, "MOST", 32)
     ops.decoding._plan.cache_clear()
-    wide = decoding.steps(short.model.layers[0], GPUS["sm_90"])
+    wide = decoding_gpu.steps(short.model.layers[0], GPUS["sm_90"])
     assert wide[0].reason == "norm in torch's operations: a norm of 64 columns is more than the 32 that a block's registers hold"
     ops.decoding._plan.cache_clear()
-    amd = decoding.steps(short.model.layers[0], GPUS["gfx942"])
+    amd = decoding_gpu.steps(short.model.layers[0], GPUS["gfx942"])
     assert "NVIDIA GPUs only" in (amd[1].reason or "")
     here = explain_model(short, "cpu").groups[0]
     assert here.reason is None

@@ -150,28 +150,30 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
         module, config = option.candidate.module, option.config
         module.launch(problem, config, empty(rows, k), *views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))
 
-    def normed(n: int, k: int, *, gated: bool = False) -> None:
-        plan = normed_plan(Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16), gpu, gated=gated)
+    def normed(n: int, k: int, *, function: str = "") -> None:
+        plan = normed_plan(Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16), gpu, gated=bool(function))
         assert isinstance(plan, NormedPlan)
+        before = (empty(k), 1e-5, False)
         if not plan.norm_inside:
-            norm.launch(gpu, empty(rows, k), empty(k), 1e-5, empty(rows, k))
-        before, out = (empty(k), 1e-5) if plan.norm_inside else None, empty(rows, n // 2 if gated else n)
+            norm.launch(gpu, empty(rows, k), before, empty(rows, k))
+        epilogue, out = Epilogue(gates=function), empty(rows, n // 2 if function else n)
         if plan.config is not None and plan.kernel == "skinny_hopper":
-            skinny_hopper.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, Epilogue(gated=gated))
+            skinny_hopper.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, epilogue)
         elif plan.config is not None:
-            skinny.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, Epilogue(gated=gated), before)
-        elif gated:
-            gates.launch(gpu, empty(rows, n), out)
+            inside = before if plan.norm_inside else None
+            skinny.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, epilogue, inside)
+        elif function:
+            gates.launch(gpu, empty(rows, n), out, function)
 
     dim = hidden // heads
     width = (heads + 2 * kv_heads) * dim
     normed(width, hidden)
     cache = (empty(rows, kv_heads, size, dim), empty(rows, kv_heads, size, dim))
     rotary, mask, length = (empty(rows, dim), empty(rows, dim)), empty(rows, size, dtype=torch.bool), empty(1, dtype=torch.int64)
-    norms = (empty(dim), empty(dim), 1e-6) if head_norms else None
+    norms = ((empty(dim), 1e-6, False), (empty(dim), 1e-6, False)) if head_norms else None
     attend.launch(gpu, empty(rows, width), rotary, cache, length, mask, empty(rows, hidden), dim**-0.5, norms=norms)
     added(hidden, hidden)
-    normed(2 * inner, hidden, gated=True)
+    normed(2 * inner, hidden, function="silu")
     added(hidden, inner)
 
 

@@ -21,6 +21,7 @@ from halfbyte.kernels.gpu import skinny_hopper, spread
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
+from halfbyte.ops.decoder import Norm
 from halfbyte.ops.decoding import normed_linear, normed_plan
 
 H, B, F = torch.float16, torch.bfloat16, torch.float32
@@ -144,8 +145,8 @@ def test_operations(name: str, device: torch.device, gpu: Gpu) -> None:
         assert torch.equal(hb.linear(x, packed, compute=compute), y)
     many = sparse_codes(as_format(name), (16384, 256)).to(device)  # with so many outputs their gates are computed with them
     x, norm = torch.randn(3, 256, device=device).to(B), torch.rand(256, device=device).to(B)
-    for gated in (False, True):
-        y, wanted = (normed_linear(x, norm, 1e-5, hb.pack(many, device, sparse=way), gated=gated).double() for way in (True, False))
+    for gates in ("", "silu"):
+        y, wanted = (normed_linear(x, Norm(norm, 1e-5), hb.pack(many, device, sparse=way), gates=gates).double() for way in (True, False))
         assert (y - wanted).norm() < 8e-3 * wanted.norm()
     if name == "int8_channel":
         x, scales = torch.randint(-128, 128, (33, k), dtype=torch.int8, device=device), {"in_scale": 0.02, "out_scale": 9.0}

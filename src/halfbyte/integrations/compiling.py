@@ -10,8 +10,8 @@ import torch
 
 from halfbyte import env
 from halfbyte.dispatch.gpu import triton_trouble
-from halfbyte.integrations.decoding import LAYERS, is_decoder_layer, is_short
-from halfbyte.integrations.shortened import original
+from halfbyte.integrations.decoding import is_decoder_layer, is_short
+from halfbyte.integrations.mixtures import routed_of
 from halfbyte.machine import machine
 
 _MOST_THREADS = 16
@@ -32,7 +32,7 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Any) -> None:
         return
     _done.add(model)
     layers = [module for module in model.modules() if is_decoder_layer(module)]
-    if not layers or not all(is_short(layer) and original(layer) in LAYERS for layer in layers):
+    if not layers or not all(is_short(layer) and routed_of(layer) is None for layer in layers):
         return
     from halfbyte.kernels.gpu import launch, relaunch
 

@@ -316,13 +316,13 @@ def parts_of(layer: Any) -> tuple[nn.Module, ...]:
     products = () if linears is None else (*linears[0], linears[1], *linears[2])
     experts = () if routed is None else mixtures.parts_of(layer, routed)
     sinks = () if known(layer).sinks is None else (layer.self_attn,)
-    return *products, *experts, *sinks, *_norms(layer)
+    return *products, *experts, *sinks, *all_norms(layer)
 
 
 def settings_of(layer: Any) -> list[tuple[Any, str]]:
     """Attributes that what it computes depends on, beside weights, and the objects that have them."""
     family, attention, routed = known(layer), layer.self_attn, routed_of(layer)
-    norms = [(norm, eps_of(norm)) for norm in _norms(layer)]
+    norms = [(norm, eps_of(norm)) for norm in all_norms(layer)]
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
     of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap) if name is not None]
     of_attention += () if family.positions is None else family.positions.attributes
@@ -349,7 +349,7 @@ def _norms_of(layer: Any) -> tuple[Any, ...]:
     return tuple(None if name is None else getattr(layer, name) for name in known(layer).norms)
 
 
-def _norms(layer: Any) -> list[Any]:
+def all_norms(layer: Any) -> list[Any]:
     """All that there are."""
     return [norm for norm in (*_norms_of(layer), *_of_heads(layer)) if norm is not None]
 

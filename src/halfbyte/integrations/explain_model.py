@@ -14,7 +14,8 @@ from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
-from halfbyte.integrations.decoding import Step, is_decoder_layer, is_short, one_call, steps, why_not_short
+from halfbyte.integrations.decoding import is_decoder_layer, is_short, one_call, why_not_short
+from halfbyte.integrations.decoding_gpu import Step, steps
 from halfbyte.integrations.shortened import Shortened
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Problem

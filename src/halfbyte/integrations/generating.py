@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, static_cache
+from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.shortened import Shortened, shorten
 from halfbyte.integrations.steps import Choice, Step
 from halfbyte.layouts.base import round_up
@@ -114,7 +115,7 @@ def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | Non
     if any(parameter.device != device for parameter in model.parameters()):
         return "it is on several devices"
     layers = cache.layers if type(cache) is StaticCache else static_cache(model, 1).layers
-    other = next((type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)), None)
+    other = next((type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer, Ring)), None)
     return None if other is None else f"its cache has a {other}"
 
 
@@ -149,7 +150,7 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
         size = first_size(known, known - prompt + config.max_length)
         if type(arguments["past_key_values"]) is DynamicCache:
             arguments["past_key_values"] = static_cache(model, size)
-        elif capacity(arguments["past_key_values"], model) < known:
+        elif capacity(make_rings(arguments["past_key_values"]), model) < known:
             enlarge(arguments["past_key_values"], model, size)
     cache = arguments["past_key_values"]
     ends = any(hasattr(one, "eos_token_id") for one in criteria)

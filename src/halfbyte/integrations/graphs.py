@@ -1,26 +1,25 @@
 """A decoding step as a CUDA graph: the model's call, and where it depends on scores alone the choice of the token and its way back.
 
 The first step is an ordinary one, the second is captured, which runs nothing, and then replayed, as are all later ones. What a step changes
-lies in tensors: the token, positions, masks, the entries of a static cache and their number. A cache layer with a window also counts in
-Python, and does something else once it is full; a cache that is full is replaced by a larger one: there the graph ends, and the next two
-steps make another.
+lies in tensors: the token, positions, masks, the entries of a static cache and their number. A cache layer with a window (`rings.py`) also
+counts in Python, and its mask changes in another way once it is full; a cache that is full is replaced by a larger one: there the graph
+ends, and the next two steps make another.
 
 The memory of graphs is kept from one to the next, and so is what kernels of this package keep for each (`launch.release`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StaticCache
-from transformers.cache_utils import StaticSlidingWindowLayer
 
 from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.steps import TOKEN, Choice, Step
 
 # By device and the stream of replays, as two graphs in one memory must not run at the same time: a graph whose memory others share.
@@ -91,7 +90,7 @@ class GraphStep(Step):
         if not inputs.same_shapes:
             self.refuse("its attention takes a mask that becomes longer from token to token")
             return
-        counts = [(layer, layer.cumulative_length_int) for layer in _windows(self._cache)]
+        counts = [(layer, layer.cumulative_length_int) for layer in _rings(self._cache)]
         # Until a window is full. What is full stays so.
         left = [self._capacity - length, *(layer.max_cache_len - n for layer, n in counts if n < layer.max_cache_len)]
 
@@ -103,8 +102,7 @@ class GraphStep(Step):
 
         try:
             self._graph = _Graph(tokens.device)
-            with _capturable(layer for layer, n in counts if n >= layer.max_cache_len):
-                self._result = self._graph.capture(step)
+            self._result = self._graph.capture(step)
         except RuntimeError as error:
             self._graph = None
             for layer, n in counts:
@@ -118,7 +116,7 @@ class GraphStep(Step):
             return
         self._graph.close()
         self._graph = self._result = self._tokens = None
-        for layer in _windows(self._cache):
+        for layer in _rings(self._cache):
             layer.cumulative_length_int += self._replays - 1  # one was counted by the capture
 
     def undo(self) -> None:
@@ -126,18 +124,14 @@ class GraphStep(Step):
         self.close()
         layers: list[Any] = self._cache.layers
         for layer in layers:
-            if _is_window(layer):
+            if type(layer) is Ring:
                 layer.cumulative_length_int -= 1
-                if layer.cumulative_length_int >= layer.max_cache_len:  # its first entry is one that nobody asks for
-                    for entries in (layer.keys, layer.values):
-                        entries.copy_(entries.roll(1, 2))
-                    continue
             layer.cumulative_length.sub_(1)
 
 
 def static_cache(model: Any, size: int) -> StaticCache:
-    """An empty cache for a model, with room for `size` tokens."""
-    return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
+    """An empty cache for a model, with room for `size` tokens; windows are rings."""
+    return make_rings(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size))
 
 
 def capacity(cache: StaticCache, model: Any) -> int:
@@ -157,39 +151,13 @@ def enlarge(cache: StaticCache, model: Any, size: int) -> None:
             for mine, theirs in ((new.keys, old.keys), (new.values, old.values)):
                 mine[:, :, : old.max_cache_len] = theirs
             new.cumulative_length.copy_(old.cumulative_length)
-            if _is_window(old):
+            if type(old) is Ring:
                 new.cumulative_length_int = old.cumulative_length_int
         cache.layers[index] = new
 
 
-def _is_window(layer: Any) -> bool:
-    """Whether it forgets tokens, which it does once it is full."""
-    return isinstance(layer, StaticSlidingWindowLayer)
-
-
-def _windows(cache: StaticCache) -> list[Any]:
-    return [layer for layer in cache.layers if _is_window(layer)]
-
-
-@contextmanager
-def _capturable(full: Iterable[Any]) -> Iterator[None]:
-    """Lets windows that are full take a token without transformers' `update`, which makes an index of a number of Python."""
-    layers = [*full]
-    for layer in layers:
-        layer.update = partial(_moved, layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.update
-
-
-def _moved(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """`update` of a window that is full, for one token of each sequence."""
-    for mine, new in ((layer.keys, keys), (layer.values, values)):
-        mine.copy_(torch.cat((mine[:, :, 1:], new), 2))
-    layer.cumulative_length_int += 1
-    return layer.keys, layer.values
+def _rings(cache: StaticCache) -> list[Ring]:
+    return [layer for layer in cache.layers if type(layer) is Ring]
 
 
 class _Graph:

@@ -20,6 +20,7 @@ class Shortened:
     """Comes before the class of a module, which goes on where this one has no shorter way."""
 
     of_classes: tuple[type, ...]
+    original_name: str  # as `name_in_transformers` has it, which torch.compile can read here
     keeps_name = False  # the class is known by the name of what it comes before
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -52,7 +53,7 @@ def _shortened(*parts: type) -> Any:
         keeps = any(issubclass(one, Shortened) and one.keeps_name for one in before)
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
         name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
-        _classes.setdefault(parts, type(name, parts, {"of_classes": parts, **names}))
+        _classes.setdefault(parts, type(name, parts, {"of_classes": parts, "original_name": _name(cls), **names}))
     return _classes[parts]
 
 
@@ -67,7 +68,8 @@ def why_not_fused(names: str, linears: Sequence[nn.Module]) -> str | None:
 def products_of(names: str, linears: Sequence[nn.Module]) -> dict[str, QuantLinear] | None:
     """The first layer of each product that these linear layers are computed in, alone or together with those after it, by their names; None
     where one is of another kind, or lacks a layer that it was fused with."""
-    found, left = dict[str, QuantLinear](), list(zip(names.split("+"), linears, strict=True))
+    found: dict[str, QuantLinear] = {}
+    left = list(zip(names.split("+"), linears, strict=True))
     while left:
         first = left[0][1]
         count = first.count if type(first) is FusedLinear else 1
@@ -92,7 +94,10 @@ def original(module: Any) -> type:
 
 def name_in_transformers(module: Any) -> str:
     """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
-    return _name(original(module))
+    if isinstance(module, Shortened):
+        return module.original_name
+    cls: type = type(module)
+    return _name(cls)
 
 
 @functools.cache

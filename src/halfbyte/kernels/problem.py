@@ -137,21 +137,25 @@ class Addition:
         return (codes, self.how, self.other) if self.leads else (self.other, self.how, codes)
 
 
+GATES = ("silu", "gelu_tanh")  # functions of gates
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
     """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
 
     bias      floating point [n], or None
     residual  [m, n] in the activations' type, or None
-    gated     the sum is that of two: silu(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns. `skinny` and
-              `skinny_hopper` have it
+    gates     the sum is that of two: factor * f(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns; f, one of
+              GATES. `skinny` and `skinny_hopper` have it
     """
 
     bias: Tensor | None = None
     residual: Tensor | None = None
     low: float = -math.inf
     high: float = math.inf
-    gated: bool = False
+    gates: str = ""
+    factor: float = 1.0
 
     @property
     def clamps(self) -> bool:

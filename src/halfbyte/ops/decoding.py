@@ -1,5 +1,5 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
-`halfbyte::normed_linear` and `halfbyte::attend`.
+`halfbyte::normed_linear`, `halfbyte::attend` and `halfbyte::add_normed`.
 
 A language model's step for one token is a chain of short kernels. On NVIDIA GPUs each of these ops is one to three kernels, where they
 support it, that start while the previous one is still running; elsewhere the same formula in torch's operations.
@@ -18,12 +18,13 @@ from torch.nn import functional
 from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import GATES, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
+from halfbyte.ops.decoder import Norm
 from halfbyte.ops.library import OPS
 from halfbyte.ops.tensors import aligned
 
@@ -31,52 +32,85 @@ _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels
 _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "normed_linear(Tensor x, Tensor norm, float eps, Tensor weight, Tensor? bias, str format, int n, int k, bool gated) -> Tensor"
+    "normed_linear(Tensor x, Tensor? norm, float eps, bool plus_one, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
+    "float factor) -> Tensor"
 )
 _library.define(
-    "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, Tensor? q_norm, "
-    "Tensor? k_norm, float eps, float scale, int advance) -> Tensor"
+    "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, float scale, float factor, int advance, bool ring) -> Tensor"
+)
+_library.define(
+    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps) -> (Tensor, Tensor)"
 )
 
 
-def normed_linear(x: Tensor, norm: Tensor, eps: float, packed: Packed, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+def normed_linear(
+    x: Tensor, norm: Norm | None, packed: Packed, bias: Tensor | None = None, *, gates: str = "", factor: float = 1.0
+) -> Tensor:
     """(x / sqrt(mean(x², over the last dimension) + eps) * norm) · dequantize(packed)ᵀ + bias, x [..., K] -> [..., N] in x's dtype.
 
-    norm   [K] of x's dtype: the weight of an RMS norm (Zhang and Sennrich, 2019)
+    norm   an RMS norm (Zhang and Sennrich, 2019), its weight [K] of x's dtype; None: x as it is
     bias   [N] or None
-    gated  the first half of the N outputs are gates for the second: silu(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
+    gates  "silu" or "gelu_tanh", f: the first half of the N outputs are gates for the second:
+           factor * f(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
 
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     n, k = packed.shape
-    return OPS.normed_linear.default(x, norm, eps, packed.data, bias, packed.name, n, k, gated)  # type: ignore[no-any-return]
+    weight, eps, plus_one = _parts(norm)
+    settings = packed.name, n, k, gates, factor
+    return OPS.normed_linear.default(x, weight, eps, plus_one, packed.data, bias, *settings)  # type: ignore[no-any-return]
+
+
+def add_normed(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor, Tensor | None]:
+    """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
+    (plus_one). x, residual and results [..., K] of one dtype. No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    """
+    weight, eps, _ = _parts(then)
+    h, z = OPS.add_normed.default(x, residual, *_parts(norm), weight, eps)
+    return h, None if then is None else z
+
+
+def _parts(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
+    if norm is not None and norm.centred:
+        raise ArgumentError("a token's steps take RMS norms, got a layer norm: call torch.nn.functional.layer_norm before")
+    return (None, 0.0, False) if norm is None else norm[:3]
 
 
 def attend(
     qkv: Tensor,
-    rotary: tuple[Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor] | None,
     keys: Tensor,
     values: Tensor,
     length: Tensor,
     mask: Tensor | None,
     scale: float,
     *,
-    norms: tuple[Tensor, Tensor, float] | None = None,
+    norms: tuple[Norm, Norm] | None = None,
+    factor: float = 1.0,
     advance: int = 1,
+    ring: bool = False,
 ) -> Tensor:
     """Appends one new token of each sequence to a cache of fixed size, and computes its attention to the cache: y [B, H * D].
 
     qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions
-    rotary        cosines and sines of its position, each [B or 1, D] (Su et al., RoFormer, 2021: the halves of a head are rotated)
-    keys, values  [B, Hkv, T, D]: written at `length`
-    length        int64, one number: the tokens in the cache; `advance`, 1 or 0, is added
-    mask          bool [B or 1, T]: which of the tokens may be seen; None: all
-    norms         weights [D] of the RMS norms of each head's queries and keys, before the rotation, and eps; None: no norms
+    rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
+                  head are rotated); None: nothing is
+    keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T
+    length        int64, one number: the tokens in the cache, or that a ring has seen; `advance`, 1 or 0, is added
+    mask          bool [B or 1, T]: which of the tokens may be seen, those of a ring by their age; None: all
+    norms         the RMS norms of queries and keys, before the rotation, which differ in nothing but their weights: [D] of each head, or
+                  [H * D] and [Hkv * D] of all heads together; None: no norms
+    factor        of the result
+    ring          the cache is a window that keeps the last T tokens
 
-    No gradients. Where the cache is full the result is NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not fit.
+    No gradients. Where a cache that is no ring is full the result is NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not
+    fit.
     """
-    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
-    return OPS.attend.default(qkv, *rotary, keys, values, length, mask, q_norm, k_norm, eps, scale, advance)  # type: ignore[no-any-return]
+    cos, sin = (None, None) if rotary is None else rotary
+    (q_norm, eps, plus_one), k_norm = _parts(norms and norms[0]), None if norms is None else norms[1].weight
+    settings = eps, plus_one, scale, factor, advance, ring
+    return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
 
 # The norm
@@ -88,25 +122,64 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
         raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype, got {got}: convert them")
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """In torch's operations."""
-    _check_norm(x, weight)
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    _check_norm(x, norm.weight)
+    return _wide_norm(x.float(), norm).to(x.dtype)
 
 
-def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    _check_norm(x, weight)
+def _wide_norm(x: Tensor, norm: Norm) -> Tensor:
+    weight = norm.weight.float() + 1 if norm.plus_one else norm.weight.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
+
+
+def _rms_norm_cuda(x: Tensor, norm: Norm) -> Tensor:
+    _check_norm(x, norm.weight)
     here = gpu(x.get_device())
     if not x.numel() or why_not_norm(x.shape[-1], here) is not None:
-        return _rms_norm(x, weight, eps)
+        return rms_norm(x, norm)
     from halfbyte.kernels.gpu import norm as kernel
 
     z = x.contiguous()
     out = torch.empty_like(z)
     with on(x):
-        kernel.launch(here, z.view(-1, z.shape[-1]), weight.contiguous(), eps, out.view(-1, z.shape[-1]))
+        kernel.launch(here, z.view(-1, z.shape[-1]), (norm.weight.contiguous(), *norm[1:3]), out.view(-1, z.shape[-1]))
     return out
+
+
+def _check_added(x: Tensor, residual: Tensor, *weights: Tensor | None) -> None:
+    for weight in weights:
+        if weight is not None:
+            _check_norm(x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        got = f"{residual.dtype} {list(residual.shape)}"
+        raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
+
+
+def _add_normed(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+) -> tuple[Tensor, Tensor]:
+    """In torch's operations."""
+    _check_added(x, residual, weight, then)
+    h = (_wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()).to(x.dtype)
+    return h, h.new_empty(0) if then is None else rms_norm(h, Norm(then, then_eps, plus_one))
+
+
+def _add_normed_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+) -> tuple[Tensor, Tensor]:
+    _check_added(x, residual, weight, then)
+    here, k = gpu(x.get_device()), x.shape[-1]
+    if not x.numel() or why_not_norm(k, here) is not None:
+        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps)
+    from halfbyte.kernels.gpu import norm as kernel
+
+    z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
+    h, second = torch.empty_like(z), None if then is None else torch.empty_like(z)
+    following = None if then is None or second is None else ((then.contiguous(), then_eps, plus_one), second)
+    with on(x):
+        kernel.launch_added(here, z, (weight.contiguous(), eps, plus_one), added, h, following)
+    return h.view(x.shape), h.new_empty(0) if second is None else second.view(x.shape)
 
 
 def why_not_norm(k: int, here: Gpu) -> str | None:
@@ -123,59 +196,93 @@ def why_not_norm(k: int, here: Gpu) -> str | None:
 # normed_linear
 
 
-def _check_normed(x: Tensor, norm: Tensor, n: int, k: int, gated: bool) -> None:
-    _check_norm(x, norm)
-    if x.shape[-1] != k:
+def _check_normed(x: Tensor, norm: Tensor | None, n: int, k: int, gates: str) -> None:
+    if norm is not None:
+        _check_norm(x, norm)
+    if x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"a weight [{n}, {k}] takes x [..., {k}], got {list(x.shape)}: the last dimensions must agree")
-    if gated and n % 2:
+    if gates not in ("", *GATES):
+        raise ArgumentError(f"gates are one of {', '.join(GATES)}, got {gates!r}")
+    if gates and n % 2:
         raise ArgumentError(f"half of {n} outputs cannot be gates of the others: their number is even")
 
 
-def _normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, gated: bool) -> Tensor:
+def _normed(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    plus_one: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    gates: str,
+    factor: float,
+) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
-    _check_normed(x, norm, n, k, gated)
-    z = _rms_norm(x, norm, eps)
-    infinite = float("inf")
-    y: Tensor = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
-    if not gated:
+    _check_normed(x, norm, n, k, gates)
+    z = x if norm is None else rms_norm(x, Norm(norm, eps, plus_one))
+    y = _product(z, weight, bias, format, n, k)
+    if not gates:
         return y
     gate, up = y.float().chunk(2, -1)
-    return (functional.silu(gate) * up).to(x.dtype)
+    active = functional.silu(gate) if gates == "silu" else functional.gelu(gate, approximate="tanh")
+    return (active * up * factor).to(x.dtype)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
+    infinite = float("inf")
+    y: Tensor = OPS.linear.default(x, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
+    return y
 
 
 def _normed_cuda(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, gated: bool
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    plus_one: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    gates: str,
+    factor: float,
 ) -> Tensor:
-    _check_normed(x, norm, n, k, gated)
+    _check_normed(x, norm, n, k, gates)
+    if norm is None and not gates:
+        return _product(x, weight, bias, format, n, k)
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
     problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse)
-    plan = normed_plan(problem, here, gated=gated, biased=bias is not None)
+    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates), biased=bias is not None)
     if isinstance(plan, str):
-        return _normed(x, norm, eps, weight, bias, format, n, k, gated)
-    from halfbyte.kernels.gpu import gates, skinny, skinny_hopper
+        return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, factor)
+    from halfbyte.kernels.gpu import gates as separate
+    from halfbyte.kernels.gpu import skinny, skinny_hopper
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
         check_bias(bias, n, x.device)
-    out = torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], n // 2 if gates else n), dtype=x.dtype, device=x.device)
+    inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
     with on(x):
-        z = (x.contiguous() if plan.norm_inside else _rms_norm_cuda(x, norm, eps)).view(rows, k)
+        z = x.contiguous() if norm is None or inside is not None else _rms_norm_cuda(x, Norm(norm, eps, plus_one))
+        z = z.view(rows, k)
         if plan.config is not None:
             views = gpu_tiles.views(aligned(weight), geo)
-            epilogue, y = Epilogue(bias, gated=gated), out.view(rows, -1)
+            epilogue, y = Epilogue(bias, gates=gates, factor=factor), out.view(rows, -1)
             if plan.kernel == "skinny":
-                inside = (norm.contiguous(), eps) if plan.norm_inside else None
                 skinny.launch(plan.problem, plan.config, z, *views, y, epilogue, inside)
             else:
                 skinny_hopper.launch(plan.problem, plan.config, z, *views, y, epilogue)
         else:
-            infinite = float("inf")
-            product: Tensor = OPS.linear.default(z, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
-            if not gated:
+            product = _product(z, weight, bias, format, n, k)
+            if not gates:
                 return product.view(out.shape)
-            gates.launch(here, product, out.view(rows, -1))
+            separate.launch(here, product, out.view(rows, -1), gates, factor)
     return out
 
 
@@ -190,15 +297,15 @@ class NormedPlan:
     norm_inside: bool
 
 
-def normed_plan(problem: Problem, here: Gpu, *, gated: bool = False, biased: bool = False) -> NormedPlan | str:
+def normed_plan(problem: Problem, here: Gpu, *, normed: bool = True, gated: bool = False, biased: bool = False) -> NormedPlan | str:
     """The plan of `normed_linear` on a GPU; or why torch's operations compute everything but the product."""
     if (reason := why_not_norm(problem.k, here)) is not None:
         return reason
-    return _plan(problem, gated, biased, here)
+    return _plan(problem, normed, gated, biased, here)
 
 
 @lru_cache(maxsize=1024)
-def _plan(problem: Problem, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
+def _plan(problem: Problem, normed: bool, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
     from halfbyte.kernels.gpu import skinny, skinny_hopper
 
     rows, n, dtype = problem.m, problem.n, problem.dtype
@@ -208,13 +315,13 @@ def _plan(problem: Problem, gated: bool, biased: bool, here: Gpu) -> NormedPlan 
     if choice.taken is None:
         return "no kernel solves this product"
     # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
-    separate = 2 if gated and rows == 1 else 1
+    separate = gated + (normed and (rows == 1 or not gated))
     longest = choice.taken.seconds + separate * _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
     direct = [o for o in choice.options if o.candidate.sparse == problem.sparse and o.seconds <= longest]
     options = [o for o in direct if o.candidate.home == "skinny"]
     if not gated:
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
-        return NormedPlan(problem, "skinny", config, config is not None and skinny.takes_norm(config))
+        return NormedPlan(problem, "skinny", config, normed and config is not None and skinny.takes_norm(config))
     if choice.taken.candidate.home == "skinny_hopper" and not biased:
         alike = (o.config for o in direct if o.candidate.home == "skinny_hopper")
         best = next((found for config in alike if (found := skinny_hopper.gated(problem, config, here))), None)
@@ -224,7 +331,7 @@ def _plan(problem: Problem, gated: bool, biased: bool, here: Gpu) -> NormedPlan 
     # Configs whose warps share K come last: with gates they take a third longer than the product alone (4 and 8 rows, on an H100).
     fitting = sorted((config for config in gates if config is not None), key=lambda config: config.batch > 1)
     config = fitting[0] if fitting and not biased else None
-    return NormedPlan(problem, "skinny", config, config is not None and skinny.takes_norm(config))
+    return NormedPlan(problem, "skinny", config, normed and config is not None and skinny.takes_norm(config))
 
 
 # attend
@@ -234,8 +341,8 @@ class _Token(NamedTuple):
     """The arguments of the op `attend`."""
 
     qkv: Tensor
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
     keys: Tensor
     values: Tensor
     length: Tensor
@@ -243,13 +350,31 @@ class _Token(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+    plus_one: bool
     scale: float
+    factor: float
     advance: int
+    ring: bool
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
         """The tensors whose last dimension must be contiguous."""
         return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm) if t is not None)
+
+    @property
+    def norms(self) -> tuple[Norm, Norm] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return Norm(self.q_norm, self.eps, self.plus_one), Norm(self.k_norm, self.eps, self.plus_one)
+
+    @property
+    def rotary(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.cos is None or self.sin is None else (self.cos, self.sin)
+
+    @property
+    def of_all_heads(self) -> bool:
+        """Whether there are norms, of all heads together."""
+        return self.q_norm is not None and len(self.q_norm) != self.keys.shape[3]
 
     def heads(self) -> int:
         """The number of query heads. Raises ArgumentError where shapes or dtypes do not fit."""
@@ -259,18 +384,22 @@ class _Token(NamedTuple):
             batch, kv_heads, size, dim = keys.shape
             heads = qkv.shape[1] // dim - 2 * kv_heads
             fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
-            fits &= all(t.dim() == 2 and t.shape[0] in (1, batch) and t.shape[1] == dim for t in (self.cos, self.sin))
+            turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
+            if fits and self.rotary is not None:
+                fits = all(t.dim() == 2 and t.shape[0] in (1, batch) and t.shape[1] <= dim and t.shape[1] % 2 == 0 for t in self.rotary)
+                fits &= self.rotary[0].shape == self.rotary[1].shape
+            fits &= (turns[0] is None) == (turns[1] is None)
             fits &= mask is None or (mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
             fits &= self.length.numel() == 1 and self.length.dtype == torch.int64
-            fits &= (self.q_norm is None) == (self.k_norm is None) and all(
-                t is None or t.shape == (dim,) for t in (self.q_norm, self.k_norm)
-            )
+            fits &= (norms[0] is None) == (norms[1] is None)
+            widths = [None if t is None else tuple(t.shape) for t in norms]
+            fits &= widths in ([None, None], [(dim,), (dim,)], [(heads * dim,), (kv_heads * dim,)])
             if fits:
                 return heads
-        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, self.cos, self.sin, keys, self.values, self.length, *self.rows[2:]))
+        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, self.values, self.length, *self.rows))
         raise ArgumentError(
-            f"attend takes qkv [B, (H + 2 Hkv) * D], cosines and sines [B, D], a cache [B, Hkv, T, D] of qkv's type, one int64, a mask "
-            f"bool [B, T] and norms [D], got {got}"
+            f"attend takes qkv [B, (H + 2 Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, one int64, cosines and sines [B, R], R <= D, "
+            f"a mask bool [B, T] and norms [D] or of all heads, got {got}"
         )
 
 
@@ -282,26 +411,33 @@ def _attend(*args: Any) -> Tensor:
     batch, kv_heads, size, dim = keys.shape
     x = qkv.view(batch, heads + 2 * kv_heads, dim).float()
     q, k, v = x.split((heads, kv_heads, kv_heads), 1)
-    if token.q_norm is not None and token.k_norm is not None:
-        q, k = (
-            t * torch.rsqrt(t.square().mean(-1, keepdim=True) + token.eps) * norm.float()
-            for t, norm in ((q, token.q_norm), (k, token.k_norm))
-        )
+    if token.norms is not None:
+        of_all = token.of_all_heads
+        q, k = (_wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
     x = torch.cat((q, k), 1)
-    cos, sin = token.cos.float()[:, None], token.sin.float()[:, None]
-    q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin).split((heads, kv_heads), 1)
+    if token.rotary is not None:
+        cos, sin = (t.float()[:, None] for t in token.rotary)
+        turned = cos.shape[2]
+        part = x[..., :turned]
+        part = part * cos + torch.cat((-part[..., turned // 2 :], part[..., : turned // 2]), -1) * sin
+        x = torch.cat((part, x[..., turned:]), -1)
+    q, k = x.split((heads, kv_heads), 1)
     at = token.length.view(1)
-    keys.index_copy_(2, at, k[:, :, None].to(keys.dtype))
-    values.index_copy_(2, at, v[:, :, None].to(values.dtype))
-    seen = torch.arange(size, device=keys.device)[None] <= at
+    place = at % size if token.ring else at
+    keys.index_copy_(2, place, k[:, :, None].to(keys.dtype))
+    values.index_copy_(2, place, v[:, :, None].to(values.dtype))
+    tokens = torch.arange(size, device=keys.device)[None]
+    seen = tokens <= at
     if token.mask is not None:
-        seen = seen & token.mask
+        # By their age: what follows the new token in a ring that is full is the oldest.
+        ages = torch.where(at >= size, (tokens - place - 1) % size, tokens) if token.ring else tokens
+        seen = seen & token.mask.gather(1, ages.expand(len(token.mask), -1))
     token.length.add_(token.advance)
     q = q.view(batch, kv_heads, -1, dim) * token.scale
     scores = (q @ keys.float().transpose(2, 3)).masked_fill(~seen[:, None, None], -torch.inf)
     # Unused entries of the cache may hold anything, NaN included.
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
-    y: Tensor = scores.softmax(-1) @ there
+    y: Tensor = scores.softmax(-1) @ there * token.factor
     return y.to(qkv.dtype).view(batch, heads * dim)
 
 
@@ -311,27 +447,37 @@ def _attend_cuda(*args: Any) -> Tensor:
     heads = token.heads()
     contiguous = all(t.is_contiguous() for t in (qkv, keys, values)) and all(t.stride(-1) == 1 for t in token.rows)
     here = gpu(qkv.get_device())
-    if not contiguous or why_not_attend(heads, keys.shape[1], keys.shape[3], qkv.dtype, here) is not None:
+    widest = heads * keys.shape[3] if token.of_all_heads else None
+    if not contiguous or why_not_attend(heads, keys.shape[1], keys.shape[3], qkv.dtype, here, widest) is not None:
         return _attend(*args)
     from halfbyte.kernels.gpu import attend as kernel
+    from halfbyte.kernels.gpu import norm
 
     out = torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device)
-    norms = None if token.q_norm is None or token.k_norm is None else (token.q_norm, token.k_norm, token.eps)
-    rotary, cache = (token.cos, token.sin), (keys, values)
+    norms = None if token.norms is None else (token.norms[0][:3], token.norms[1][:3])
+    rotary, cache = token.rotary, (keys, values)
     with on(qkv):
-        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, token.scale, token.advance, norms)
+        if norms is not None and token.of_all_heads:
+            qkv, of_heads = torch.empty_like(qkv), qkv
+            norm.launch_parts(here, of_heads, norms, qkv)
+            norms = None
+        settings = token.scale, token.advance, norms
+        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, *settings, factor=token.factor, ring=token.ring)
     return out
 
 
-def why_not_attend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here: Gpu) -> str | None:
-    """Why `attend` uses torch's operations for contiguous tensors of these sizes; None if `kernels/gpu/attend.py` computes it."""
+def why_not_attend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here: Gpu, normed: int | None = None) -> str | None:
+    """Why `attend` uses torch's operations for contiguous tensors of these sizes; None if `kernels/gpu/attend.py` computes it.
+
+    normed  the width of a norm of all heads together, if there is one
+    """
     if (trouble := triton_trouble()) is not None:
         return trouble
     if here.backend != "cuda":
         return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
     from halfbyte.kernels.gpu import attend as kernel
 
-    return kernel.supports(heads, kv_heads, dim, dtype)
+    return kernel.supports(heads, kv_heads, dim, dtype) or (None if normed is None else why_not_norm(normed, here))
 
 
 def _attend_fake(*args: Any) -> Tensor:
@@ -340,15 +486,35 @@ def _attend_fake(*args: Any) -> Tensor:
 
 
 def _normed_fake(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, gated: bool
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    plus_one: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    gates: str,
+    factor: float,
 ) -> Tensor:
-    _check_normed(x, norm, n, k, gated)
-    return x.new_empty((*x.shape[:-1], n // 2 if gated else n))
+    _check_normed(x, norm, n, k, gates)
+    return x.new_empty((*x.shape[:-1], n // 2 if gates else n))
+
+
+def _add_normed_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+) -> tuple[Tensor, Tensor]:
+    _check_added(x, residual, weight, then)
+    return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)
 
 
 _library.impl("normed_linear", _normed, "CPU")
 _library.impl("normed_linear", _normed_cuda, "CUDA")
+_library.impl("add_normed", _add_normed, "CPU")
+_library.impl("add_normed", _add_normed_cuda, "CUDA")
 _library.impl("attend", _attend, "CPU")
 _library.impl("attend", _attend_cuda, "CUDA")
 torch.library.register_fake("halfbyte::normed_linear", _normed_fake, lib=_library)
 torch.library.register_fake("halfbyte::attend", _attend_fake, lib=_library)
+torch.library.register_fake("halfbyte::add_normed", _add_normed_fake, lib=_library)

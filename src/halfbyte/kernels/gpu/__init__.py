@@ -27,5 +27,5 @@ Convolutions: docs/convolution-kernels.md
   pool.py, elementwise.py                                what lies between them
 
 Language models
-  attend.py, norm.py, gates.py                           what lies between the products of a decoder layer
+  attend.py, norm.py, gates.py                           what lies between the products of a decoder layer; routing.py: of experts
 """

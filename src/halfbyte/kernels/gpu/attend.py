@@ -1,13 +1,15 @@
 """One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
 
-    q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[D/2:], x[:D/2]) * sin     (Su et al., RoFormer, 2021)
-    before that, where there are norms: x -> x / sqrt(mean(x²) + eps) * weight, of each head alone (RMS norm: Zhang and Sennrich, 2019)
-    keys[b, h, length], values[b, h, length] = k, v;   y [B, H * D] = softmax(scale * q · keysᵀ) · values over 0 … length where mask is true
+    q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[R/2:], x[:R/2]) * sin     (Su et al., RoFormer, 2021)
+    in the first R elements of D; before that, where there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each
+    head alone (RMS norm: Zhang and Sennrich, 2019)
+    keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true
 
-keys, values [B, Hkv, T, D] are a cache of fixed size, `length` tokens of which are there; each query head reads the key head of its group
-of H / Hkv. The tokens of a key head are dealt out in tiles to `splits` blocks, each with a sum and a maximum of its own (Dao et al.,
-Flash-Decoding, 2023). The second kernel adds them up, and `advance` to length: to start it early takes less time than to find out, in
-the first, which block is the last.
+keys, values [B, Hkv, T, D] are a cache of fixed size. `length` tokens of it are there, and the new one's place is after them. Or it is a
+ring, a window that has seen `length` tokens and keeps the last T: there the new one takes the place of the oldest, and the mask has tokens
+by their age. Each query head reads the key head of its group of H / Hkv. The tokens of a key head are dealt out in tiles to `splits`
+blocks, each with a sum and a maximum of its own (Dao et al., Flash-Decoding, 2023). The second kernel adds them up, and `advance` to
+length: to start it early takes less time than to find out, in the first, which block is the last.
 
 Where a block has a tile or two, what takes time is one memory access that waits for another. So which tile it has first does not depend
 on the length: it is on its way to the L2 cache before the kernel before has ended, and is read together with everything else. Where many
@@ -15,8 +17,8 @@ sequences or long ones give it more tiles (`stages` > 1), what takes time is mem
 before them are multiplied, and the new token comes last, from registers.
 
 Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
-in float32; keys are rounded to the cache's type as they enter it. Where the cache is full already the result is NaN, and nothing is
-written.
+in float32; keys are rounded to the cache's type as they enter it. Where a cache that is no ring is full already the result is NaN, and
+nothing is written.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.machine import Gpu
 
 _LOG2E = 1.4426950408889634
@@ -45,7 +48,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
-    take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers)."""
+    take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
+    positions."""
 
     dim: int
     wide: int
@@ -55,6 +59,9 @@ class Static:
     warps: int
     stages: int
     pdl: bool
+    turned: int
+    plus_one: bool = False
+    ring: bool = False
 
     @property
     def group(self) -> int:
@@ -88,7 +95,7 @@ def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: to
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
     splits = max(1, min(_MOST_SPLITS, tiles, round(1.2 * gpu.sms / programs)))
-    few = Static(dim, wide, group, _rows(group), tokens, 8 if tokens == 64 else 4, 1, launcher.starts_early(gpu))
+    few = Static(dim, wide, group, _rows(group), tokens, 8 if tokens == 64 else 4, 1, launcher.starts_early(gpu), dim)
     if tiles <= _FEW_TILES * splits or tokens < 64:
         return few, splits
     tokens, warps, stages = _STREAMED
@@ -108,30 +115,38 @@ def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
 def launch(
     gpu: Gpu,
     qkv: Tensor,
-    rotary: tuple[Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor] | None,
     cache: tuple[Tensor, Tensor],
     length: Tensor,
     mask: Tensor | None,
     out: Tensor,
     scale: float,
     advance: int = 1,
-    norms: tuple[Tensor, Tensor, float] | None = None,
+    norms: tuple[Norm, Norm] | None = None,
+    *,
+    factor: float = 1.0,
+    ring: bool = False,
 ) -> None:
     """
     qkv     [B, (H + 2 Hkv) * D], out [B, H * D], contiguous
-    rotary  cosines and sines [B or 1, D] of the positions, the last dimension contiguous
+    rotary  cosines and sines [B or 1, R] of the positions, the last dimension contiguous; None: there are none
     cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; `length` int64, one number, of the same cache
     mask    bool [B or 1, T], the last dimension contiguous; None: all true
-    norms   weights [D] of the norms of queries and of keys, and what is added to the mean; None: there are none
+    norms   of queries and of keys, weights [D], alike in what else they are; None: there are none
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim
     s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu)
+    turned = 0 if rotary is None else rotary[0].shape[1]
+    s = replace(s, turned=turned, plus_one=norms is not None and norms[0][2], ring=ring)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
     parts = scratch, scratch[sums:]
-    strides = (*(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary), mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0)
+    strides = (
+        *(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary or (out, out)),
+        mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
+    )
     launcher.run(
         _attend,
         (programs, splits),
@@ -145,14 +160,14 @@ def launch(
         size,
         strides,
         scale * _LOG2E,
-        norms,
+        None if norms is None else (norms[0][0], norms[1][0], norms[0][1]),
         s,
         num_warps=s.warps,
         early=s.pdl,
     )
     most = int(triton.next_power_of_2(splits))
     warps = 2 if most * s.wide <= 4096 else 4 if most * s.wide <= 8192 else 8  # all parts of a head are in registers at once
-    launcher.run(_add_up, (programs, s.heads), parts, length, out, splits, advance, most, s, num_warps=warps, early=s.pdl)
+    launcher.run(_add_up, (programs, s.heads), parts, length, out, splits, advance, factor, most, s, num_warps=warps, early=s.pdl)
 
 
 @triton.jit
@@ -163,6 +178,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     ROWS: tl.constexpr = S.rows
     WIDE: tl.constexpr = S.wide
     STAGES: tl.constexpr = S.stages
+    TURNED: tl.constexpr = S.turned
     if S.pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -173,12 +189,15 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     d = tl.arange(0, WIDE)
     g = tl.arange(0, ROWS)
     inside = d < DIM
-    half = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    turned = d < TURNED
+    half = tl.where(turned, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
     if norms is not None:
         q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
         q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
         k_factor = tl.load(norms[1] + d, mask=inside, other=0.0).to(tl.float32)
         k_factor_half = tl.load(norms[1] + half, mask=inside, other=0.0).to(tl.float32)
+        if S.plus_one:
+            q_factor, q_factor_half, k_factor, k_factor_half = q_factor + 1, q_factor_half + 1, k_factor + 1, k_factor_half + 1
     if S.pdl:
         if S.stages == 1:
             _prefetch(cache, first, start, size, S)
@@ -187,11 +206,20 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             for i in tl.static_range(STAGES):
                 _prefetch(cache, first, start + i * TOKENS * splits, there, S)
         gdc_wait()
-    now = tl.load(length).to(tl.int32)
+    if S.ring:
+        gone_by = tl.load(length).to(tl.int32)
+        now, place = tl.minimum(gone_by, size), gone_by % size
+        oldest = tl.where(gone_by >= size, place + 1, 0)  # once the new one is there
+        fits = size > 0
+    else:
+        now = tl.load(length).to(tl.int32)
+        place = now
+        oldest = 0
+        fits = now < size
     row_mask = batch * strides[2]
     if S.stages == 1:
         keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, inside, S)
-        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), size)
+        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), size, oldest, size, S)
     mine = (g < HEADS)[:, None] & inside[None, :]
     row = qkv + batch.to(tl.int64) * ((HEADS + 2) * kv_heads * DIM)
     at = row + (head * HEADS + g[:, None]) * DIM
@@ -202,9 +230,12 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     k = tl.load(new + d, mask=inside, other=0.0)
     k_half = tl.load(new + half, mask=inside, other=0.0)
     v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0)
-    cos = tl.load(rotary[0] + batch * strides[0] + d, mask=inside, other=0.0)
-    sin = tl.load(rotary[1] + batch * strides[1] + d, mask=inside, other=0.0)
-    cos, sin = cos.to(tl.float32), tl.where(d < DIM // 2, -1.0, 1.0) * sin.to(tl.float32)
+    if TURNED > 0:
+        cos = tl.load(rotary[0] + batch * strides[0] + d, mask=turned, other=1.0)
+        sin = tl.load(rotary[1] + batch * strides[1] + d, mask=turned, other=0.0)
+        cos, sin = cos.to(tl.float32), tl.where(d < TURNED // 2, -1.0, 1.0) * sin.to(tl.float32)
+    else:
+        cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
     q, q_half, k, k_half = q.to(tl.float32), q_half.to(tl.float32), k.to(tl.float32), k_half.to(tl.float32)
     if norms is not None:
         q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
@@ -224,40 +255,44 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         for step in range(start, end, TOKENS * splits):
             last = step
             t = step + tl.arange(0, TOKENS)
-            keys_now = tl.where((t == now)[:, None], k[None, :], keys)
+            new_here = t == place
+            keys_now = tl.where(new_here[:, None], k[None, :], keys)
             # What is not there yet may be anything.
-            values_now = tl.where((t < now)[:, None], values, tl.where((t == now)[:, None], v[None, :], 0.0))
+            values_now = tl.where(new_here[:, None], v[None, :], tl.where((t < now)[:, None], values, 0.0))
             seen_now = seen & (t <= now)
             keys, values = _tile(cache, first, t + TOKENS * splits, end, inside, S)
-            seen = _seen(mask, row_mask, t + TOKENS * splits, end)
+            seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
-        mine_too = (last <= now) & (now < last + TOKENS)
+        if S.ring:
+            mine_too = place // TOKENS % splits == tl.program_id(1)
+        else:
+            mine_too = (last <= now) & (now < last + TOKENS)
     else:
         mine_too = tl.program_id(1) == 0
         score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
         end = tl.minimum(now, size)
-        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end)
+        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
             t = step + tl.arange(0, TOKENS)
             keys, values = _tile(cache, first, t, end, inside, S)
-            seen_now = seen
-            seen = _seen(mask, row_mask, t + TOKENS * splits, end)
+            seen_now = seen & (t != place) if S.ring else seen
+            seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
-        sees = now < size
+        sees = fits
         if mask is not None:
             sees &= tl.load(mask + row_mask + tl.minimum(now, size - 1)) != 0
         if mine_too & sees:
             larger = tl.maximum(most, score)
             weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
             most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-    if (now < size) & mine_too:
-        entry = first + now * DIM + d
+    if fits & mine_too:
+        entry = first + place * DIM + d
         tl.store(cache[0] + entry, k, mask=inside)
         tl.store(cache[1] + entry, v, mask=inside)
     part = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
-    tl.store(scratch[1] + 2 * part + S.group + g, tl.where(now < size, total, float("nan")), mask=g < S.group)
+    tl.store(scratch[1] + 2 * part + S.group + g, tl.where(fits, total, float("nan")), mask=g < S.group)
 
 
 @triton.jit
@@ -303,12 +338,15 @@ def _tile(cache, first, t, end, inside, S: tl.constexpr):
 
 
 @triton.jit
-def _seen(mask, row, t, end):
+def _seen(mask, row, t, end, oldest, size, S: tl.constexpr):
     """Which tokens may be seen."""
     if mask is None:
         return t < end
     else:
-        return tl.load(mask + row + t, mask=t < end, other=0) != 0
+        at = t
+        if S.ring:
+            at = tl.where(t < oldest, t + size, t) - oldest
+        return tl.load(mask + row + at, mask=t < end, other=0) != 0
 
 
 @triton.jit
@@ -330,7 +368,7 @@ def _product(a0, a1, b, total):
 
 
 @triton.jit(do_not_specialize=["splits", "advance"])
-def _add_up(scratch, length, out, splits, advance, MOST: tl.constexpr, S: tl.constexpr):
+def _add_up(scratch, length, out, splits, advance, factor, MOST: tl.constexpr, S: tl.constexpr):
     """The softmax of all parts of a query head, from the sums and maxima of each. MOST: `splits` up to a power of two."""
     if S.pdl:
         gdc_launch_dependents()
@@ -345,7 +383,7 @@ def _add_up(scratch, length, out, splits, advance, MOST: tl.constexpr, S: tl.con
     total = tl.load(scratch[1] + 2 * part + S.group + head, mask=there, other=0.0)
     largest = tl.max(most, axis=0)
     weights = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
-    y = tl.sum(sums * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
+    y = tl.sum(sums * weights[:, None], axis=0) / tl.sum(total * weights, axis=0) * factor
     to = out + program.to(tl.int64) * (S.heads * S.dim) + head * S.dim + d
     tl.store(to, y.to(out.dtype.element_ty), mask=inside)
     if (program == 0) & (head == 0):

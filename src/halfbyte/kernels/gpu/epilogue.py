@@ -33,10 +33,14 @@ def write(total, out, added, rn, rm, M, N, low, high, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up):
-    """silu(gate) * up, float32."""
-    small = tl.exp(-tl.abs(gate))
-    return gate * tl.where(gate < 0, small, 1.0) / (1 + small) * up
+def gated(gate, up, factor, GATES: tl.constexpr):
+    """factor * f(gate) * up, float32, where f is what GATES names: silu, or gelu by a tanh, which is x * sigmoid(t) as well."""
+    if GATES == "gelu_tanh":
+        t = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    else:
+        t = gate
+    small = tl.exp(-tl.abs(t))
+    return gate * tl.where(t < 0, small, 1.0) / (1 + small) * up * factor
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import skinny, skinny_config, skinny_tile
 from halfbyte.kernels.gpu.arithmetic import in_groups
+from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -76,14 +77,26 @@ def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_
     return sorted(found, key=lambda config: -config.bands) if columns > 8 and many else found
 
 
-def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """x [P / share, K] (unit stride along K), weight uint8 [E * bytes of a matrix], ids [P] int32 or int64, bias [E, N] -> out [P, N]."""
+def gated(problem: Problem, config: Config) -> Config | None:
+    """`config` as gates need it; None where the shape is not for them."""
+    tile = skinny.gated(replace(problem, op="linear", compute="float", experts=1), config.tile)
+    return None if tile is None else replace(config, tile=tile)
+
+
+def launch(
+    problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None, gates: str = ""
+) -> None:
+    """x [P / share, K] (unit stride along K), weight uint8 [E * bytes of a matrix], ids [P] int32 or int64, bias [E, N] -> out [P, N].
+
+    gates  one of `problem.GATES`, without a bias and with a config that `gated` gave: out [P, N / 2]
+    """
     pairs, experts, n, k = problem.m, problem.experts, problem.n, problem.k
     geo = gpu_tiles.geometry(problem.format, (n, k))
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
     steps = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
     static, per = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
+    static = replace(static, gates=gates)
     table = sorted_by_expert(ids, experts, columns) if config.sort else None
     blocks = pairs if table is None else len(table[1])
     launcher.run(
@@ -301,5 +314,12 @@ def _grouped(x, weight, ids, table, out, bias, pairs, experts, blocks, share, st
         added = (bias + at * N, None)
     total = skinny_tile.sums(x, rows // share, mine, N, K, stride, per, 0, pn, None, None, S)
     total = tl.where(e < experts, total, float("nan"))
-    rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
-    write(total, out, added, rn, rm, pairs, N, 0.0, 0.0, False)
+    if S.gated:
+        HALF: tl.constexpr = S.outputs // 2
+        GATES: tl.constexpr = S.gates
+        gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))
+        rn = pn * HALF + tl.arange(0, HALF)
+        write(with_gates(gate, up, 1.0, GATES), out, added, rn, rm, pairs, N // 2, 0.0, 0.0, False)
+    else:
+        rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
+        write(total, out, added, rn, rm, pairs, N, 0.0, 0.0, False)

@@ -1,4 +1,8 @@
-"""y = x / sqrt(mean(x²) + eps) * weight for each row of x, in float32, rounded once (RMS norm: Zhang and Sennrich, 2019).
+"""RMS norms (Zhang and Sennrich, 2019) of the rows of x, in float32, rounded once: norm(x) = x / sqrt(mean(x²) + eps) * weight, or
+* (1 + weight), as Gemma has it.
+
+    y = norm(x)                                 or of parts of a row, each with a weight of its own
+    h = residual + norm(x), z = then(h)         where what a layer's half gives has a norm, and what follows has, too
 
 For the few rows of a decoding step, a block each: what matters there is that the next kernel may start, and read its weights, meanwhile.
 """
@@ -15,23 +19,90 @@ from halfbyte.machine import Gpu
 
 MOST = 1 << 15  # columns: all of a row is in registers
 
+Norm = tuple[Tensor, float, bool]  # weight [K] of x's type, eps, whether 1 + weight is multiplied by
 
-def launch(gpu: Gpu, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """x, out [M, K], contiguous, K at most MOST; weight [K], of the same type."""
+
+def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
+    """x, out [M, K], contiguous, K at most MOST."""
+    weight, eps, plus_one = norm
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
-    launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), pdl, num_warps=16, early=pdl)
+    launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), plus_one, pdl, num_warps=16, early=pdl)
+
+
+def launch_parts(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
+    """Of the first columns of x [M, K] and of those after them, as many as each weight has, at most MOST; further ones, no more than the
+    first have, as they are. x, out [M, K], contiguous."""
+    (first, eps, plus_one), (second, _, _) = norms
+    pdl, a, b = launcher.starts_early(gpu), len(first), len(second)
+    sizes, wide = (a, b, x.shape[1]), triton.next_power_of_2(max(a, b, x.shape[1] - a - b))
+    launcher.run(_parts, (x.shape[0], 3), x, first, second, eps, out, sizes, wide, plus_one, pdl, num_warps=16, early=pdl)
+
+
+def launch_added(gpu: Gpu, x: Tensor, norm: Norm, residual: Tensor, out: Tensor, then: tuple[Norm, Tensor] | None) -> None:
+    """x, residual, out [M, K], contiguous, K at most MOST; `then`: the norm of what is written to `out`, and where its result goes."""
+    weight, eps, plus_one = norm
+    m, k = x.shape
+    pdl = launcher.starts_early(gpu)
+    second = None if then is None else (*then[0][:2], then[1])
+    launcher.run(_added, (m,), x, weight, eps, residual, out, second, k, triton.next_power_of_2(k), plus_one, pdl, num_warps=16, early=pdl)
 
 
 @triton.jit
-def _norm(x, weight, eps, out, K, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _factor(weight, i, K, PLUS_ONE: tl.constexpr):
+    factor = tl.load(weight + i, mask=i < K, other=0.0).to(tl.float32)
+    return factor + 1 if PLUS_ONE else factor
+
+
+@triton.jit
+def _normed(v, factor, K, eps):
+    return v * tl.rsqrt(tl.sum(v * v) / K + eps) * factor
+
+
+@triton.jit
+def _norm(x, weight, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     i = tl.arange(0, WIDE)
     at = tl.program_id(0).to(tl.int64) * K + i
-    factor = tl.load(weight + i, mask=i < K, other=0.0).to(tl.float32)
+    factor = _factor(weight, i, K, PLUS_ONE)
     if PDL:
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
-    root = tl.rsqrt(tl.sum(v * v) / K + eps)
-    tl.store(out + at, (v * root * factor).to(out.dtype.element_ty), mask=i < K)
+    tl.store(out + at, _normed(v, factor, K, eps).to(out.dtype.element_ty), mask=i < K)
+
+
+@triton.jit
+def _parts(x, first, second, eps, out, sizes, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    i, part = tl.arange(0, WIDE), tl.program_id(1)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, sizes[0], sizes[0] + sizes[1]))
+    K = tl.where(part == 0, sizes[0], tl.where(part == 1, sizes[1], sizes[2] - sizes[0] - sizes[1]))
+    at = tl.program_id(0).to(tl.int64) * sizes[2] + begin + i
+    factor = _factor(tl.where(part == 0, first, second), i, tl.where(part == 2, 0, K), PLUS_ONE)
+    if PDL:
+        gdc_wait()
+    v = tl.load(x + at, mask=i < K, other=0.0)
+    y = _normed(v.to(tl.float32), factor, K, eps).to(v.dtype)
+    tl.store(out + at, tl.where(part == 2, v, y), mask=i < K)
+
+
+@triton.jit
+def _added(x, weight, eps, residual, out, then, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    i = tl.arange(0, WIDE)
+    at = tl.program_id(0).to(tl.int64) * K + i
+    factor = _factor(weight, i, K, PLUS_ONE)
+    if then is not None:
+        factor_then = _factor(then[0], i, K, PLUS_ONE)
+    if PDL:
+        gdc_wait()
+    v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
+    h = _normed(v, factor, K, eps) + tl.load(residual + at, mask=i < K, other=0.0).to(tl.float32)
+    h = h.to(out.dtype.element_ty)
+    tl.store(out + at, h, mask=i < K)
+    if then is not None:
+        z = _normed(h.to(tl.float32), factor_then, K, then[1])
+        tl.store(then[2] + at, z.to(out.dtype.element_ty), mask=i < K)

@@ -223,24 +223,24 @@ def launch(
     zero: Tensor | None,
     out: Tensor,
     epilogue: Epilogue,
-    norm: tuple[Tensor, float] | None = None,
+    norm: tuple[Tensor, float, bool] | None = None,
 ) -> None:
-    """x [M, K] (unit stride along K), after an RMS norm (weight [K] of x's type, eps) if there is one, times the weight whose sections are
-    codes, scale, zero -> out [M, N], contiguous (gates: [M, N / 2]).
+    """x [M, K] (unit stride along K), after a norm (as `norm.py` has it) if there is one, times the weight whose sections are codes,
+    scale, zero -> out [M, N], contiguous (gates: [M, N / 2]).
 
     Raises KernelError where `config` is not for gates that are asked for.
     """
-    if epilogue.gated and not _takes_gates(problem, config):
+    if epilogue.gates and not _takes_gates(problem, config):
         raise KernelError(f"{config} of {problem} takes no gates: take what `gated` gives, or compute them apart")
     static, per = compiled_for(problem, config, clamps=epilogue.clamps)
-    static = replace(static, gated=epilogue.gated)
+    static = replace(static, gates=epilogue.gates, plus_one=norm is not None and norm[2])
     tiles = -(-problem.n // static.outputs) * -(-problem.m // config.columns)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
         nbytes = 4 * config.split * tiles * static.outputs * config.columns
         scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, tiles)
     options: dict[str, int] = {}
-    if epilogue.gated and config.pdl:
+    if epilogue.gates and config.pdl:
         options["maxnreg"] = min(255, 1024 // config.warps)  # two blocks for each multiprocessor: left alone the compiler takes more
     elif norm is not None and static.early and config.bands == 1 and config.warps == 8:
         options["maxnreg"] = 80  # three blocks
@@ -259,8 +259,8 @@ def launch(
         problem.k,
         x.stride(0),
         per,
-        (epilogue.low, epilogue.high),
-        norm,
+        (epilogue.low, epilogue.high, epilogue.factor),
+        None if norm is None else norm[:2],
         static,
         num_warps=config.warps,
         early=config.pdl,
@@ -289,8 +289,20 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, 
     total = sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S)
     if S.gated:
         HALF: tl.constexpr = S.outputs // 2
+        GATES: tl.constexpr = S.gates
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))
-        write(with_gates(gate, up), out, added, pn * HALF + tl.arange(0, HALF), rm, M, N // 2, bounds[0], bounds[1], S.clamp)
+        write(
+            with_gates(gate, up, bounds[2], GATES),
+            out,
+            added,
+            pn * HALF + tl.arange(0, HALF),
+            rm,
+            M,
+            N // 2,
+            bounds[0],
+            bounds[1],
+            S.clamp,
+        )
     elif S.split:
         tiles = tl.num_programs(0)
         local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]

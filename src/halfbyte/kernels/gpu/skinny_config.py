@@ -64,7 +64,8 @@ class Static:
     once: bool  # one step is all
     pipe: bool  # and those of the second; each step's while the one before it is multiplied
     wide: bool  # four warps take an instruction of Hopper's matrix units together, which reads x from shared memory
-    gated: bool = False
+    gates: str = ""  # half of a tile's rows are gates of the others: `epilogue.gated`
+    plus_one: bool = False  # 1 + the norm's weight is multiplied by
     table: bool = False  # codes are 4-bit floats
     taps: int = 0  # of a convolution, whose patches are the rows of x
 
@@ -72,6 +73,10 @@ class Static:
     def turned(self) -> bool:
         """A lane multiplies the 16 bytes that it reads."""
         return self.bits == 8 and (self.stages == 1 or self.wide)
+
+    @property
+    def gated(self) -> bool:
+        return self.gates != ""
 
     @property
     def late(self) -> bool:

@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.epilogue import gated as gates
+from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
 from halfbyte.kernels.gpu.skinny_hopper_tile import LIFT, ROWS, Static, add_record
@@ -143,12 +143,12 @@ def gated(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
     if problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4 or 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
         return None
-    static = compiled_for(problem, config, clamp=False, gated=True)
+    static = compiled_for(problem, config, clamp=False, gates="silu")
     stages = min(config.stages, (gpu.shared - _BESIDE - 2 * 256 * config.columns) // static.stage_bytes)
     return replace(config, stages=stages, programs=min(config.programs, problem.n // static.rows)) if stages > 1 else None
 
 
-def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool = False) -> Static:
+def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = "") -> Static:
     """Of floats, or of integers: as the problem computes."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     groups = max(1, gpu_tiles.RECORD // geo.padded)
@@ -173,7 +173,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gated: bool =
         clamp=clamp,
         partitions=config.partitions,
         table=bool(geo.format.table),
-        gated=gated,
+        gates=gates,
         sparse=problem.sparse,
     )
 
@@ -184,8 +184,8 @@ def launch(
     """x [M, K] (unit stride along K) times the weight whose sections are codes and scale -> out [M, N], contiguous."""
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)
-    static = compiled_for(problem, config, clamp=epilogue.clamps, gated=epilogue.gated)
-    memory = launcher.workspace(out.device, 0 if epilogue.gated else beside(problem, config))
+    static = compiled_for(problem, config, clamp=epilogue.clamps, gates=epilogue.gates)
+    memory = launcher.workspace(out.device, 0 if epilogue.gates else beside(problem, config))
     multiply(problem, config, static, (x, None), (codes, scale, zero), out, epilogue, memory)
 
 
@@ -240,7 +240,7 @@ def multiply(
         problem.n,
         geo.n_padded,
         geo.records,
-        (epilogue.low, epilogue.high),
+        (epilogue.low, epilogue.high, epilogue.factor),
         static,
         num_warps=4,
         launch_pdl=True,
@@ -430,7 +430,8 @@ def _consume(read, NUMBER: gl.constexpr, S: gl.constexpr):
                     held = sums.index(PANEL).load(as_held(acc).type.layout)
                     mbarrier.arrive(met.index(PANELS + PANELS // 2 + PANEL), count=1)
                     up = gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
-                    _write(gates(acc, up), out, added, row, half, bounds, S)
+                    GATES: gl.constexpr = S.gates
+                    _write(with_gates(acc, up, bounds[2], GATES), out, added, row, half, bounds, S)
             elif ready:
                 _write(_scaled(acc, scales, row, sizes, S), out, added, row, sizes, bounds, S)
         steps -= count

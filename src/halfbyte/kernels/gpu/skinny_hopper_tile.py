@@ -57,8 +57,12 @@ class Static:
     clamp: bool
     partitions: int
     table: bool  # codes are 4-bit floats
-    gated: bool = False  # half of a tile's panels are gates of the others
+    gates: str = ""  # half of a tile's panels are gates of the others: `epilogue.gated`
     sparse: bool = False  # 2:4, in `layouts/gpu_sparse.py`
+
+    @property
+    def gated(self) -> bool:
+        return self.gates != ""
 
     @property
     def parts(self) -> int:

@@ -162,12 +162,13 @@ def _times(xs, factors, S: tl.constexpr):
     found = ()
     for r in tl.static_range(RECORDS):
         if S.ptx and xs[r].dtype == tl.bfloat16:
-            zero = tl.full(xs[r].shape, -0.0, tl.bfloat16)
+            added = xs[r] if S.plus_one else tl.full(xs[r].shape, -0.0, tl.bfloat16)
             y = tl.inline_asm_elementwise(
-                "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [xs[r], factors[r], zero], dtype=tl.bfloat16, is_pure=False, pack=2
+                "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [xs[r], factors[r], added], dtype=tl.bfloat16, is_pure=False, pack=2
             )
         else:
-            y = (xs[r].to(tl.float32) * factors[r].to(tl.float32)).to(xs[r].dtype)
+            factor = factors[r].to(tl.float32)
+            y = (xs[r].to(tl.float32) * (factor + 1 if S.plus_one else factor)).to(xs[r].dtype)
         found += (y,)  # type: ignore[assignment]
     return found
 

@@ -1,0 +1,227 @@
+"""Decoder layers that `shorten_` has changed, on a GPU: one new token of each sequence, with a static cache, in few kernels:
+
+    qkv  = normed_linear(x, norm, q | k | v)                 queries, keys and values: a product for each weight
+    a    = attend(qkv, …)                                    norms of heads, positions, the cache's new entry, attention; two kernels
+    h    = linear(a, o, residual=x)                          or, where there is a norm after it: h, z = add_normed(linear(a, o), x, norm, …)
+    g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up
+    y    = linear(g, down, residual=h)                       or add_normed(linear(g, down), h, norm)
+    y    = add_experts(h, …)                                 in place of these two, where there are experts
+
+What a family's layer computes is what `families.py` says of it, as on a CPU. With several sequences norms have separate kernels before the
+products, and gates may have one after theirs; on Hopper the norm before the gates has one, too, where the product with gates is
+`skinny_hopper`'s. A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+from halfbyte.integrations.decoding_cpu import all_norms, groups_of, halves_of, linears_of
+from halfbyte.integrations.families import known
+from halfbyte.integrations.rings import Ring
+from halfbyte.integrations.shortened import products_of
+from halfbyte.kernels.problem import GATES, Problem
+from halfbyte.machine import Gpu
+from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.parallel import linear_added, part_of
+from halfbyte.ops.decoder import Attention, Dense, Norm
+from halfbyte.ops.decoding import NormedPlan, add_normed, attend, normed_linear, normed_plan, why_not_attend
+from halfbyte.ops.experts import Experts
+from halfbyte.ops.functions import sparse_on
+from halfbyte.ops.layers import Weight
+from halfbyte.ops.routing import add_experts, describe, why_not_experts
+
+DEVICES = ("cuda",)
+_CACHES = (StaticLayer, Ring)
+
+
+def why_not_few_kernels(layer: Any) -> str | None:
+    """Why `token` does not take a layer that has `linears_of`; None if it does."""
+    linears = linears_of(layer)
+    assert linears is not None
+    qkv, o, second = linears
+    for linear in (*qkv, o, *second):
+        if linear.compute not in ("auto", "float"):
+            return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
+    first, last = _halves(layer)
+    if first.heads.sinks is not None:
+        return "its attention has sinks"
+    if first.heads.pairs:
+        return "its positions turn neighbours"
+    if layer.self_attn.config._attn_implementation == "eager":
+        return "its attention is transformers' eager one, whose masks are added to scores"
+    if any(norm.centred for norm in (first.before, first.after, last.before) if norm is not None):
+        return "its norms are layer norms"
+    if isinstance(last, Experts):
+        if last.bias is not None or last.clamped is not None:
+            return "its router has a bias or its gates are clamped"
+        if last.shared is not None:
+            return "its experts share one"
+        for stack in (last.gate_up, last.down):
+            if stack.compute not in ("auto", "float"):
+                return f"its experts are to compute in {stack.compute}"
+        if first.after is not None or first.factor != 1:
+            return "what its attention adds has a norm or a factor, and what follows are experts"
+    elif not last.gated or last.parallel or last.gates not in GATES:
+        return "its mlp is beside attention, or has no gates, or others"
+    elif first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
+        return "what it adds has a factor and a bias"
+    parts = [part_of(linear) for linear in (*qkv, *second[:-1])]
+    if any(part is not None and (part.cut.before or part.cut.after or first.heads.rows) for part in parts):
+        return "its weights are distributed over processes in a way that takes steps between products"
+    return None
+
+
+def _halves(layer: Any) -> tuple[Attention, Dense | Experts]:
+    first, second = halves_of(layer)
+    assert isinstance(second, Dense | Experts)
+    return first, second
+
+
+def _name_of(layer: Any, linear: QuantLinear) -> str:
+    names: list[str] = [name for name, part in layer.named_modules() if part is linear]
+    return names[0].rpartition(".")[2]
+
+
+def token(
+    layer: Any, x: Tensor, mask: Tensor | None, layers: list[Any], rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
+) -> Tensor | None:
+    """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported. layers: those of the cache."""
+    index = layer.self_attn.layer_idx
+    linears = linears_of(layer) if _fits(x, mask, layers, index, settings) else None
+    if linears is None or why_not_few_kernels(layer) is not None:
+        return None
+    first, second = _halves(layer)
+    if first.heads.turned not in (0, rotary[0].shape[2]) or not layer.self_attn.is_causal:
+        return None
+    seen = _attended(first, x, mask, layers[index], rotary, first=index == 0)
+    if isinstance(second, Experts):
+        return add_experts(_added(first, linears[1], seen, x)[0], second)
+    h, z = _added(first, linears[1], seen, x, second.before)
+    before = second.before if z is None else None
+    weight = second.gate_up
+    inner = normed_linear(h if z is None else z, before, weight.packed, weight.bias, gates=second.gates, factor=second.factor)
+    return _added(second, linears[2][-1], inner, h)[0]
+
+
+def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary: tuple[Tensor, Tensor], *, first: bool) -> Tensor:
+    """[B, 1, H * D]"""
+    heads, ring = half.heads, type(kept) is Ring
+    parts = [normed_linear(x, half.before, weight.packed, weight.bias) for weight in half.qkv]
+    qkv = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(len(x), -1)
+    turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
+    seen = attend(
+        qkv,
+        turns,
+        kept.keys,
+        kept.values,
+        kept.cumulative_length,
+        None if mask is None else mask[:, 0, 0],
+        heads.scale,
+        norms=heads.norms,
+        factor=half.factor,
+        advance=0 if first else 1,
+        ring=ring,
+    )
+    if first:
+        # The first layer's length makes masks and positions. torch.compile reads it for these when it likes, unless it knows of a change.
+        kept.cumulative_length.add_(1)
+    if ring:
+        kept.cumulative_length_int += 1
+    return seen.unsqueeze(1)
+
+
+def _added(
+    half: Attention | Dense, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """h = residual + norm(linear(x)), and then(h) where that takes no further kernel."""
+    if half.after is None:
+        return linear_added(linear, x, residual), None
+    return add_normed(linear(x), residual, half.after, then)
+
+
+def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:
+    """Whether the call is for one token of each sequence, with a cache that `attend` supports."""
+    return (
+        x.device.type in DEVICES
+        and x.shape[1] == 1
+        and index < len(layers)
+        and type(layers[0]) in _CACHES
+        and type(layers[index]) in _CACHES
+        and layers[index].is_initialized
+        and layers[index].keys.dtype == x.dtype
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1:] == (1, 1, layers[index].keys.shape[2])))
+        and not settings.get("output_attentions")
+        and not torch.is_grad_enabled()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A product or the attention of a layer that `shorten_` has changed. `kernel` computes it; a `reason` tells why torch's operations do
+    (partly)."""
+
+    name: str
+    kernel: str
+    reason: str | None = None
+
+
+def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
+    """How a shortened layer computes one new token of each of `rows` sequences with a static cache on a GPU, which need not be present."""
+    first, second = _halves(layer)
+    dtype = all_norms(layer)[0].weight.dtype
+    qkv, gates = groups_of(layer)
+    names = [*(products_of(*qkv) or {})]
+    found = [_product(name, weight, first.before, "", rows, dtype, here) for name, weight in zip(names, first.qkv, strict=True)]
+    heads = first.heads
+    normed = heads.query * heads.dim if heads.rows else None
+    reason = why_not_attend(heads.query, heads.key, heads.dim, dtype, here, normed)
+    of_all = ", after a kernel of the norms" if heads.rows else ""
+    found.append(Step("attention", f"attend{of_all}" if reason is None else "torch's operations", reason))
+    if isinstance(second, Experts):
+        lost = why_not_experts(second, here)
+        router = "with the norm, then a kernel of the choice"
+        found += [Step(known(layer).o, _how_added(first)), Step("gate", router if lost is None else "torch's operations", lost)]
+        experts = describe(second, rows, dtype, here) if lost is None else "the products alone"
+        return *found, Step("experts", experts, lost)
+    found.append(Step(known(layer).o, _how_added(first, second.before)))
+    before = None if first.after is not None else second.before
+    found.append(_product("+".join(products_of(*gates) or {}), second.gate_up, before, second.gates, rows, dtype, here))
+    return *found, Step(known(layer).down, _how_added(second))
+
+
+def _product(name: str, weight: Weight, norm: Norm | None, gates: str, rows: int, dtype: torch.dtype, here: Gpu) -> Step:
+    packed = weight.packed
+    n, k = packed.shape
+    if norm is None and not gates:
+        return Step(name, "the product alone")
+    problem = Problem("linear", rows, n, k, packed.format, dtype, sparse=sparse_on(packed, here))
+    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates), biased=weight.bias is not None)
+    gated = f"{gates.removesuffix('_tanh')}(gate) * up"
+    if isinstance(plan, str):
+        parts = " and ".join(part for part, there in (("norm", norm), ("gates", gates)) if there)
+        return Step(name, "the product alone", f"{parts} in torch's operations: {plan}")
+    return Step(name, _described(plan, gated if gates else "", normed=norm is not None))
+
+
+def _described(plan: NormedPlan, gated: str, *, normed: bool) -> str:
+    """Describes the computation of a product after a norm. The kernel of a plain linear layer is not named here, but before."""
+    if plan.norm_inside:
+        return f"{plan.kernel} with the norm{f' and {gated}' if gated else ''}"
+    after = "after a kernel of the norm" if normed else ""
+    if plan.config is None:
+        return ", ".join(part for part in (after, f"before one of {gated}" if gated else "") if part)
+    product = f"{plan.kernel}{f' with {gated}' if gated else ''}"
+    return f"{product}, {after}" if after else product
+
+
+def _how_added(half: Attention | Dense, then: Norm | None = None) -> str:
+    factor = "" if half.factor == 1 else f", times {half.factor:g}"
+    if half.after is None:
+        return f"with the residual added{factor}"
+    return f"before a kernel of the norm, with the residual added{' and the next norm' if then is not None else ''}"

@@ -1,0 +1,57 @@
+"""Windows of a static cache, as rings: each token stays where it was written, and the next one takes the place of the oldest.
+
+transformers' own layer with a window moves all of its tokens for each new one, once it is full. Here one is written. Who asks by `update`
+gets them in their order, as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.cache_utils import StaticSlidingWindowLayer
+
+
+class Ring(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    """The next token's place is `cumulative_length` modulo the size. As long as it is not full, it is what it is derived from."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """keys, values [B, Hkv, T, D] in their order, after new ones; of several new ones also those that these have pushed out."""
+        size = self.max_cache_len
+        if self.cumulative_length_int >= size:
+            if key_states.shape[2] == 1:
+                place = (self.cumulative_length % size).view(1)
+                for mine, new in zip(self._both(), (key_states, value_states), strict=True):
+                    mine.index_copy_(2, place, new)
+                self.cumulative_length.add_(1)
+                self.cumulative_length_int += 1
+                return self._in_order()
+            for mine, ordered in zip(self._both(), self._in_order(), strict=True):
+                mine.copy_(ordered)
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        if self.cumulative_length_int >= size:
+            self.cumulative_length.fill_(size)
+        return found
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _in_order(self) -> tuple[Tensor, Tensor]:
+        keys, values = self._both()
+        order = (torch.arange(self.max_cache_len, device=keys.device) + self.cumulative_length) % self.max_cache_len
+        return keys.index_select(2, order), values.index_select(2, order)
+
+
+def make_rings(cache: StaticCache) -> StaticCache:
+    """Turns its windows into rings, in place."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if type(layer) is StaticSlidingWindowLayer:
+            layer.__class__ = Ring
+            if layer.cumulative_length_int >= layer.max_cache_len:
+                layer.cumulative_length.fill_(layer.max_cache_len)
+    return cache

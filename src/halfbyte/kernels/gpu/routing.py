@@ -1,0 +1,112 @@
+"""What lies around the products of a mixture of experts, for the few rows of a decoding step. With h [M, K], in float32:
+
+    z = norm(h), rounded to its type           norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
+    logits = z · routerᵀ                       [M, E]
+    ids, weights                               the T largest logits of a row, the first of equal ones, and their softmax: among them, or
+                                               their share of that of all
+    y = h + sum over t of weights[t] * of_experts[t], rounded once
+
+What takes time is that one kernel waits for another: a block has the logit of one expert, whose row of the router it reads while the
+kernel before is still running, and finds the norm of the whole row by itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.machine import Gpu
+
+MOST_EXPERTS = 1024  # logits of a row in the registers of a warp
+_WIDE = 512
+
+
+def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Tensor, z: Tensor, logits: Tensor) -> None:
+    """x, z [M, K], router [E, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
+    weight, eps, plus_one = norm
+    m, k = x.shape
+    pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
+    warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
+    grid = m, len(router)
+    launcher.run(_logits, grid, x, weight, eps, router, z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
+
+
+def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, *, normalized: bool) -> None:
+    """logits [M, E], E at most MOST_EXPERTS -> ids int32 and weights float32 [M, T], contiguous; normalized: weights add up to 1."""
+    (m, experts), chosen = logits.shape, ids.shape[1]
+    sizes, pdl = (triton.next_power_of_2(experts), triton.next_power_of_2(chosen)), launcher.starts_early(gpu)
+    launcher.run(_choose, (m,), logits, ids, weights, experts, chosen, *sizes, normalized, pdl, num_warps=1, early=pdl)
+
+
+def launch_sum(gpu: Gpu, y: Tensor, weights: Tensor, residual: Tensor, out: Tensor) -> None:
+    """y [M * T, K], weights float32 [M, T], residual, out [M, K], contiguous."""
+    (m, k), pdl = out.shape, launcher.starts_early(gpu)
+    grid = m, -(-k // _WIDE)
+    launcher.run(_sum, grid, y, weights, residual, out, k, weights.shape[1], _WIDE, pdl, num_warps=4, early=pdl)
+
+
+@triton.jit
+def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, WIDE)
+    inside = i < K
+    mine = tl.load(router + expert.to(tl.int64) * K + i, mask=inside, other=0.0)
+    factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        factor += 1
+    if PDL:
+        gdc_wait()
+    v = tl.load(x + row * K + i, mask=inside, other=0.0).to(tl.float32)
+    y = (v * tl.rsqrt(tl.sum(v * v) / K + eps) * factor).to(z.dtype.element_ty)
+    if expert == 0:
+        tl.store(z + row * K + i, y, mask=inside)
+    tl.store(logits + row * tl.num_programs(1) + expert, tl.sum(y.to(tl.float32) * mine.to(tl.float32)))
+
+
+@triton.jit
+def _choose(
+    logits, ids, weights, experts, CHOSEN: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, NORMALIZED: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    i, t = tl.arange(0, WIDE), tl.arange(0, SOME)
+    if PDL:
+        gdc_wait()
+    left = tl.load(logits + row * experts + i, mask=i < experts, other=float("-inf"))
+    largest = tl.max(left, axis=0)
+    total = tl.sum(tl.exp(left - largest), axis=0)
+    best = tl.full((SOME,), float("-inf"), tl.float32)
+    at = tl.zeros((SOME,), tl.int32)
+    for step in tl.static_range(CHOSEN):
+        value, place = tl.max(left, axis=0, return_indices=True)
+        best = tl.where(t == step, value, best)
+        at = tl.where(t == step, place, at)
+        left = tl.where(i == place, float("-inf"), left)
+    share = tl.exp(best - largest)
+    if NORMALIZED:
+        total = tl.sum(share, axis=0)
+    tl.store(ids + row * CHOSEN + t, at, mask=t < CHOSEN)
+    tl.store(weights + row * CHOSEN + t, share / total, mask=t < CHOSEN)
+
+
+@triton.jit
+def _sum(y, weights, residual, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    inside = i < K
+    if PDL:
+        gdc_wait()
+    total = tl.zeros((WIDE,), tl.float32)
+    for t in tl.static_range(CHOSEN):
+        part = tl.load(y + (row * CHOSEN + t) * K + i, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + row * CHOSEN + t) * part
+    total += tl.load(residual + row * K + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * K + i, total.to(out.dtype.element_ty), mask=inside)

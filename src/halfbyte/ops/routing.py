@@ -1,0 +1,159 @@
+"""The feed-forward half of a decoder layer with experts, for one token of each sequence: the custom op `halfbyte::add_experts`, five or six
+kernels on an NVIDIA GPU, and the same formula in torch's operations elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfbyte.dispatch.gpu import choose_gpu
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import as_format
+from halfbyte.kernels.problem import Problem
+from halfbyte.machine import Gpu, gpu
+from halfbyte.ops.cuda import on
+from halfbyte.ops.decoder import Norm
+from halfbyte.ops.decoding import rms_norm, why_not_norm
+from halfbyte.ops.experts import Experts
+from halfbyte.ops.library import OPS
+from halfbyte.ops.tensors import aligned
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define(
+    "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, int chosen, bool normalized, Tensor gate_up, "
+    "str gate_up_format, Tensor down, str down_format, int inner) -> Tensor"
+)
+
+
+def add_experts(x: Tensor, half: Experts) -> Tensor:
+    """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype; without an expert that all tokens share.
+
+    No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    """
+    gate_up, down = half.gate_up.packed, half.down.packed
+    stacks = gate_up.data, gate_up.name, down.data, down.name, down.shape[2]
+    return OPS.add_experts.default(x, *half.before[:3], half.router, half.chosen, half.normalized, *stacks)  # type: ignore[no-any-return]
+
+
+def why_not_experts(half: Experts, here: Gpu) -> str | None:
+    """Why torch's operations compute what lies around the products on a GPU; None if `kernels/gpu/routing.py` does."""
+    experts, k = half.router.shape
+    if (reason := why_not_norm(k, here)) is not None:
+        return reason
+    return _why_not(experts)
+
+
+def _why_not(experts: int) -> str | None:
+    from halfbyte.kernels.gpu import routing
+
+    most = routing.MOST_EXPERTS
+    return None if experts <= most else f"{experts} experts are more than the {most} whose logits a warp's registers hold"
+
+
+class _Arguments(NamedTuple):
+    """Of the op."""
+
+    x: Tensor
+    norm: Tensor
+    eps: float
+    plus_one: bool
+    router: Tensor
+    chosen: int
+    normalized: bool
+    gate_up: Tensor
+    gate_up_format: str
+    down: Tensor
+    down_format: str
+    inner: int
+
+    @property
+    def before(self) -> Norm:
+        return Norm(self.norm, self.eps, self.plus_one)
+
+    def check(self) -> None:
+        """Raises ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
+        x, router = self.x, self.router
+        fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
+        if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
+            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, self.norm, router))
+            raise ArgumentError(
+                f"experts take x [..., K], a norm [K] of its type, a router [E, K] and 1 to E of them, got {got}, {self.chosen}"
+            )
+
+    def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
+        """[M, T, N]"""
+        experts, k = self.router.shape
+        weight, name = (self.down, self.down_format) if down else (self.gate_up, self.gate_up_format)
+        n, k = (k, self.inner) if down else (2 * self.inner, k)
+        y: Tensor = OPS.grouped_linear.default(x, weight, ids, None, name, experts, n, k, "float", "block")
+        return y
+
+
+def _add_experts(*args: Any) -> Tensor:
+    """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
+    a = _Arguments(*args)
+    a.check()
+    z = rms_norm(a.x, a.before).view(-1, a.x.shape[-1])
+    logits = z.float() @ a.router.float().T
+    best, ids = logits.topk(a.chosen, -1)
+    weights = best.softmax(-1) if a.normalized else logits.softmax(-1).gather(1, ids)
+    gate, up = a.product(z, ids, down=False).float().chunk(2, -1)
+    y = a.product((functional.silu(gate) * up).to(z.dtype), ids, down=True)
+    return (a.x + (y.float() * weights.unsqueeze(-1)).sum(1).view(a.x.shape)).to(a.x.dtype)
+
+
+def _add_experts_cuda(*args: Any) -> Tensor:
+    a = _Arguments(*args)
+    a.check()
+    here, (experts, k) = gpu(a.x.get_device()), a.router.shape
+    if not a.x.numel() or why_not_norm(k, here) is not None or _why_not(experts) is not None:
+        return _add_experts(*args)
+    from halfbyte.kernels.gpu import gates, grouped, routing
+
+    x = a.x.contiguous().view(-1, k)
+    m, pairs = len(x), len(x) * a.chosen
+    z, out, inner = torch.empty_like(x), torch.empty_like(x), x.new_empty(pairs, a.inner)
+    logits, weights = (torch.empty(m, n, dtype=torch.float32, device=x.device) for n in (experts, a.chosen))
+    ids = torch.empty(m, a.chosen, dtype=torch.int32, device=x.device)
+    problem = Problem("grouped_linear", pairs, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
+    with on(x):
+        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), a.router.contiguous(), z, logits)
+        routing.launch_choice(here, logits, ids, weights, normalized=a.normalized)
+        config = _gated(problem, here)
+        if config is not None:
+            grouped.launch(problem, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
+        else:
+            gates.launch(here, a.product(z, ids, down=False).view(pairs, -1), inner)
+        y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
+        routing.launch_sum(here, y.view(pairs, k), weights, x, out)
+    return out.view(a.x.shape)
+
+
+def _gated(problem: Problem, here: Gpu) -> Any:
+    """The config of the product with gates; None where they have a kernel of their own."""
+    from halfbyte.kernels.gpu import grouped
+
+    taken = choose_gpu(problem, here).taken
+    return None if taken is None or taken.candidate.home != "grouped" else grouped.gated(problem, taken.config)
+
+
+def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
+    """What computes `half` for so many rows, of which none is in torch's operations."""
+    experts, n, k = half.gate_up.packed.shape
+    problem = Problem("grouped_linear", rows * half.chosen, n, k, half.gate_up.packed.format, dtype, experts=experts)
+    gates = "with silu(gate) * up" if _gated(problem, here) is not None else "before a kernel of silu(gate) * up"
+    return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights, with the residual added"
+
+
+def _fake(*args: Any) -> Tensor:
+    a = _Arguments(*args)
+    a.check()
+    return a.x.new_empty(a.x.shape)
+
+
+_library.impl("add_experts", _add_experts, "CPU")
+_library.impl("add_experts", _add_experts_cuda, "CUDA")
+torch.library.register_fake("halfbyte::add_experts", _fake, lib=_library)

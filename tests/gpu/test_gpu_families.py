@@ -1,0 +1,192 @@
+"""Decoder layers of many families take one token in few kernels and say what transformers' own layers say: on a GPU, or in torch's
+operations on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import StaticCache
+
+from halfbyte.integrations import decoding, decoding_gpu
+from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.integrations.graphs import static_cache
+from halfbyte.integrations.rings import Ring
+from halfbyte.machine import GPUS
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
+from halfbyte.nn.fused import fuse_
+
+SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
+SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
+MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": partial(transformers.LlamaConfig, **SIZES, attention_bias=True, mlp_bias=True),
+    "mistral": partial(transformers.MistralConfig, **SIZES, sliding_window=16),
+    "qwen2": partial(transformers.Qwen2Config, **WITHOUT, use_sliding_window=True, **MIXED),
+    "qwen3": partial(transformers.Qwen3Config, **SIZES),
+    "seed_oss": partial(transformers.SeedOssConfig, **SIZES),
+    "ministral": partial(transformers.MinistralConfig, **SIZES, **MIXED),
+    "phi3": partial(transformers.Phi3Config, **WITHOUT, sliding_window=16),
+    "phi3, a part of each head": partial(transformers.Phi3Config, **WITHOUT, partial_rotary_factor=0.75),
+    "gemma": partial(transformers.GemmaConfig, **SIZES),
+    "gemma3": partial(transformers.Gemma3TextConfig, **SIZES, query_pre_attn_scalar=20, **MIXED),
+    "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1),
+    "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
+    "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
+    "olmo3": partial(transformers.Olmo3Config, **WITHOUT, **MIXED),
+    "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
+    "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
+    "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
+    "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen3_moe, shares of all": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, mlp_only_layers=[1]),
+}
+
+
+def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
+    """(as transformers computes it, in few kernels)"""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    model.to(device)
+    model.set_attn_implementation("sdpa")
+    quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
+    short = shorten_(copy.deepcopy(fuse_(model)))
+    assert all(map(is_short, short.model.layers))
+    assert [decoding.why_not_short(layer) for layer in short.model.layers] == [None] * 2
+    return model, short
+
+
+@pytest.fixture
+def calls(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each layer called, whether it was in few kernels."""
+    monkeypatch.setattr(decoding_gpu, "DEVICES", (device.type,))
+    found: list[bool] = []
+    plain = decoding_gpu.token
+
+    def counting(*args: Any) -> Tensor | None:
+        y = plain(*args)
+        found.append(y is not None)
+        return y
+
+    monkeypatch.setattr(decoding_gpu, "token", counting)
+    return found
+
+
+def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
+    """Of so many tokens at a time; those that a mask [B, T] hides are 0."""
+    ids, at, found = torch.randint(3, 99, (batch, sum(widths)), generator=torch.Generator().manual_seed(1)).to(model.device), 0, []
+    with torch.no_grad():
+        for width in widths:
+            seen = None if mask is None else mask[:, : at + width]
+            y = model(input_ids=ids[:, at : at + width], attention_mask=seen, past_key_values=cache).logits
+            found.append(y if mask is None else y * mask[:, at : at + width, None])
+            at += width
+    return torch.cat(found, 1)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
+    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+# Windows of 16 that become full, that are full after the prompt, and that take several tokens once they are full.
+WIDTHS = [(9, *[1] * 24), (30, *[1] * 5), (9, *[1] * 12, 5, *[1] * 4, 17, *[1] * 3)]
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_logits(kind: str, widths: tuple[int, ...], device: torch.device, calls: list[bool]) -> None:
+    plain, short = pair(kind, device)
+    found = logits(short, static_cache(short, 64), widths)
+    assert calls == [width == 1 for width in widths for _ in range(2)]
+    assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_and_several_sequences(kind: str, device: torch.device, calls: list[bool]) -> None:
+    """Padding that a window still has, and that it has forgotten."""
+    plain, short = pair(kind, device)
+    widths, mask = (12, *[1] * 20), torch.ones(3, 32, dtype=torch.long, device=device)
+    mask[0, :3] = mask[2, :9] = 0
+    found = logits(short, static_cache(short, 64), widths, mask, 3)
+    assert calls == [False] * 2 + [True] * 40
+    assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
+
+
+def test_values_of_another_format_than_queries(device: torch.device, calls: list[bool]) -> None:
+    """As Q4_K_M has them: a product for each."""
+    plain, short = pair("llama", device, overrides={"*.v_proj": "q8_0"})
+    found = logits(short, static_cache(short, 32), (9, 1, 1))
+    assert calls == [False] * 2 + [True] * 4
+    assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)))
+
+
+def test_half_precision(device: torch.device, calls: list[bool]) -> None:
+    """bfloat16 rounds each layer's result, and what lies between, by some of 2^-8; so does transformers, a few times more."""
+    for kind in ("gemma3", "granite", "olmo2", "phi3"):
+        plain, short = (model.to(torch.bfloat16) for model in pair(kind, device))
+        found = logits(short, static_cache(short, 32), (9, 1, 1)).float()
+        expected = logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)).float()
+        assert float((found - expected).norm()) <= 0.1 * float(expected.norm()), kind
+    assert calls == ([False] * 2 + [True] * 4) * 4
+
+
+def test_what_a_layer_takes(device: torch.device) -> None:
+    """The steps that `explain` tells."""
+    found = {}
+    for kind in ("gemma3", "olmo2", "granite", "llama"):
+        model, short = pair(kind, device)
+        del model
+        short.to(torch.bfloat16)
+        steps = decoding_gpu.steps(short.model.layers[0], GPUS["sm_90"])
+        assert all(step.reason is None for step in steps)
+        found[kind] = {step.name: step.kernel for step in steps}
+    qkv, gates = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
+    assert "with the norm" in found["gemma3"][qkv]
+    assert found["gemma3"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
+    assert found["gemma3"]["down_proj"] == "before a kernel of the norm, with the residual added"
+    assert "gelu(gate) * up" in found["gemma3"][gates]
+    assert "norm" not in found["gemma3"][gates], "it was computed already"
+    assert found["olmo2"][qkv] == "the product alone"
+    assert found["olmo2"]["attention"] == "attend, after a kernel of the norms"
+    assert found["olmo2"]["o_proj"] == "before a kernel of the norm, with the residual added"
+    assert found["granite"]["down_proj"] == "with the residual added, times 0.3"
+    assert found["llama"]["attention"] == "attend"
+
+
+def test_what_is_left(device: torch.device) -> None:
+    _, short = pair("granite", device)
+    layer = short.model.layers[0]
+    layer.mlp.down_proj.bias = torch.nn.Parameter(torch.zeros(192, device=device))
+    assert decoding.why_not_short(layer) == "what it adds has a factor and a bias"
+
+
+# Rings
+
+
+def test_a_ring_is_transformers_own_window() -> None:
+    """By `update`: what it returns, and what lies in it, whatever came before."""
+    cache = static_cache(transformers.AutoModelForCausalLM.from_config(KINDS["mistral"]()), 64)
+    plain = StaticCache(config=KINDS["mistral"](), max_cache_len=64)
+    ring, window = cache.layers[0], plain.layers[0]
+    assert type(ring) is Ring
+    for width in (3, 1, 12, 1, 1, 1, 4, 1, 1, 16, 1, 20, 1, 1):
+        new = torch.randn(2, 2, 2, width, 32).unbind()
+        for a, b in zip(ring.update(*new), window.update(*new), strict=True):
+            assert torch.equal(a, b)
+        assert ring.get_seq_length() == window.get_seq_length()
+        assert ring.get_mask_sizes(1) == window.get_mask_sizes(1)
