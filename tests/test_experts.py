@@ -84,6 +84,39 @@ def test_one_hot_rows_give_the_weights_of_each_expert() -> None:
     assert torch.equal(y.view(E, K, N), codes.dequantize().transpose(1, 2))
 
 
+@pytest.mark.parametrize("how", [{"compute": "float"}, {"compute": "int8"}, {"compute": "int8", "activation": "row_offset"}], ids=str)
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "int8_channel", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_row_that_is_no_number_stays_alone(fmt: str, how: dict[str, str], rows: int) -> None:
+    """Of rows that share an expert, and of those of others, whether one tile multiplies them or several."""
+    codes = random_codes(as_format(fmt), (E, N, K))
+    packed, x, ids, bias = hb.pack(codes), torch.randn(rows, K), ids_of(rows, 2), torch.randn(E, N)
+    expected = hb.grouped_linear(x, packed, ids, bias, **how)
+    assert expected.isfinite().all()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = x.clone()
+        broken[rows // 2, K - 1] = bad
+        y = hb.grouped_linear(broken, packed, ids, bias, **how)
+        others = torch.arange(rows) != rows // 2
+        assert torch.equal(y[others], expected[others])
+        assert not y[rows // 2].isfinite().any()
+
+
+@pytest.mark.parametrize("compute", ["float", "int8"])
+def test_an_expert_that_is_no_number_is_in_its_rows_alone(compute: str) -> None:
+    """A scale that is NaN is in one column of the rows that have this expert."""
+    codes = random_codes(as_format("q8_0"), (E, N, K))
+    x, ids = torch.randn(12, K), ids_of(12)
+    ids[:3] = torch.tensor([2, 0, 2])
+    expected = hb.grouped_linear(x, hb.pack(codes), ids, compute=compute)
+    codes.scale[2, 7, 1] = torch.nan
+    y = hb.grouped_linear(x, hb.pack(codes), ids, compute=compute)
+    where = torch.zeros(12, N, dtype=torch.bool)
+    where[ids == 2, 7] = True
+    assert torch.equal(y.isnan(), where)
+    assert torch.equal(y[~where], expected[~where])
+
+
 def test_the_same_bits_as_one_expert_alone() -> None:
     """However many rows and experts share a call, rows are computed as `linear` computes them."""
     codes = random_codes(as_format("q4_0"), (E, N, K))
