@@ -3,11 +3,11 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import formats, random_codes
+from samples import formats, random_codes, same_codes
 
 from halfbyte.formats import Format
 from halfbyte.formats.codes import unpack_nibbles
-from halfbyte.layouts.gpu_tiles import geometry, pack, views
+from halfbyte.layouts.gpu_tiles import geometry, geometry_of, pack, unpack, views
 
 
 @given(formats, st.integers(1, 140), st.integers(1, 330))
@@ -37,6 +37,20 @@ def test_every_element_is_where_the_text_says(fmt: Format, n: int, k: int) -> No
             assert torch.equal(section[: geo.blocks, :n].T, values.expand(n, geo.blocks))
             assert not section[geo.blocks :].any()
             assert not section[:, n:].any()
+
+
+@given(formats.filter(lambda fmt: fmt.bits == 8), st.integers(1, 140), st.integers(1, 330))
+@settings(max_examples=30)
+def test_paired_bytes(fmt: Format, n: int, k: int) -> None:
+    codes = random_codes(fmt, (n, k))
+    plain, paired = pack(codes), pack(codes, paired=True)
+    geo = geometry(fmt, (n, k), paired=True)
+    assert (geometry_of(fmt, n, k, paired.data.numel()), geometry_of(fmt, n, k, plain.data.numel())) == (geo, geometry(fmt, (n, k)))
+    order = [2 * pair + low for pair in (0, 4, 1, 5, 2, 6, 3, 7) for low in (0, 1)]
+    at = torch.arange(0, geo.k_padded, 16)[:, None] + torch.tensor(order)
+    for i, (there, here) in enumerate(zip(views(plain.data, geo), views(paired.data, geo), strict=True)):
+        assert (there is None and here is None) or torch.equal(there[:, at.flatten()] if i == 0 else there, here)
+    assert same_codes(unpack(paired), codes)
 
 
 @given(formats, st.integers(1, 200), st.integers(1, 1000))

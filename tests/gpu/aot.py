@@ -70,7 +70,7 @@ class Binary:
 
 def linear_job(module: str | None, arch: str, *, configs: Sequence[int] | None = None, wanted: str = "assembly", **problem: Any) -> Job:
     """A linear kernel's file, or what dispatch takes where `module` is None, on one problem: m, n, k, format, and perhaps dtype
-    ("bfloat16"), compute, activation, bias, residual, sparse."""
+    ("bfloat16"), compute, activation, bias, residual, sparse, paired."""
     return Job("aot:launch_linear", arch, {"module": module, "configs": configs, **problem}, wanted)
 
 
@@ -88,10 +88,12 @@ def launch_linear(
     bias: bool = False,
     residual: bool = False,
     sparse: bool = False,
+    paired: bool = False,
 ) -> None:
     from halfbyte.kernels.problem import Epilogue
 
-    problem = Problem("linear", m, n, k, as_format(format), getattr(torch, dtype), compute, activation, sparse=sparse)  # type: ignore[arg-type]
+    kind = as_format(format), getattr(torch, dtype), compute, activation
+    problem = Problem("linear", m, n, k, *kind, sparse=sparse, paired=paired)  # type: ignore[arg-type]
     if module is None:
         taken = choose_gpu(problem, gpu).taken
         assert taken is not None, f"nothing is taken for {problem} on {gpu.arch}"
@@ -101,7 +103,7 @@ def launch_linear(
         reason = file.supports(problem, gpu)
         assert reason is None, f"{module} refuses {problem} on {gpu.arch}: {reason}"
         found = file.configs(problem, gpu)
-    geo = gpu_tiles.geometry(problem.format, (n, k), sparse=sparse)
+    geo = gpu_tiles.geometry(problem.format, (n, k), sparse=sparse, paired=paired)
     views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
     x, out = torch.empty(m, k, dtype=problem.dtype, device="meta"), torch.empty(m, n, dtype=problem.dtype, device="meta")
     epilogue = Epilogue(torch.empty(n, device="meta") if bias else None, torch.empty_like(out) if residual else None)

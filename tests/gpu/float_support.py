@@ -54,7 +54,8 @@ def check_linear(
     """
     fmt, dtype = as_format(problem.format), problem.dtype
     codes = random_codes(fmt, (problem.n, problem.k))
-    views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(fmt, codes.shape))
+    packed = gpu_tiles.pack(codes, paired=problem.paired)
+    views = gpu_tiles.views(packed.data.to(device), gpu_tiles.geometry(fmt, codes.shape, paired=problem.paired))
     x = torch.randn(problem.m, problem.k + x_offset).to(dtype)[:, x_offset:]
     bias = torch.randn(problem.n) if epilogue else None
     residual = torch.randn(problem.m, problem.n).to(dtype) if epilogue else None

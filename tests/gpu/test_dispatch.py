@@ -261,13 +261,22 @@ def test_codes_that_gpus_hold_as_integers_are_explained_as_such(fmt: str, packed
 
 @pytest.mark.parametrize("fmt", ["q4_0", "int4_g48_offset", "int8_channel"])
 def test_what_runs_without_triton_is_right(fmt: str) -> None:
-    asked = problem(5, 33, 100, fmt, dtype=torch.bfloat16)
+    asked = dataclasses.replace(problem(5, 33, 100, fmt, dtype=torch.bfloat16), paired=fmt == "int8_channel")
     codes = absmax(torch.randn(33, 100), asked.format)
     x, bias, residual = torch.randn(5, 100).to(torch.bfloat16), torch.randn(33), torch.randn(5, 33).to(torch.bfloat16)
     out = torch.full((5, 33), torch.nan, dtype=torch.bfloat16)
-    plain.linear(asked, x, gpu_tiles.pack(codes).data, out, Epilogue(bias, residual, -1.0, 2.0))
+    plain.linear(asked, x, gpu_tiles.pack(codes, paired=asked.paired).data, out, Epilogue(bias, residual, -1.0, 2.0))
     expected = (reference.linear(x, codes, bias) + residual.double()).clamp(-1, 2)
     assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, residual=residual)).all()
+
+
+def test_bytes_are_paired_on_hopper() -> None:
+    wanted = {"q8_0": True, "int8_channel": True, "int8_g33_zp": False, "q4_0": False}  # what wgmma takes as bytes, without gaps
+    for arch in GPUS:
+        for fmt, paired in wanted.items():
+            assert rules.packs_pairs(as_format(fmt), (64, 256), GPUS[arch]) == (paired and arch == "sm_90")
+    here, there = (explain(8, 64, 256, "q8_0", device=arch).to_json() for arch in ("sm_90", "sm_80"))
+    assert here["weight_bytes"] == there["weight_bytes"] + 256
 
 
 def test_explain() -> None:

@@ -89,6 +89,17 @@ def test_bytes_are_read_by_twos_on_hopper() -> None:
         assert len(re.findall(r"\bLDS\.[SU]8\b", binary.assembly)) <= 8  # of Triton's own, at the start of each partition
 
 
+def test_paired_bytes_are_read_by_ldmatrix_on_hopper() -> None:
+    """16 rows by 32 k of a warp at once, in order; where few rows are multiplied, too."""
+    many = {"m": 1024, "n": 4096, "k": 4096, "dtype": "bfloat16", "configs": [0], "paired": True}
+    jobs = [linear_job(HOPPER, "sm_90", format=name, **many) for name in ("q8_0", "int8_channel")]
+    jobs.append(linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", format="int8_channel", **many | {"m": 16}))
+    for [binary], count in zip(compile_all(jobs), (12, 12, 16), strict=True):  # 2 for a tile's first planes, 4 for a record
+        assert binary.spills == 0
+        assert binary.assembly.count("LDSM.16.M88.4") == count
+        assert not re.search(r"\bLDS\.[SU]16\b|SHFL", binary.assembly)
+
+
 def launch_hopper(gpu: Gpu, format: str, rows: int, block_m: int, stages: int) -> None:
     """A tile of the kernel for Hopper with all that may be done at its end, for an odd N, and programs that cut tiles."""
     from halfbyte.kernels.gpu import gemm_hopper

@@ -24,8 +24,8 @@ FORMATS = {
 }
 
 
-def problem(name: str, m: int = 256, n: int = 4096, k: int = 4096, dtype: torch.dtype = B) -> Problem:
-    return Problem("linear", m, n, k, as_format(name), dtype)
+def problem(name: str, m: int = 256, n: int = 4096, k: int = 4096, dtype: torch.dtype = B, *, paired: bool = False) -> Problem:
+    return Problem("linear", m, n, k, as_format(name), dtype, paired=paired)
 
 
 @pytest.fixture
@@ -43,17 +43,19 @@ def test_formats_and_shares(name: str, dtype: torch.dtype, tile: tuple[int, int,
     bits = as_format(name).bits
     turn = FORMATS[bits].index(name) + CONFIGS[bits].index(tile) + (dtype == H)
     m, n, k, programs = ((300, 333, 1024, 1), (130, 512, 2048, 7), (77, 640, 2048, 29))[turn % 3]
-    asked = problem(name, m, n, k, dtype)
-    most = gemm_hopper.most_stages(gpu_tiles.geometry(asked.format, (n, k)), rows, block_m, GPUS["sm_90"])
-    config = gemm_hopper.Config(rows, block_m, min(stages, most), programs)
-    rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.lifted(asked) and asked.format.zero == "point"}
-    check_linear(gemm_hopper, config, asked, hopper, interpreted=False, epilogue=m == 77, **rounded)
+    for paired in {False, bits == 8}:
+        asked = problem(name, m, n, k, dtype, paired=paired)
+        most = gemm_hopper.most_stages(gpu_tiles.geometry(asked.format, (n, k)), rows, block_m, GPUS["sm_90"])
+        config = gemm_hopper.Config(rows, block_m, min(stages, most), programs)
+        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.lifted(asked) and asked.format.zero == "point"}
+        check_linear(gemm_hopper, config, asked, hopper, interpreted=False, epilogue=m == 77, **rounded)
 
 
 def test_k_need_not_be_whole_records(hopper: torch.device) -> None:
     for name in ("q4_0", "q8_0"):
         for config in (gemm_hopper.Config(64, 256, 4, 3), gemm_hopper.Config(64, 64, 5, 16)):  # a record in halves, and as a whole
-            check_linear(gemm_hopper, config, problem(name, 200, 200, 1000), hopper, interpreted=False, weight_rounded=True)
+            asked = problem(name, 200, 200, 1000, paired=name == "q8_0")
+            check_linear(gemm_hopper, config, asked, hopper, interpreted=False, weight_rounded=True)
 
 
 def test_x_need_not_be_aligned(hopper: torch.device) -> None:

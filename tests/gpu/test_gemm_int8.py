@@ -29,18 +29,20 @@ def _quiet() -> object:
 class Case:
     """One product, run by a kernel's file with each of its configs, and compared."""
 
-    def __init__(self, name: str, m: int, n: int, k: int, dtype: torch.dtype, activation: Activation, device: torch.device, seed: int = 0):
-        rng = torch.Generator().manual_seed(seed + m + n + k)
-        self.codes = random_codes(as_format(name), (n, k), seed)
+    def __init__(
+        self, name: str, m: int, n: int, k: int, dtype: torch.dtype, activation: Activation, device: torch.device, paired: bool = False
+    ):
+        rng = torch.Generator().manual_seed(m + n + k)
+        self.codes = random_codes(as_format(name), (n, k), 0)
         self.x = (torch.randn(m, k, generator=rng) * 3 ** torch.randn(m, k, generator=rng) + 0.3).to(dtype)
-        self.problem = Problem("linear", m, n, k, self.codes.format, dtype, "int8", activation)
+        self.problem = Problem("linear", m, n, k, self.codes.format, dtype, "int8", activation, paired=paired)
         self.device = device
         self.bias = torch.randn(n, generator=rng)
 
     def run(self, file: object, config: object, epilogue: Epilogue | None = None) -> Tensor:
         problem, device = self.problem, self.device
-        packed = gpu_tiles.pack(self.codes)
-        views = gpu_tiles.views(packed.data.to(device), gpu_tiles.geometry(packed.format, packed.shape))
+        packed = gpu_tiles.pack(self.codes, paired=problem.paired)
+        views = gpu_tiles.views(packed.data.to(device), gpu_tiles.geometry(packed.format, packed.shape, paired=problem.paired))
         out = torch.full((problem.m, problem.n), torch.nan, dtype=problem.dtype, device=device)
         file.launch(problem, config, self.x.to(device), *views, out, epilogue or Epilogue())
         return out.cpu()
@@ -67,6 +69,13 @@ def test_formats(name: str, activation: Activation, gpu: Gpu, device: torch.devi
     assert gemm_int8.supports(case.problem, gpu) is None
     for config in gemm_int8.configs(case.problem, gpu)[:1]:
         case.check(case.run(gemm_int8, config))
+
+
+@pytest.mark.parametrize("activation", ["block", "row_offset"])
+@pytest.mark.parametrize("name", ["q8_0", "int8_g33_offset", "int8_g128_zp", "int8_channel"])
+def test_paired_bytes(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
+    case = Case(name, 3, 65, 450, torch.float16, activation, device, paired=True)
+    case.check(case.run(gemm_int8, gemm_int8.configs(case.problem, gpu)[0]))
 
 
 @pytest.mark.parametrize("activation", ["block", "row_offset"])
@@ -128,7 +137,7 @@ def test_a_nan_stays_in_its_row(gpu: Gpu, device: torch.device) -> None:
     ],
 )
 def test_hopper(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
-    case = Case(name, 300, 200, 450, torch.bfloat16, activation, device)
+    case = Case(name, 300, 200, 450, torch.bfloat16, activation, device, paired=as_format(name).bits == 8)
     if device.type != "cuda" or gemm_int8_hopper.supports(case.problem, gpu):
         pytest.skip("no Hopper GPU here")
     configs = gemm_int8_hopper.configs(case.problem, gpu)
@@ -144,7 +153,7 @@ def test_hopper(name: str, activation: Activation, gpu: Gpu, device: torch.devic
 def test_hopper_with_every_config(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
     """More tiles than programs, of 256 rows some halved, or three programs a tile, an odd number of records, and the same bits each time,
     started early or not."""
-    case = Case(name, 300, 448, 2176, torch.bfloat16, activation, device)
+    case = Case(name, 300, 448, 2176, torch.bfloat16, activation, device, paired=as_format(name).bits == 8)
     if device.type != "cuda" or gemm_int8_hopper.supports(case.problem, gpu):
         pytest.skip("no Hopper GPU here")
     for config in gemm_int8_hopper.configs(case.problem, gpu):

@@ -35,9 +35,9 @@ def _quiet() -> object:
 
 def natural(q: Tensor, plan: activations.Plan) -> Tensor:
     """The inverse of `activations.ordered`, by the text of that module."""
-    if not plan.nibbles:
+    if plan.order == "plain":
         return q
-    if plan.granule == 128:
+    if plan.order == "planes":
         parts = q.unflatten(1, (-1, 2, 2, 2, 4, 2, 2)).permute(0, 1, 7, 2, 3, 4, 5, 6)
     else:
         parts = q.unflatten(1, (-1, 2, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5)
@@ -56,9 +56,10 @@ def samples(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return whole.to(device)[:, :k]
 
 
-def check(x: Tensor, name: str, activation: Activation) -> None:
-    problem = Problem("linear", len(x), 5, x.shape[1], as_format(name), x.dtype, "int8", activation)
+def check(x: Tensor, name: str, activation: Activation, paired: bool = False) -> None:
+    problem = Problem("linear", len(x), 5, x.shape[1], as_format(name), x.dtype, "int8", activation, paired=paired)
     plan = activations.plan(problem)
+    assert (plan.order == "plain") == (problem.format.bits == 8 and not paired)
     memory = torch.full((plan.nbytes,), 0x55, dtype=torch.uint8, device=x.device)
     got = activations.quantize_activation(x, plan, memory)
     m, k = x.shape
@@ -87,6 +88,13 @@ def check(x: Tensor, name: str, activation: Activation) -> None:
 def test_bits(name: str, activation: Activation, device: torch.device) -> None:
     for m, k, dtype in ((3, 417, torch.float16), (2, 31, torch.float32), (1, 1280, torch.bfloat16)):
         check(samples(m, k, dtype, device), name, activation)
+
+
+@pytest.mark.parametrize("activation", WAYS)
+@pytest.mark.parametrize("name", ["q8_0", "int8_g33_offset", "int8_channel_zp"])
+def test_bits_for_paired_bytes(name: str, activation: Activation, device: torch.device) -> None:
+    for m, k, dtype in ((3, 417, torch.float16), (1, 1280, torch.bfloat16)):
+        check(samples(m, k, dtype, device), name, activation, paired=True)
 
 
 @pytest.mark.parametrize("activation", WAYS)

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.cli.selftest import checks
+from halfbyte.dispatch.gpu import packs_pairs
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.kernels import reference
 from halfbyte.kernels.problem import Activation
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import gpu
 from halfbyte.nn.modules import QuantLinear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -142,6 +145,8 @@ def test_codes_go_there_and_back(fmt: str) -> None:
         assert tensor.is_cuda
         assert torch.equal(tensor.cpu(), codes.tensors()[name]), name
     packed = hb.pack(codes, "cuda")
+    paired = packs_pairs(packed.format, packed.shape, gpu(0))
+    assert packed.layout == (gpu_tiles.PAIRED if paired else gpu_tiles.NAME)
     for name, tensor in hb.unpack(packed).tensors().items():
         assert torch.equal(tensor.cpu(), codes.tensors()[name]), name
     for dtype in DTYPES:

@@ -25,11 +25,20 @@ def table(codes: Codes, bias: Tensor | None, in_scale: float, in_zero: int, out_
 
 
 def run(
-    x: Tensor, codes: Codes, bias: Tensor | None, clamp: tuple[int, int], gpu: Gpu, device: torch.device, split: int = 1, **s: float
+    x: Tensor,
+    codes: Codes,
+    bias: Tensor | None,
+    clamp: tuple[int, int],
+    gpu: Gpu,
+    device: torch.device,
+    split: int = 1,
+    paired: bool = False,
+    **s: float,
 ) -> Tensor:
-    problem = Problem("qlinear", len(x), *codes.shape, codes.format, torch.int8, "int8", "row")
+    problem = Problem("qlinear", len(x), *codes.shape, codes.format, torch.int8, "int8", "row", paired=paired)
     assert qlinear.supports(problem, gpu) is None
-    views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(codes.format, codes.shape))
+    geo = gpu_tiles.geometry(codes.format, codes.shape, paired=paired)
+    views = gpu_tiles.views(gpu_tiles.pack(codes, paired=paired).data.to(device), geo)
     out = torch.full((len(x), codes.shape[0]), 77, dtype=torch.int8, device=device)
     config = replace(qlinear.configs(problem, gpu)[0], split=split)
     qlinear.launch(problem, config, x.to(device), views.codes, views.scale, table(codes, bias, **s).to(device), out, clamp)
@@ -50,7 +59,8 @@ def test_products_are_those_of_the_reference(name: str, gpu: Gpu, device: torch.
         added = torch.randn(n, generator=rng) * 10 if bias else None
         scales = {"in_scale": 0.02, "in_zero": in_zero, "out_scale": 0.003 * k**0.5 * 2**codes.format.bits, "out_zero": out_zero}
         wanted = reference.qlinear(x, codes, added, **scales, clamp=clamp)
-        assert wanted.agrees(run(x, codes, added, clamp, gpu, device, split, **scales)).all()
+        for paired in {False, codes.format.bits == 8}:
+            assert wanted.agrees(run(x, codes, added, clamp, gpu, device, split, paired, **scales)).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

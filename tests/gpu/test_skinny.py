@@ -41,7 +41,7 @@ CONFIGS = {
 
 
 def run(name: str, m: int, n: int, k: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool, **how: object) -> None:
-    problem = Problem("linear", m, n, k, as_format(name), dtype)
+    problem = Problem("linear", m, n, k, as_format(name), dtype, paired=bool(how.pop("paired", False)))
     changes = {key: how.pop(key) for key in list(how) if key in skinny_config.Config.__dataclass_fields__}
     config = replace(skinny.configs(problem, gpu)[0], **changes)
     rounded = skinny_config.mode(problem) != "sums" and dtype != F
@@ -52,6 +52,14 @@ def run(name: str, m: int, n: int, k: int, dtype: torch.dtype, gpu: Gpu, device:
 def test_every_format(name: str, m: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     dtype = (H, B, F)[(FORMATS.index(name) + m) % 3]
     run(name, m, 70, 300, dtype, gpu, device, interpreted, **CONFIGS[m], epilogue=m == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "m"), [("q8_0", 1), ("int8_channel_zp", 1), ("int8_g64_offset", 3), ("q8_0", 4), ("int8_channel", 7), ("int8_g48_zp", 17)]
+)
+def test_paired_bytes(name: str, m: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    for dtype in (F, (H, B)[m % 2]):
+        run(name, m, 70, 300, dtype, gpu, device, interpreted, **CONFIGS[m], epilogue=m == 3, paired=True)
 
 
 @pytest.mark.parametrize("name", ["int4_g128", "int4_g128_zp", "q8_0"])

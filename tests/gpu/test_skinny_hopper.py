@@ -46,16 +46,17 @@ def test_formats_and_shares(name: str, dtype: torch.dtype, hopper: torch.device)
         turn += 1
         for programs in (7, 132):
             config = configs[turn % len(configs)]
-            cut = replace(config, programs=min(programs, config.programs))
-            check_linear(skinny_hopper, cut, asked, hopper, interpreted=False, weight_rounded=True, epilogue=m == 7)
+            cut, paired = replace(config, programs=min(programs, config.programs)), programs == 7 and asked.format.bits == 8
+            check_linear(skinny_hopper, cut, replace(asked, paired=paired), hopper, interpreted=False, weight_rounded=True, epilogue=m == 7)
 
 
 @pytest.mark.parametrize("name", ["int4_channel", "int8_channel"])
 def test_integers(name: str, hopper: torch.device) -> None:
     for m, n, k in ((7, 333, 1000), (64, 640, 2048)):
-        asked = problem(name, m, n, k, **INTEGERS)
+        asked = problem(name, m, n, k, **INTEGERS, paired=name == "int8_channel")
         codes, x, bias = random_codes(asked.format, (n, k)), torch.randn(m, k).to(B), torch.randn(n)
-        views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(hopper), gpu_tiles.geometry(codes.format, codes.shape))
+        geo = gpu_tiles.geometry(codes.format, codes.shape, paired=asked.paired)
+        views = gpu_tiles.views(gpu_tiles.pack(codes, paired=asked.paired).data.to(hopper), geo)
         expected = reference.linear(x, codes, bias, "int8", "row", (-1.0, 6.0))
         error = reference.error_bound(x, codes, bias, "int8", "row")
         for config in skinny_int8_hopper.configs(asked, GPUS["sm_90"]):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, triton_trouble, why_no_sparse_layout
+from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, packs_pairs, triton_trouble, why_no_sparse_layout
 from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, roofline
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
@@ -130,8 +130,10 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
         experts = None if problem.op == "linear" else EXPERTS_HAVE_ZEROS
         sparsity = experts or why_no_sparse_layout(problem.format, (problem.n, problem.k), found) or SPARSITY
         problem = replace(problem, sparse=sparsity == SPARSITY)
+    if problem.op == "linear" and not problem.sparse:
+        problem = replace(problem, paired=packs_pairs(problem.format, (problem.n, problem.k), found))
     choice = choose_gpu(problem, found)
-    nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse).nbytes
+    nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse, paired=problem.paired).nbytes
     ceilings = gpu_ceilings(found)
     rate = ceilings.integer if problem.compute == "int8" else ceilings.half
     roof = roofline(problem, nbytes, Ceilings(ceilings.bandwidth, rate))

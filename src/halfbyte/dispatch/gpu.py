@@ -1,9 +1,9 @@
 """Which kernel solves a linear layer on a GPU, or one of experts: the literal lists of candidates, and why each may not be taken.
 
-All candidates read one layout, so the choice is made anew for every number of rows. Most do so of 2:4 sparse weights, too, after their
-zeros were put back. Of linear layers, what was measured decides where this machine has been tuned or the package carries a table for its
-architecture; elsewhere what `roofline` predicts. Of experts, the first candidate that can is taken; what `explain` says that they take is
-predicted.
+All candidates read the layout of a weight, whichever it has, so the choice is made anew for every number of rows. (Most read 2:4 sparse
+weights after their zeros were put back.) Of linear layers, what was measured decides where this machine has been tuned or the package
+carries a table for its architecture; elsewhere what `roofline` predicts. Of experts, the first candidate that can is taken; what `explain`
+says that they take is predicted.
 """
 
 from __future__ import annotations
@@ -197,6 +197,12 @@ def why_no_sparse_layout(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> str |
         return "codes of a table are packed with their zeros"
     few_rows = Problem("linear", 1, n, k, fmt, torch.bfloat16, sparse=True)
     return triton_trouble() or import_module("halfbyte.kernels.gpu.skinny_hopper").supports(few_rows, gpu)
+
+
+def packs_pairs(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> bool:
+    """Whether a linear weight [N, K] is packed in pairs for `gpu`: where its wgmma takes bytes from registers."""
+    hopper = gpu.backend == "cuda" and gpu.capability == (9, 0) and triton_trouble() is None
+    return hopper and fmt.bits == 8 and gpu_tiles.geometry(fmt, shape).contiguous
 
 
 # Configs that could not be compiled or started here, and why: by GPU, kind of problem, number of rows, candidate and config.

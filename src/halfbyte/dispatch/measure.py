@@ -33,7 +33,8 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
         return known
     from halfbyte.kernels.gpu.clock import graph_times
 
-    problem = replace(problem, m=tune.rows_class(problem.m))
+    paired = not problem.sparse and rules.packs_pairs(problem.format, (problem.n, problem.k), gpu)
+    problem = replace(problem, m=tune.rows_class(problem.m), paired=paired)
     contenders: dict[str, list[Callable[[], object]]] = {}
     for candidate in rules.GPU_LINEAR:
         asked = candidate.multiplied(problem)
@@ -64,7 +65,7 @@ def linear_launches(
     """Launches of one kernel on different weights of random bits, which together no cache holds."""
     from halfbyte.kernels.gpu.clock import copies
 
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse)
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse, paired=problem.paired)
     x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)
     out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
     weights = [gpu_tiles.views(random_matrix(geo, device), geo) for _ in range(copies(geo.nbytes, gpu.l2))]

@@ -34,6 +34,7 @@ class Problem:
     dtype       of the activations and of the result: float32, bfloat16 or float16; int8 for "qlinear"
     compute     "float": the weight is dequantized in registers;  "int8": activations are quantized on the fly
     sparse      the weight is 2:4 sparse and packed as such
+    paired      the bytes of the weight are in pairs (`layouts/gpu_tiles.py`)
     activation  how, for "int8": a scale for each block of the weight along K or for the row; symmetric or with an offset
     """
 
@@ -47,6 +48,7 @@ class Problem:
     activation: Activation = "block"
     experts: int = 1
     sparse: bool = False
+    paired: bool = False
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:

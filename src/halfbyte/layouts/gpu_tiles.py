@@ -1,4 +1,4 @@
-"""The one weight layout of the GPU kernels: it serves every number of rows M, 4 and 8 bits, floating-point and integer compute.
+"""The weight layout of the GPU kernels: it serves every number of rows M, 4 and 8 bits, floating-point and integer compute.
 
     data = codes | scales | zeros     each section begins at a multiple of 256 bytes
 
@@ -23,6 +23,10 @@ The word of row n = 16*nt + 8*rowhalf + row and kq = 16*kt + 8*khalf + 2*k4 + k 
 which is the A operand of one mma.m16n8k16 (of wgmma too), four times: nibble j of the words is the operand for k = 32*j + 16*kt.
 A lane reads its operands with one 16-byte load, and neighbours in a 32-bit register are the pairs that half2 instructions take.
 
+The layout `gpu_tiles_paired` is for 8 bits of linear layers on Hopper: of each 16 bytes of a row, which are eight pairs, these are in the
+order 0 4 1 5 2 6 3 7. So word k4 of them is lane k4's half of an operand of one mma.m16n8k16 (of wgmma too), and lies where ldmatrix looks
+for it. All else is the same, but for 256 bytes at the end that hold nothing: operations know it by its size.
+
 The layout `gpu_tiles_2_4` is for weights that are 2:4 sparse (`sparse.py`) and whose padded k is k: `gpu_sparse.py` has its codes, all else
 is the same.
 """
@@ -45,6 +49,7 @@ from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.sparse import GROUP, KEPT
 
 NAME = "gpu_tiles"
+PAIRED = "gpu_tiles_paired"
 SPARSE = "gpu_tiles_2_4"
 PANEL = 64  # rows of a panel
 RECORD = 128  # padded k of a record
@@ -54,12 +59,18 @@ _CHUNK_ELEMENTS = 1 << 26  # pack and unpack this much at a time, to bound their
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a weight [N, K] of `format` in this layout, or in the one for `sparse` weights; offsets and sizes of sections in bytes."""
+    """Sizes of a weight [N, K] of `format` in this layout, or in the `paired` one, or in that for `sparse` weights; offsets and sizes of
+    sections in bytes."""
 
     format: Format
     n: int
     k: int
     sparse: bool = False
+    paired: bool = False
+
+    @property
+    def layout(self) -> str:
+        return SPARSE if self.sparse else PAIRED if self.paired else NAME
 
     @functools.cached_property
     def block(self) -> int:
@@ -149,19 +160,22 @@ class Geometry:
     def nbytes(self) -> int:
         if self.n == 0 or self.k == 0:
             return 0
-        return self.zero_offset + round_up(self.zero_bytes, _SECTION)
+        return self.zero_offset + round_up(self.zero_bytes, _SECTION) + self.paired * _SECTION
 
 
 @functools.lru_cache(maxsize=4096)
-def geometry(fmt: Format, shape: tuple[int, ...], *, sparse: bool = False) -> Geometry:
+def geometry(fmt: Format, shape: tuple[int, ...], *, sparse: bool = False, paired: bool = False) -> Geometry:
     """The geometry of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
-    return Geometry(fmt, math.prod(shape[:-1]), shape[-1], sparse)
+    return Geometry(fmt, math.prod(shape[:-1]), shape[-1], sparse, paired)
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
-    """Of a weight [n, k] of so many packed bytes: a sparse one has fewer than any other, and so operations know which it is."""
-    sparse = geometry(fmt, (n, k), sparse=True)
-    return sparse if 0 < nbytes == sparse.nbytes else geometry(fmt, (n, k))
+    """Of a weight [n, k] of so many packed bytes: a sparse one has fewer than any other and a paired one more, and so operations know
+    which it is."""
+    layouts = [geometry(fmt, (n, k)), geometry(fmt, (n, k), sparse=True)]
+    if fmt.bits == 8:
+        layouts.append(geometry(fmt, (n, k), paired=True))
+    return next((found for found in layouts[1:] if 0 < nbytes == found.nbytes), layouts[0])
 
 
 class Views(NamedTuple):
@@ -196,9 +210,10 @@ def codes_of(data: Tensor, geo: Geometry) -> Tensor:
     return codes.view(torch.int8).view(geo.n_padded, geo.k_padded)
 
 
-def pack(codes: Codes, *, sparse: bool = False) -> Packed:
-    """Codes -> Packed, on the device of the codes. Those in the layout for `sparse` weights must be."""
-    fmt, geo = codes.format, geometry(codes.format, codes.shape, sparse=sparse)
+def pack(codes: Codes, *, sparse: bool = False, paired: bool = False) -> Packed:
+    """Codes -> Packed, on the device of the codes. Those in the layout for `sparse` weights must be; those in the `paired` one are of 8
+    bits."""
+    fmt, geo = codes.format, geometry(codes.format, codes.shape, sparse=sparse, paired=paired)
     data = torch.zeros(geo.nbytes, dtype=torch.uint8, device=codes.data.device)
     if geo.nbytes:
         n, out = geo.n, views(data, geo)
@@ -219,16 +234,16 @@ def pack(codes: Codes, *, sparse: bool = False) -> Packed:
             elif fmt.bits == 4:
                 out.codes[start // PANEL : stop // PANEL] = _words(u).view(torch.int16)
             else:
-                out.codes[start:stop] = u.view(torch.int8)
-    return Packed(fmt, codes.shape, SPARSE if sparse else NAME, data)
+                out.codes[start:stop] = (_paired(u) if paired else u).view(torch.int8)
+    return Packed(fmt, codes.shape, geo.layout, data)
 
 
 def unpack(packed: Packed) -> Codes:
     """The exact inverse of `pack`; `kernels/gpu/spread.py` puts the zeros of sparse weights back before."""
-    fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape)
-    if packed.layout != NAME or packed.data.numel() != geo.nbytes:
+    fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape, paired=packed.layout == PAIRED)
+    if packed.layout != geo.layout or packed.data.numel() != geo.nbytes:
         got = f"{packed.data.numel()} in layout {packed.layout}"
-        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {NAME}, got {got}")
+        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {geo.layout}, got {got}")
     if geo.nbytes == 0:
         return Codes.zeros(fmt, shape, packed.device)
     n, scale_shape = geo.n, fmt.scale_shape(shape)
@@ -240,6 +255,7 @@ def unpack(packed: Packed) -> Codes:
             u = _nibbles(stored.codes[start // PANEL : stop // PANEL].view(torch.uint8))
         else:
             u = stored.codes[start:stop].view(torch.uint8)
+            u = _in_order(u) if geo.paired else u
         u = _real(u, geo)[: min(n, stop) - start]
         rows[start : min(n, stop)] = pack_nibbles(u) if fmt.bits == 4 else u.view(torch.int8) if fmt.signed else u ^ 128
     tails = [
@@ -294,6 +310,16 @@ def _real(u: Tensor, geo: Geometry) -> Tensor:
     full = geo.blocks - 1
     body = u[:, : full * geo.padded].unflatten(1, (full, geo.padded))[:, :, : geo.block].flatten(1)
     return torch.cat((body, u[:, full * geo.padded :][:, : geo.last]), dim=1)
+
+
+def _paired(u: Tensor) -> Tensor:
+    """Bytes [rows, K padded] in the order of K -> in that of the `paired` layout."""
+    return u.view(len(u), -1, 2, 4, 2).transpose(2, 3).reshape(u.shape)  # khalf, k4, k -> k4, khalf, k
+
+
+def _in_order(u: Tensor) -> Tensor:
+    """The inverse of `_paired`."""
+    return u.view(len(u), -1, 4, 2, 2).transpose(2, 3).reshape(u.shape)
 
 
 def _words(u: Tensor) -> Tensor:

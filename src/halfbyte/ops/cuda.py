@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte import env
 from halfbyte.bounded import Bounded
-from halfbyte.dispatch.gpu import choose_gpu, compute_of, triton_trouble, why_no_sparse_layout
+from halfbyte.dispatch.gpu import choose_gpu, compute_of, packs_pairs, triton_trouble, why_no_sparse_layout
 from halfbyte.dispatch.measure import tune_linear
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -138,7 +138,7 @@ def _linear(
         out = x.new_empty(shape)
         operands, flat = (x, weight, out, bias, residual), x.view(-1, k)
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
-        settings = {"compute": compute_of(compute), "activation": activation, "sparse": geo.sparse}
+        settings = {"compute": compute_of(compute), "activation": activation, "sparse": geo.sparse, "paired": geo.paired}
         problem = Problem("linear", len(flat), n, k, geo.format, x.dtype, **settings)  # type: ignore[arg-type]
         ends = Epilogue(bias, None if residual is None else residual.view(-1, n), low, high)
         run = _run(problem, flat, (weight, geo), out.view(-1, n), ends)
@@ -183,6 +183,11 @@ def leaves_zeros_out(codes: Codes, here: Gpu | None = None) -> bool:
     return why_no_sparse_layout(codes.format, codes.shape, here) is None and why_not_sparse(codes) is None
 
 
+def takes_pairs(codes: Codes) -> bool:
+    """Whether codes [N, K] are packed in pairs for the GPU that they are on."""
+    return packs_pairs(codes.format, codes.shape, gpu(codes.data.get_device()))
+
+
 def with_zeros(packed: Packed) -> Packed:
     """A sparse weight in the layout of all others."""
     from halfbyte.kernels.gpu import spread
@@ -217,11 +222,12 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     from halfbyte.kernels.gpu import spread
 
     here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)
-    problem = Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row")
+    geo = gpu_tiles.geometry_of(fmt, n, k, weight.numel())
+    problem = Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row", paired=geo.paired)
     if (reason := kernel.supports(problem, here)) is not None:
         raise UnsupportedError(f"there is no kernel for qlinear with {format} of shape [{n}, {k}] on {here.name}: {reason}")
     with on(x):
-        codes, scale, _ = spread.sections(aligned(weight), gpu_tiles.geometry_of(fmt, n, k, weight.numel()))
+        codes, scale, _ = spread.sections(aligned(weight), geo)
         kernel.launch(problem, kernel.configs(problem, here)[0], flat, codes, scale, table, out.view(-1, n), (low, high))
     return out
 
@@ -252,4 +258,4 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
 
         with on(weight):
             return kernel.dequantize(aligned(weight), geo, dtype)
-    return gpu_tiles.unpack(Packed(geo.format, (n, k), gpu_tiles.NAME, weight)).dequantize(dtype)
+    return gpu_tiles.unpack(Packed(geo.format, (n, k), geo.layout, weight)).dequantize(dtype)

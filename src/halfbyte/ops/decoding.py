@@ -256,7 +256,7 @@ def _normed_cuda(
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
-    problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse)
+    problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
     plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates), biased=bias is not None)
     if isinstance(plan, str):
         return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, factor)

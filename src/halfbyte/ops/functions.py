@@ -83,7 +83,8 @@ def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
     if on_cpu:
         packed = pack_dense(codes) if sparse is False else _pack_cpu(codes)
     else:
-        packed = gpu_tiles.pack(codes, sparse=sparse is True and cuda.leaves_zeros_out(codes))
+        sparse_here = sparse is True and cuda.leaves_zeros_out(codes)
+        packed = gpu_tiles.pack(codes, sparse=sparse_here, paired=not sparse_here and cuda.takes_pairs(codes))
     return packed if sparse is None else replace(packed, sparse=sparse)
 
 
@@ -114,7 +115,7 @@ def _unpack(packed: Packed) -> Codes:
     """The codes as kernels read them."""
     if len(packed.shape) == 3:
         return experts.unpack(packed, _unpack)
-    if packed.layout in (gpu_tiles.NAME, gpu_tiles.SPARSE):
+    if packed.layout in (gpu_tiles.NAME, gpu_tiles.PAIRED, gpu_tiles.SPARSE):
         return gpu_tiles.unpack(cuda.with_zeros(packed) if packed.layout == gpu_tiles.SPARSE else packed)
     return cpu_tiles.unpack(_all_codes(packed) if packed.layout == cpu_tiles.SPARSE else packed)
 

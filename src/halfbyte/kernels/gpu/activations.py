@@ -7,12 +7,13 @@
 A granule is the least piece of the padded K that belongs to one block: 32, 64 or 128 elements. Sums are of each granule
 where x or the weight has several blocks, else of the row.
 
-Order of the codes: K's own for weights of 8 bits. For 4 bits that in which kernels get nibbles out of 32-bit registers, so
-that the operands of one integer mma agree (the words of a lane are khalf, rowhalf, k: see gpu_tiles):
+Order of the codes: for weights of 8 bits that of their bytes, K's own or that of paired ones (the second below). For 4 bits that in which
+kernels get nibbles out of 32-bit registers, so that the operands of one integer mma agree (the words of a lane are khalf, rowhalf, k: see
+gpu_tiles):
 
     granules of 128   the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones 32 more:
                       position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
-    32 and 64         bytes of both khalves are collected first (PRMT), so that a plane of 32 stays together:
+    32 and 64         bytes of both khalves are collected first (PRMT), so that a plane of 32 stays together, as paired bytes do:
                       position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
 
 Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. NaN and infinities are seen as
@@ -67,7 +68,7 @@ class Plan:
     whole: bool
     summed: bool
     with_offset: bool
-    nibbles: bool
+    order: str  # "plain", "pairs", or "planes": see the text of this file
 
     @cached_property
     def columns(self) -> int:
@@ -135,8 +136,15 @@ def plan(problem: Problem) -> Plan:
         whole=whole,
         summed=problem.format.zero != "none",
         with_offset=problem.activation in ("block_offset", "row_offset"),
-        nibbles=problem.format.bits == 4,
+        order=_order(problem, whole or padded >= gpu_tiles.RECORD),
     )
+
+
+def _order(problem: Problem, records: bool) -> str:
+    """Of the codes, in granules of whole `records` or of less."""
+    if problem.format.bits == 4:
+        return "planes" if records else "pairs"
+    return "pairs" if problem.paired else "plain"
 
 
 def supports(problem: Problem) -> str | None:
@@ -209,7 +217,7 @@ def _run(
         SINGLE=single,
         WITH_OFFSET=plan.with_offset,
         WHOLE=plan.whole,
-        NIBBLES=plan.nibbles,
+        ORDER=plan.order,
         PDL=early,
         num_warps=max(1, min(16, held * plan.granule // (512 if plan.m < 1024 or floats is not None else 1024))),
         early=early,
@@ -260,12 +268,12 @@ def _columns(HALF: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, NIBBLES: tl.constexpr):
+def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
     """The halves of granules, [HELD, G / 2] each, together in the order of this module's text: [HELD, G]."""
     q = tl.join(q0, q1)
-    if NIBBLES and G < 128:  # …, k4, k, khalf
+    if ORDER == "pairs":  # …, k4, k, khalf
         q = tl.permute(tl.reshape(q, (HELD * G // 16, 4, 2, 2)), (0, 1, 3, 2))
-    elif not NIBBLES:
+    elif ORDER == "plain":
         q = tl.permute(tl.reshape(q, (HELD * G // 16, 8, 2)), (0, 2, 1))
     return tl.reshape(q, (HELD, G))
 
@@ -320,7 +328,7 @@ def _write(out, at, real, c, step, middle):
 def _quantize(
     x, order, q, scale, sums, offset, floats, columns, share, k, granules, stride, block, padded, group,
     G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
-    WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, NIBBLES: tl.constexpr, PDL: tl.constexpr,
+    WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -336,8 +344,8 @@ def _quantize(
         source = (pair // share).to(tl.int64)
     x += source * stride
     g = first + tl.arange(0, HELD)
-    column0 = _columns(0, G, (NIBBLES and G == 128) or floats is not None)
-    column1 = _columns(1, G, (NIBBLES and G == 128) or floats is not None)
+    column0 = _columns(0, G, ORDER == "planes" or floats is not None)
+    column1 = _columns(1, G, ORDER == "planes" or floats is not None)
     read = ()  # type: Any
     most = tl.zeros([HELD], tl.int32)
     lo = tl.full([HELD], float("inf"), tl.float32)
@@ -395,6 +403,6 @@ def _quantize(
                 if not WHOLE:
                     tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
             at = row * (granules * G) + gc[:, None] * G + tl.arange(0, G)[None, :]
-            tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, NIBBLES), mask=(gc < end)[:, None])
+            tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, ORDER), mask=(gc < end)[:, None])
     if WHOLE and sums is not None:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))

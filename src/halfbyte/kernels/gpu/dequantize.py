@@ -47,6 +47,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         ZERO=ZEROS[geo.format.zero],
         TABLE=bool(geo.format.table),
         G=min(geo.padded, RECORD),
+        PAIRED=geo.paired,
         CONTIGUOUS=geo.contiguous,
         EARLY=early,
         num_warps=4,
@@ -73,6 +74,7 @@ def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.d
             BITS=geo.format.bits,
             ZERO=ZEROS[geo.format.zero],
             TABLE=bool(geo.format.table),
+            PAIRED=geo.paired,
             G=min(geo.padded, RECORD),
             HELD=held,
             num_warps=max(1, held // 2),
@@ -112,7 +114,8 @@ def _place(start, i, k, block, padded):
 @triton.jit
 def _whole(
     codes, scale, zero, out, k, NP, R, block, padded, N, steps,
-    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr, EARLY: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A panel's record."""
     if EARLY:
@@ -136,6 +139,8 @@ def _whole(
     else:
         rows = (panel * 64 + tl.arange(0, 64))[:, None] * (R * 128)
         u = tl.load(codes + rows + r * 128 + tl.arange(0, 128)[None, :]).to(tl.int32)
+        if PAIRED:  # …, k4, khalf, k -> …, khalf, k4, k
+            u = tl.reshape(tl.permute(tl.reshape(u, (64, 8, 4, 2, 2)), (0, 1, 3, 2, 4)), (64, 128))
     piece = r * PIECES + tl.arange(0, PIECES)
     rn = panel * 64 + tl.arange(0, 64)
     at = (piece * G // padded)[None, :] * NP + rn[:, None]
@@ -158,7 +163,7 @@ def _whole(
 @triton.jit
 def _rows(
     ids, codes, scale, zero, out, k, NP, R, block, padded, N,
-    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """HELD records of one row."""
     number = tl.program_id(0).to(tl.int64)
@@ -173,7 +178,8 @@ def _rows(
         word = within * 8 + kq // 8 % 2 * 4 + n // 8 % 2 * 2 + kq % 2
         u = tl.load(codes + (n // 64 * R + r) * 2048 + word, mask=r < R, other=0).to(tl.int32) >> 4 * plane & 15
     else:
-        u = tl.load(codes + n * (R * 128) + r * 128 + plane * 32 + kq, mask=r < R, other=0).to(tl.int32)
+        at = kq // 16 * 16 + kq // 2 % 4 * 4 + kq // 8 % 2 * 2 + kq % 2 if PAIRED else kq
+        u = tl.load(codes + n * (R * 128) + r * 128 + plane * 32 + at, mask=r < R, other=0).to(tl.int32)
     start = r * 128 + plane * 32 // G * G
     at = start // padded * NP + n
     s = tl.load(scale + at, mask=r < R, other=0)

@@ -58,7 +58,8 @@ def launch(
     at = round_up(n * k * element, 256)
     memory = launcher.workspace(out.device, at + (0 if plain else 4 * m * n))
     weight = memory[: n * k * element].view(problem.dtype).view(n, k)
-    dequantize.write(gpu_tiles.Views(codes, scale, zero), gpu_tiles.geometry(problem.format, (n, k)), weight)
+    geo = gpu_tiles.geometry(problem.format, (n, k), paired=problem.paired)
+    dequantize.write(gpu_tiles.Views(codes, scale, zero), geo, weight)
     if plain:
         launcher.run(_LIBRARY, (1,), x, weight, out)
         return

@@ -132,6 +132,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
         stages=config.stages,
         clamp=clamp,
         lifted=lifted(problem),
+        paired=problem.paired,
         **of_weight(geo),
     )
 

@@ -60,6 +60,7 @@ class Static:
     sent: bool = False  # tiles are written by TMA, from stages of x
     lifted: bool = False  # one instruction scales two codes and takes their point off or adds their offset, in bfloat16
     table: bool = False  # codes are 4-bit floats
+    paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
     registers: int | None = None  # of a thread on the average: fewer than all let the kernel that makes the next x start beside
     room: int = 0  # rows of x that a stage has room for, where they are more than block_m
 
@@ -112,18 +113,6 @@ class Static:
     def block_n(self) -> int:
         """Rows of the weight that a stage holds."""
         return 2 * self.rows
-
-    @property
-    def twos(self) -> gl.NVMMASharedLayout:
-        """Shared memory of the bytes of a stage, by twos."""
-        return gl.NVMMASharedLayout(swizzle_byte_width=self.width, element_bitwidth=16, rank=2)
-
-    @property
-    def pairs(self) -> gl.DistributedLinearLayout:
-        """Of the pairs of bytes [rows, 16] that a lane's registers of an operand hold."""
-        further = [[64, 0]] if self.rows == 128 else []
-        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-        return gl.DistributedLinearLayout([[8, 0], [0, 4], [0, 8], *further], lanes, [[16, 0], [32, 0]], [], [self.rows, 16])
 
     @property
     def width(self) -> int:

@@ -3,10 +3,11 @@
 
     4 bits   a lane reads 16 bytes, and three instructions make two weights of them: LOP3, a fused multiply-add that takes off point
              and constant, one that multiplies by the scale
-    8 bits   a lane reads the two bytes that are next to each other in wgmma's register (x, which has their order along K, is not ours
-             to change): 8 rows by 16 bytes a warp, from all banks once. PRMT makes them float16, PRMT and two LOP3 bfloat16
-    lifted   in bfloat16 codes alone are 2**-133 times as much: LOP3, or PRMT and LOP3, then one fused multiply-add by a scale as much
-             larger, which takes off the point or adds the offset. Each instruction is in the way of the tensor cores
+    8 bits   a lane reads a word, which are the bytes of two of wgmma's registers where the weight is `paired`: ldmatrix brings it. XOR and
+             two PRMT make float16 of them, two PRMT and four LOP3 bfloat16. Of other weights it reads the two bytes that are next to each
+             other in a register (x, which has their order along K, is not ours to change): 8 rows by 16 bytes a warp, from all banks once
+    lifted   in bfloat16 codes alone are 2**-133 times as much: LOP3, or PRMT and LOP3 or half of one, then one fused multiply-add by a
+             scale as much larger, which takes off the point or adds the offset. Each instruction is in the way of the tensor cores
 
 Arithmetic: the weight is made in x's type as `skinny.py` makes it ("weights"). Lifted weights are 2**-24 times as much (`LIFT`). Of lifted
 weights of 4 bits with zero points, the point's product with the scale is rounded, too: by 2**-8 of it at most.
@@ -33,6 +34,16 @@ TWO_BF16 = gl.constexpr(
     "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80; cvt.u32.u16 t, $1; prmt.b32 t, t, $2, 0x4140;"
     "and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 $0, s, n, m;}"
 )
+# The same of the four bytes of a word.
+WORD_F16 = gl.constexpr("{.reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, $3, 0x4140; prmt.b32 $1, t, $3, 0x4342;}")
+WORD_BF16 = gl.constexpr(
+    "{.reg .b32 t, m, s, n; mov.b32 n, 0xbf80bf80;"
+    + "".join(
+        f"prmt.b32 t, $2, $3, {order}; and.b32 m, t, 0xff7fff7f; and.b32 s, t, 0xff80ff80; fma.rn.bf16x2 ${i}, s, n, m;"
+        for i, order in enumerate(("0x4140", "0x4342"))
+    )
+    + "}"
+)
 _HIGH_BYTES = gl.constexpr("{.reg .b32 t; mov.u32 t, %smid; shr.u32 t, t, 24; add.u32 $0, t, $1;}")
 PLANES_F16 = gl.constexpr(tuple(_plane_text(j // 2 * 8, ("0x000f000f", "0x00f000f0")[j % 2], "0x64006400") for j in range(4)))
 PLANES_BF16 = gl.constexpr(tuple(_plane_text(4 * j, "0x000f000f", "0x43004300") for j in range(4)))
@@ -41,6 +52,7 @@ PLANES_TINY = gl.constexpr(
     tuple(f"{{.reg .b32 t; shr.b32 t, $1, {j // 2 * 8}; and.b32 $0, t, {('0x000f000f', '0x00f000f0')[j % 2]};}}" for j in range(4))
 )
 TWO_TINY = gl.constexpr("{.reg .b32 t; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; xor.b32 $0, t, 0x00800080;}")
+WORD_TINY = gl.constexpr("{.reg .b32 t; xor.b32 t, $2, 0x80808080; prmt.b32 $0, t, 0, 0x4140; prmt.b32 $1, t, 0, 0x4342;}")
 LIFT = gl.constexpr(2.0**24)  # by which sums of lifted tiles are too small: else a scale times 2**133 would be more than there is
 
 
@@ -125,13 +137,47 @@ def high_bytes(DTYPE: gl.constexpr):
     return gl.inline_asm_elementwise(_HIGH_BYTES, "=r,r", [gl.to_tensor(HIGH)], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def shared_bytes(width, paired):
+    """Rows of so many bytes in shared memory, which are read by fours, or by twos."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=32 if paired else 16, rank=2)
+
+
+@gluon.constexpr_function
+def lanes_of_bytes(rows, paired):
+    """Where the words [rows, 8] or the pairs of bytes [rows, 16] of a plane are that a lane's registers of an operand are made of."""
+    own = [[8, 0], [0, 4]] if paired else [[8, 0], [0, 4], [0, 8]]
+    further = [[64, 0]] if rows == 128 else []
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*own, *further], lanes, [[16, 0], [32, 0]], [], [rows, 8 if paired else 16])
+
+
+@gluon.jit
+def bytes_as(codes, high, OPERAND: gl.constexpr, DTYPE: gl.constexpr, LIFTED: gl.constexpr, PAIRED: gl.constexpr):
+    """What `lanes_of_bytes` holds -> the plane [rows, 32] in DTYPE: u with its magic constant, in bfloat16 u - 128, LIFTED u alone."""
+    ROWS: gl.constexpr = codes.shape[0]
+    if PAIRED:
+        WORD: gl.constexpr = WORD_F16 if DTYPE == gl.float16 else WORD_TINY if LIFTED else WORD_BF16
+        low, upper = gl.inline_asm_elementwise(WORD, "=r,=r,r,r", [codes, high], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+        both = gl.join(low, upper)
+    else:
+        TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_TINY if LIFTED else TWO_BF16
+        both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
+    u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).to(DTYPE, bitcast=True)
+    if PAIRED:  # kt, k4, khalf, k
+        u = u.reshape([ROWS, 2, 4, 2, 2]).permute([0, 1, 3, 2, 4])
+    return gl.convert_layout(u.reshape([ROWS, 32]), OPERAND, assert_trivial=True)
+
+
 @gluon.jit
 def codes_at(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
     """The words of a record in shared memory, or the bytes of one of its planes, as they lie in an operand [rows, 32]."""
     ROWS: gl.constexpr = S.rows
-    if S.bits == 8:  # by twos: [rows, 16]
-        twos = ws._reinterpret(gl.int16, [S.block_n, S.width // 2], S.twos)
-        return twos.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE * 16 % (S.width // 2), 16, dim=1).load(S.pairs)
+    if S.bits == 8:  # by fours or twos: [rows, 8 or 16]
+        NUMBER: gl.constexpr = 8 if S.paired else 16
+        WIDTH: gl.constexpr = S.width * NUMBER // 32
+        bytes_ = ws._reinterpret(gl.int32 if S.paired else gl.int16, [S.block_n, WIDTH], shared_bytes(S.width, S.paired))
+        return bytes_.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE * NUMBER % WIDTH, NUMBER, dim=1).load(lanes_of_bytes(ROWS, S.paired))
     else:
         PANELS: gl.constexpr = S.rows // 64
         LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -144,10 +190,7 @@ def codes_at(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr,
 def as_weights(codes, high, tails, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Plane PLANE of the words, or its bytes, as weights in DTYPE."""
     if S.bits == 8:
-        TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_TINY if S.lifted else TWO_BF16
-        both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
-        u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([S.rows, 32]).to(DTYPE, bitcast=True)
-        u = gl.convert_layout(u, OPERAND, assert_trivial=True)
+        u = bytes_as(codes, high, OPERAND, DTYPE, S.lifted, S.paired)
     elif DTYPE == gl.float16:
         HALVES: gl.constexpr = E2M1_F16 if S.table else PLANES_F16
         u = gl.inline_asm_elementwise(HALVES[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)

@@ -13,8 +13,9 @@ from halfbyte.layouts.base import Packed
 
 
 def linear(problem: Problem, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [m, k], weight uint8 in layout `gpu_tiles` -> out [m, n]."""
-    packed = Packed(problem.format, (problem.n, problem.k), gpu_tiles.NAME, weight)
+    """x [m, k], weight uint8 in layout `gpu_tiles` or the paired one -> out [m, n]."""
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), paired=problem.paired)
+    packed = Packed(problem.format, (problem.n, problem.k), geo.layout, weight)
     y = x.float() @ gpu_tiles.unpack(packed).dequantize().T
     for addend in (epilogue.bias, epilogue.residual):
         if addend is not None:

@@ -41,7 +41,7 @@ def launch(
     plan = activations.plan(problem)
     memory = workspace(out.device, plan.nbytes + gemm_int8.beside(problem, config))
     quantized = activations.views(plan, memory)
-    if plan.nibbles or plan.k != plan.k_padded or x.stride(0) != plan.k or x.data_ptr() % 16:
+    if plan.order != "plain" or plan.k != plan.k_padded or x.stride(0) != plan.k or x.data_ptr() % 16:
         activations.arrange(x, plan, memory)
     else:
         quantized = activations.Quantized(plan, x, quantized.scale, quantized.sums, None)

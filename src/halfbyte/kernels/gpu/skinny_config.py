@@ -67,6 +67,7 @@ class Static:
     gates: str = ""  # half of a tile's rows are gates of the others: `epilogue.gated`
     plus_one: bool = False  # 1 + the norm's weight is multiplied by
     table: bool = False  # codes are 4-bit floats
+    paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
     taps: int = 0  # of a convolution, whose patches are the rows of x
 
     @property
@@ -135,6 +136,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         bits=bits,
         zero=geo.format.zero,
         table=bool(geo.format.table),
+        paired=problem.paired,
         padded=geo.padded,
         block=0 if geo.contiguous else geo.block,
         whole=geo.block_rows == 1,

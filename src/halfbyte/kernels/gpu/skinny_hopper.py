@@ -175,6 +175,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         table=bool(geo.format.table),
         gates=gates,
         sparse=problem.sparse,
+        paired=problem.paired,
     )
 
 

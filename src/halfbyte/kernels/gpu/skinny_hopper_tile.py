@@ -26,12 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16, E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.hopper import fma
-from halfbyte.kernels.gpu.hopper_weights import PLANES_F16, PLANES_TINY, TWO_BF16, TWO_F16, negative
+from halfbyte.kernels.gpu.hopper_weights import PLANES_F16, PLANES_TINY, bytes_as, lanes_of_bytes, negative, shared_bytes
 from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
 LIFT = gl.constexpr(2.0**8)  # by which sums of lifted codes are too small: 2**133, which would make up for all, is no bfloat16
-_WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _PIECES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of scales and zeros of blocks that follow each other
 
@@ -59,6 +58,7 @@ class Static:
     table: bool  # codes are 4-bit floats
     gates: str = ""  # half of a tile's panels are gates of the others: `epilogue.gated`
     sparse: bool = False  # 2:4, in `layouts/gpu_sparse.py`
+    paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
 
     @property
     def gated(self) -> bool:
@@ -160,15 +160,9 @@ def _tails(s, block, PANEL: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr)
     return gl.expand_dims(blocks.slice(PANEL * ROWS, ROWS, dim=1).permute([1, 0]).load(gl.SliceLayout(2, LAYOUT)), 2)
 
 
-@gluon.constexpr_function
-def _of_twos():
-    """Where the pairs of bytes [64 rows, 16] are that a lane's registers of an operand hold."""
-    return gl.DistributedLinearLayout([[8, 0], [0, 4], [0, 8]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16])
-
-
 @gluon.jit
 def _codes(ws, stage, PLANE: gl.constexpr, PANEL: gl.constexpr, PART: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
-    """The words of a record as they lie in an operand [64, 32], or the bytes of one of its planes by twos [64, 16]."""
+    """The words of a record as they lie in an operand [64, 32], or the bytes of one of its planes, by fours or twos [64, 8 or 16]."""
     if S.bits == 4:
         LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         words = ws.index(stage).slice((PANEL * S.depth + PART) * 32, 32, dim=0).load(LANES)
@@ -176,18 +170,17 @@ def _codes(ws, stage, PLANE: gl.constexpr, PANEL: gl.constexpr, PART: gl.constex
         words = words.reshape([2, 4, 8, 4, 2, 2, 2]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([ROWS, 32])
         return gl.convert_layout(words, OPERAND, assert_trivial=True)
     else:
-        twos = ws.index(stage * S.depth + PART)._reinterpret(gl.int16, [S.rows, 64], _WORDS)
-        return twos.slice(PANEL * ROWS, ROWS, dim=0).slice(PLANE * 16, 16, dim=1).load(_of_twos())
+        NUMBER: gl.constexpr = 8 if S.paired else 16
+        bytes_ = ws.index(stage * S.depth + PART)
+        bytes_ = bytes_._reinterpret(gl.int32 if S.paired else gl.int16, [S.rows, 4 * NUMBER], shared_bytes(128, S.paired))
+        return bytes_.slice(PANEL * ROWS, ROWS, dim=0).slice(PLANE * NUMBER, NUMBER, dim=1).load(lanes_of_bytes(ROWS, S.paired))
 
 
 @gluon.jit
 def _plane(codes, points, high, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Plane PLANE of the words, or its bytes, as u - point in DTYPE."""
     if S.bits == 8:
-        TWO: gl.constexpr = TWO_F16 if DTYPE == gl.float16 else TWO_BF16
-        both = gl.inline_asm_elementwise(TWO, "=r,h,r", [codes, high], dtype=gl.int32, is_pure=True, pack=1)
-        u = gl.join(both.to(gl.int16), (both >> 16).to(gl.int16)).reshape([ROWS, 32]).to(DTYPE, bitcast=True)
-        u = gl.convert_layout(u, OPERAND, assert_trivial=True)
+        u = bytes_as(codes, high, OPERAND, DTYPE, False, S.paired)
     else:
         FLOATS: gl.constexpr = E2M1_F16 if DTYPE == gl.float16 else E2M1_BF16
         TEXTS: gl.constexpr = FLOATS if S.table else PLANES_TINY if S.lifted else PLANES_F16
@@ -278,6 +271,8 @@ def _add_bytes(acc, xs, first, ws, tails, stage, block, PANEL: gl.constexpr, PAR
     if S.scaled:
         w = fma(w, _tails(tails[0], block, PANEL, BLOCKS, S).to(DTYPE), gl.full([ROWS, 1, 1], -0.0, DTYPE, layout=BLOCKS))
     # An instruction's k in a lane are two pairs: lane (k4), 16 bytes, four of them, pair, element -> instruction, pair, k4, element.
+    if S.paired:  # khalf comes behind k4 of the layout, which are the upper bit of four, and pair
+        w = w.reshape([ROWS, 4, 2, 4, 2, 2]).permute([0, 1, 2, 4, 3, 5])
     w = w.reshape([ROWS, 4, 2, 4, 2, 2]).permute([0, 2, 3, 4, 1, 5]).reshape([ROWS, 128])
     w = gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
     x = xs.index(first)._reinterpret(DTYPE, [2, COLUMNS, 64], _PIECES).load(_of_x(COLUMNS)).permute([1, 0, 2])

@@ -7,8 +7,8 @@ block. Where rows of x fill the columns, each warp of a block may still have a p
 summed at the end.
 
 8 bits: a lane multiplies the 16 bytes that it read, which follow each other in a row of the weight. So k is in another order than
-memory's, and x's is changed to it while x goes through shared memory, as it has to anyway. (Several stages without Hopper's instructions
-for four warps: bytes change lanes.)
+memory's, and x's is changed to it while x goes through shared memory, as it has to anyway, whatever the order of these bytes is. (Several
+stages without Hopper's instructions for four warps: bytes change lanes.)
 
 Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
 
@@ -339,6 +339,9 @@ def _load_x(xp, record, records, K, S: tl.constexpr):
             inside &= within < S.block
             at = at // S.padded * S.block + within
         x = tl.load(xp + at, mask=inside & (at < K), other=0.0)
+    if S.paired:  # …, khalf, k4, k -> as the bytes lie
+        SIZES: tl.constexpr = x.shape
+        x = tl.reshape(tl.permute(tl.reshape(x, (S.batch * 8, 2, 4, 2 * S.width)), (0, 2, 1, 3)), SIZES)
     if S.turned:  # khalf, k4, step, and the four bytes of a register, of which the even and the odd ones are together
         SHAPE: tl.constexpr = x.shape
         x = tl.permute(tl.reshape(x, (S.batch, 2, 4, 4, 2, 2, S.width)), (0, 1, 3, 5, 2, 4, 6))
