@@ -85,6 +85,13 @@ FAMILIES = {
     ),
     "glm4": _family("Glm4Config", _SMALL, _sizes(4096, 40, 32, 2, 13696, 151552, head_dim=128)),
     "ernie4.5": _family("Ernie4_5Config", _SMALL, _sizes(1024, 18, 16, 2, 3072, 103424, head_dim=128)),
+    "cohere2": _family(
+        "Cohere2Config",
+        _SMALL_TIED | {"sliding_window": 1024, "head_dim": 64},
+        _sizes(4096, 32, 32, 8, 14336, 256000, sliding_window=4096, head_dim=128),
+        tiny=_HEADS | _WINDOW,
+    ),
+    "starcoder2": _family("Starcoder2Config", _SMALL, _sizes(3072, 30, 24, 2, 12288, 49152, sliding_window=4096)),
     "olmoe": _family(
         "OlmoeConfig",
         _sizes(1024, 16, 16, 16, 512, 32000, num_experts=64, num_experts_per_tok=8),
