@@ -231,6 +231,8 @@ def test_a_file_in_parts(tmp_path: Path) -> None:
     second.unlink()
     with pytest.raises(CheckpointError, match=r"is a folder, load_gguf opens a \.gguf file: name the file, or open the folder by load"):
         load_gguf(tmp_path)
+    with pytest.raises(CheckpointError, match=r"there is no .*nowhere\.gguf: name a \.gguf file"):
+        load_gguf(tmp_path / "nowhere.gguf")
     with pytest.raises(CheckpointError, match=r"cannot read .*m-00002-of-00003\.gguf"):
         load(first)
     second.write_bytes(sound[:-100])

@@ -56,6 +56,8 @@ def test_a_model_within_another() -> None:
 def test_a_float_model() -> None:
     with pytest.raises(ArgumentError, match="call quantize_ first"):
         hb.optimize_(nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match=r"optimize_ takes a model, a torch\.nn\.Module, got str: pass the model"):
+        hb.optimize_("folder")  # type: ignore[arg-type]
 
 
 def test_without_transformers() -> None:

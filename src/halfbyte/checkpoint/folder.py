@@ -36,6 +36,7 @@ from pathlib import Path
 
 from halfbyte.checkpoint.manifest import CONFIG, SECTION, Manifest, read_manifest
 from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.io.safetensors import load_json
 from halfbyte.io.tensors import JOURNAL
 
 if sys.platform != "win32":
@@ -199,9 +200,12 @@ def _present(folder: Path) -> Manifest | None:
     """The manifest of the checkpoint in an existing folder, None where there is none; raises where there is another model."""
     if (folder / CONFIG).exists():
         try:
-            return read_manifest(folder)[1]
+            if SECTION in load_json(folder / CONFIG):
+                return read_manifest(folder)[1]
+            why = "but another model"
         except CheckpointError as e:
-            raise CheckpointError(f"{folder} is not overwritten, as it holds no halfbyte checkpoint ({e}): choose another folder") from e
+            why = f"({e})"
+        raise CheckpointError(f"{folder} is not overwritten, as it holds no halfbyte checkpoint {why}: choose another folder")
     for path in folder.iterdir():
         if _ANY_WEIGHTS.fullmatch(path.name) and not _OURS.fullmatch(path.name):
             raise CheckpointError(f"{folder} is not overwritten, as it holds another model's {path.name}: choose another folder")

@@ -15,7 +15,7 @@ from halfbyte.checkpoint.loading import fill
 from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of
 from halfbyte.checkpoint.sources import open_floats
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, not_there
 from halfbyte.formats.spec import Format
 from halfbyte.io.gguf import read_header
 from halfbyte.nn.config import Config, as_config
@@ -47,6 +47,8 @@ def load_gguf(
     if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
         raise ArgumentError(f"a model computes in float32, bfloat16 or float16, got {dtype!r}: pass dtype=torch.bfloat16")
     source = Path(path)
+    if not source.exists():
+        raise not_there(source, "a .gguf file")
     if source.is_dir():
         raise CheckpointError(f"{source} is a folder, load_gguf opens a .gguf file: name the file, or open the folder by load")
     sharding = None if mesh is None else Sharding(mesh)

@@ -6,6 +6,7 @@ import sys
 
 from torch import nn
 
+from halfbyte.errors import check_type
 from halfbyte.nn.fused import fuse_
 
 
@@ -17,6 +18,7 @@ def optimize_(model: nn.Module) -> nn.Module:
     `report(model)` name the layers that were left as they are, and why. `parallelize_`, `prune_` and adapters, which replace layers, come
     before. Raises ArgumentError for a model without quantized layers.
     """
+    check_type(model, nn.Module, "optimize_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
     fuse_(model)
     if "transformers" in sys.modules:  # or else no part of the model is of transformers
         from halfbyte.integrations.attention import use_
