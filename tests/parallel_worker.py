@@ -25,7 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
-from halfbyte.integrations import decoding
+from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.text import ready
 from halfbyte.integrations.transformers import HalfbyteQuantizer
 from halfbyte.nn.fused import FusedLinear, fuse_
@@ -308,13 +308,13 @@ def decoded(model: Any, forward: Any) -> torch.Tensor:
 def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
     """Decoder layers as `generate` arranges them, norms and additions in the products; on GPUs in bfloat16, and as graphs."""
     calls = []
-    attend, decoding.DEVICES = decoding.attend, ("cpu", "cuda")
+    attend, decoding_gpu.DEVICES = decoding_gpu.attend, ("cpu", "cuda")
 
     def counted(*arguments: Any, **settings: Any) -> torch.Tensor:
         calls.append(1)
         return attend(*arguments, **settings)
 
-    decoding.attend = counted
+    decoding_gpu.attend = counted
     dtype = torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
     exactly = in_float64(on_one(folder / "wide", mesh), TOKENS)[:, 5:]
     for exact in (False, True):
@@ -326,7 +326,7 @@ def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
         assert len(calls) == 3 * 2, "each token in each layer"
         assert torch.equal(mine, same_everywhere(mine))
         assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max()
-    decoding.attend = attend
+    decoding_gpu.attend = attend
     if mesh.device_type == "cpu":
         return
     step = torch.compile(shared.forward, fullgraph=True, dynamic=False, mode="reduce-overhead")

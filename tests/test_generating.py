@@ -79,7 +79,6 @@ class Imitated:
         tensors += [t for layer in self.cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
         before = [t.clone() for t in tensors]
         random = torch.get_rng_state()
-        self.updates = [(layer, layer.update) for layer in self.cache.layers if "update" in vars(layer)]
         with Captured():
             self.found = run()
         torch.set_rng_state(random)
@@ -96,11 +95,7 @@ class Imitated:
         for layer, n in zip(self.layers, self.counted, strict=True):
             if n is not None:
                 layer.cumulative_length_int = n - 1  # as the capture saw it
-        for layer, update in self.updates:
-            layer.update = update
         found = self.run()
-        for layer, _ in self.updates:
-            del layer.update
         if found is not self.found:
             self.found.copy_(found)
         for layer, n in zip(self.layers, now, strict=True):
