@@ -44,11 +44,14 @@ def why_not_few_kernels(layer: Any) -> str | None:
     """Why `token` does not take a layer that has `linears_of`; None if it does."""
     linears = linears_of(layer)
     assert linears is not None
+    return _why_not(layer, linears, *_halves(layer))
+
+
+def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) -> str | None:
     qkv, o, second = linears
     for linear in (*qkv, o, *second):
         if linear.compute not in ("auto", "float"):
             return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
-    first, last = _halves(layer)
     if first.heads.sinks is not None:
         return "its attention has sinks"
     if first.heads.pairs:
@@ -94,9 +97,11 @@ def token(
     """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported. layers: those of the cache."""
     index = layer.self_attn.layer_idx
     linears = linears_of(layer) if _fits(x, mask, layers, index, settings) else None
-    if linears is None or why_not_few_kernels(layer) is not None:
+    if linears is None:
         return None
     first, second = _halves(layer)
+    if _why_not(layer, linears, first, second) is not None:
+        return None
     if first.heads.turned not in (0, rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
     seen = _attended(first, x, mask, layers[index], rotary, first=index == 0)
