@@ -199,6 +199,10 @@ def test_what_cannot_be_pruned_is_refused_and_nothing_changes() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             hb.prune_(model, "2:4", **settings)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="has no Linear or convolution in floating point to prune: prune the float model"):
+        hb.prune_(hb.quantize_(copy.deepcopy(model), "q4_0"), "2:4")
+    with pytest.raises(ArgumentError, match="to prune: pass a model that has some"):
+        hb.prune_(nn.Sequential(nn.ReLU()), "2:4")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
     for method in SPARSE_METHODS:

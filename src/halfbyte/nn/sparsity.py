@@ -20,7 +20,7 @@ from halfbyte.nn.convert import check_in_place
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.kinds import FLOAT_MODULES
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, pack_like
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, pack_like
 from halfbyte.nn.report import add_notes
 from halfbyte.nn.runs import Progress, Runs
 from halfbyte.nn.transposed import is_conv1d
@@ -97,6 +97,10 @@ def _prune_expanded_(
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d) and uses[id(m.weight)] == 1 and name in chosen
     }
+    if not layers:
+        quantized = any(isinstance(module, QuantModule) for module in model.modules())
+        remedy = "prune the float model, and quantize it then" if quantized else "pass a model that has some, and do not skip all"
+        raise ArgumentError(f"a {type(model).__name__} has no Linear or convolution in floating point to prune: {remedy}")
     if calibration is None:
         pruned = {name: _by_magnitude(layer, wanted, name) for name, layer in layers.items()}
     else:
