@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import formats, random_codes, same_codes
 
-from halfbyte.formats import Format
+from halfbyte.formats import Format, as_format
 from halfbyte.formats.codes import unpack_nibbles
-from halfbyte.layouts.gpu_tiles import geometry, geometry_of, pack, unpack, views
+from halfbyte.layouts.gpu_tiles import geometry, geometry_of, in_order, pack, unpack, views
+from halfbyte.nn.integer import IntegerLinear, Scale
 
 
 @given(formats, st.integers(1, 140), st.integers(1, 330))
@@ -51,6 +52,18 @@ def test_paired_bytes(fmt: Format, n: int, k: int) -> None:
     for i, (there, here) in enumerate(zip(views(plain.data, geo), views(paired.data, geo), strict=True)):
         assert (there is None and here is None) or torch.equal(there[:, at.flatten()] if i == 0 else there, here)
     assert same_codes(unpack(paired), codes)
+    back = in_order(paired)
+    assert (back.layout, in_order(plain)) == (plain.layout, plain)
+    assert torch.equal(back.data, plain.data)
+
+
+def test_layers_on_codes_keep_the_order_of_k() -> None:
+    codes, scale = random_codes(as_format("int8_channel"), (70, 100)), Scale(0.1, 3)
+    layer = IntegerLinear(pack(codes, paired=True), None, scale, scale, (-128, 127))
+    assert torch.equal(layer.packed_data, pack(codes).data)
+    layer._set_packed(pack(codes, paired=True))  # as `.to` does
+    assert torch.equal(layer.packed.data, pack(codes).data)
+    assert layer.packed.layout == pack(codes).layout
 
 
 @given(formats, st.integers(1, 200), st.integers(1, 1000))

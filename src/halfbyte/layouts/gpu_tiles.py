@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -236,6 +236,20 @@ def pack(codes: Codes, *, sparse: bool = False, paired: bool = False) -> Packed:
             else:
                 out.codes[start:stop] = (_paired(u) if paired else u).view(torch.int8)
     return Packed(fmt, codes.shape, geo.layout, data)
+
+
+def in_order(packed: Packed) -> Packed:
+    """The same weight in K's order where it is in pairs; others as they are."""
+    if packed.layout != PAIRED:
+        return packed
+    geo = geometry(packed.format, packed.shape)
+    if not geo.nbytes:
+        return replace(packed, layout=NAME)
+    data = packed.data[: geo.nbytes].clone()
+    for start, stop in _chunks(geo):
+        rows = codes_of(data, geo)[start:stop]
+        rows.copy_(_in_order(rows))
+    return replace(packed, layout=NAME, data=data)
 
 
 def unpack(packed: Packed) -> Codes:

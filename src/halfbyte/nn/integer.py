@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.kernels.problem import Addition, Combination, Window
+from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule, version
@@ -144,6 +145,11 @@ class MaxPool(nn.Module):
         return pool.step(x) if (pool := pooling(x, self.pool)) else None
 
 
+def _in_order(packed: AnyPacked) -> AnyPacked:
+    """A weight in K's order, in which codes come: for one in pairs they would take a pass of their own."""
+    return gpu_tiles.in_order(packed) if isinstance(packed, Packed) else packed
+
+
 _made = 0
 
 
@@ -178,11 +184,14 @@ class IntegerModule(QuantModule):
         dtype: torch.dtype = torch.float32,
         error: float | None = None,
     ) -> None:
-        super().__init__(packed, dtype, error)
+        super().__init__(_in_order(packed), dtype, error)
         self.source, self.result, self.clamp, self.window = source, result, clamp, window
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self.register_buffer("table", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.refresh()
+
+    def _set_packed(self, packed: AnyPacked) -> None:
+        super()._set_packed(_in_order(packed))
 
     def with_weight(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> IntegerModule:
         """The same layer with another weight of the same sizes."""
