@@ -419,6 +419,10 @@ def test_what_cannot_be_trained_is_refused_and_nothing_changes() -> None:
         with pytest.raises(ArgumentError, match=message):
             hb.prepare_qat_(model, settings, scales=scales)
         assert not any(isinstance(m, FakeQuantized) for m in model.modules())
+    with pytest.raises(ArgumentError, match="a Net has nothing in floating point to train for codes: prepare the float model"):
+        hb.prepare_qat_(hb.quantize_(Net(), "q4_0"), "q4_0")
+    with pytest.raises(ArgumentError, match="to train for codes: pass a model with Linears"):
+        hb.prepare_qat_(nn.Sequential(nn.ReLU()), "q4_0")
     with pytest.raises(ArgumentError, match="a lone Linear cannot be replaced in place"):
         hb.prepare_qat_(nn.Linear(32, 32), "q4_0")
     with pytest.raises(ArgumentError, match="was not prepared: call prepare_qat_ first"):

@@ -14,6 +14,7 @@ from halfbyte.nn.convert import check_in_place, finished, put_quantized_
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import FORMS, FakeQuantized, Target, prepare_
 from halfbyte.nn.kinds import kind_of, quantize_weight, relative_error
+from halfbyte.nn.modules import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_notes
 from halfbyte.nn.transposed import is_transposed
 from halfbyte.quantizers import CALIBRATED, METHODS
@@ -42,6 +43,10 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
         formats = formats_of(choose(candidates(model), config))
         others = [name for name in formats if kind_of(model.get_submodule(name)) not in FORMS]
     trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats and name not in others]
+    if not trained:
+        quantized = any(isinstance(module, QuantModule) for module in model.modules())
+        remedy = "prepare the float model" if quantized else "pass a model with Linears, convolutions or Embeddings, and do not skip all"
+        raise ArgumentError(f"a {type(model).__name__} has nothing in floating point to train for codes: {remedy}")
     grids: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
     if scales == "learned":
         for name, module, fmt in trained:
