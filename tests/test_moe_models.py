@@ -73,6 +73,17 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+def routed(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits, and the experts of each layer and token, in their order by number."""
+    chosen: list[torch.Tensor] = []
+    routers = [getattr(layer.mlp, "router", None) or layer.mlp.gate for layer in model.model.layers]
+    hooks = [router.register_forward_hook(lambda _, __, found: chosen.append(found[2])) for router in routers]
+    found = logits(model)
+    for hook in hooks:
+        hook.remove()
+    return found, torch.stack([ids.sort(-1).values for ids in chosen])
+
+
 def test_every_stack_is_quantized(pair: tuple[Any, Any]) -> None:
     model, quantized = pair
     report = hb.report(quantized)
@@ -173,8 +184,13 @@ def test_moved_copied_and_compiled(pair: tuple[Any, Any]) -> None:
     quantized = pair[1]
     expected = logits(quantized)
     half = deepcopy(quantized).to(torch.bfloat16)
-    assert logits(half).dtype == torch.bfloat16
-    assert (logits(half).float() - expected).abs().max() <= 0.1 * expected.abs().max()
+    found, ids = routed(half)
+    assert found.dtype == torch.bfloat16
+    # Up to the first token of a text that has other experts, where two were nearly equally likely. Each of two layers rounds what it
+    # hands on some twelve times, by up to 2^-9 of it.
+    same = (ids == routed(quantized)[1]).all(-1).all(0).view(TOKENS.shape).cumprod(-1).bool()
+    assert same.any()
+    assert (found.float() - expected)[same].abs().max() <= 24 * 2.0**-9 * expected.abs().max()
     assert torch.equal(logits(deepcopy(quantized)), expected)
     state = quantized.state_dict()
     other = hb.quantize_(deepcopy(pair[0]), CONFIG)
