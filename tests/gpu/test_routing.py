@@ -73,13 +73,15 @@ def test_the_choice(m: int, experts: int, chosen: int, normalized: bool, gpu: Gp
     assert bool(((weights.cpu().double() - shares).abs() <= 2.0**-17 * shares).all())
 
 
-def test_a_logit_that_is_no_number_makes_no_choice_outside_of_memory(gpu: Gpu, device: torch.device) -> None:
-    """Its row of experts is any, or none of them, which gives NaN; those of other rows are theirs."""
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_logit_that_is_no_number(normalized: bool, gpu: Gpu, device: torch.device) -> None:
+    """Its row's weights are NaN, of whatever experts there are, or of none; other rows keep theirs."""
     logits = torch.randn(2, 5)
     logits[0, 2] = torch.nan
     ids, weights = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.zeros(2, 2, device=device)
-    routing.launch_choice(gpu, logits.to(device), ids, weights, normalized=True)
+    routing.launch_choice(gpu, logits.to(device), ids, weights, normalized=normalized)
     assert bool((ids >= 0).all())
+    assert weights.isnan().tolist() == [[True, True], [False, False]]
     assert torch.equal(ids[1].cpu().long(), logits[1].topk(2).indices)
 
 

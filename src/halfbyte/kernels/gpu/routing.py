@@ -89,8 +89,8 @@ def _choose(
         at = tl.where(t == step, place, at)
         left = tl.where(i == place, float("-inf"), left)
     share = tl.exp(best - largest)
-    if NORMALIZED:
-        total = tl.sum(share, axis=0)
+    if NORMALIZED:  # but where a logit is NaN all weights are, as torch's are
+        total = tl.where(total == total, tl.sum(share, axis=0), total)
     tl.store(ids + row * CHOSEN + t, at, mask=t < CHOSEN)
     tl.store(weights + row * CHOSEN + t, share / total, mask=t < CHOSEN)
 
