@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, MistralConfig
 
 import halfbyte
+from halfbyte.errors import ArgumentError
 from halfbyte.layouts.records import from_records, record_bytes, to_records
 
 
@@ -44,6 +45,11 @@ def test_what_has_no_codes() -> None:
     assert bool(found[(1, 2, 3), (35, 35, 3)].isfinite().all())
     assert bool(found[4].isfinite().all())
     assert to_records(x[:0]).shape == (0, 44)
+
+
+def test_it_is_for_a_config() -> None:
+    with pytest.raises(ArgumentError, match=r"got str: pass model\.config"):
+        halfbyte.Int8Cache("x")
 
 
 def test_layers_do_what_those_of_transformers_do() -> None:

@@ -179,6 +179,27 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
     added(hidden, inner)
 
 
+def launch_families(gpu: Gpu) -> None:
+    """What layers of Mixtral, Gemma 3 and OLMo 2 have that those of Llama have not, for one token."""
+    from halfbyte.kernels.gpu import attend, norm, routing
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    k, experts, chosen, heads, kv_heads, dim = 4096, 128, 8, 32, 8, 128
+    x, before = empty(1, k), (empty(k), 1e-5, True)
+    logits, weights = empty(1, experts, dtype=torch.float32), empty(1, chosen, dtype=torch.float32)
+    routing.launch_logits(gpu, x, before, empty(experts, k), empty(1, k), logits)
+    routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, normalized=True)
+    routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k))
+    norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), (before, empty(1, k)))
+    qkv = empty(1, (heads + 2 * kv_heads) * dim)
+    of_rows = (empty(heads * dim), 1e-5, False), (empty(kv_heads * dim), 1e-5, False)
+    norm.launch_parts(gpu, qkv, of_rows, torch.empty_like(qkv))
+    cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
+    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, ring=True)
+
+
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
     """For each job the binaries of what it launched, in order. Raises AssertionError with the compiler's words where one fails."""
     found: list[list[Binary]] = [[] for _ in jobs]

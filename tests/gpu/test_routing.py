@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from aot import Job, compile_all
 from float_support import UNIT, terms
 from samples import random_codes
 from torch import Tensor
@@ -18,7 +19,7 @@ from halfbyte.kernels import reference
 from halfbyte.kernels.gpu import grouped, routing, skinny_config
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
-from halfbyte.machine import Gpu
+from halfbyte.machine import GPUS, Gpu
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
@@ -178,3 +179,15 @@ def test_arguments() -> None:
     for x, changed in ((torch.randn(1, 95), {}), (torch.randn(1, 96).half(), {}), (torch.randn(1, 96), {"chosen": 7})):
         with pytest.raises(ArgumentError, match=r"experts take x \[\.\.\., K\]"):
             add_experts(x, half(**changed))
+
+
+# Ahead of time: what layers of Mixtral, Gemma 3 and OLMo 2 have that those of Llama (test_decoding_kernels.py) have not
+
+
+def test_what_families_add_compiles_without_spills() -> None:
+    archs = [name for name in GPUS if name.startswith("sm_")]
+    for arch, binaries in zip(archs, compile_all([Job("aot:launch_families", arch, wanted="resources") for arch in archs]), strict=True):
+        assert [binary.kernel for binary in binaries] == ["_logits", "_choose", "_sum", "_added", "_parts", "_attend", "_add_up"]
+        for binary in binaries:
+            assert (binary.spills, binary.stack) == (0, 0), f"{binary.kernel} on {arch}"
+            assert ("griddepcontrol.wait" in binary.ptx) == (GPUS[arch].capability >= (9, 0)), f"{binary.kernel} on {arch}"

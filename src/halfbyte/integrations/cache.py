@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from halfbyte.errors import ArgumentError
 from halfbyte.layouts.records import from_records, to_records
 
 
@@ -44,10 +45,12 @@ class Int8Cache(DynamicCache):
     """A growing cache of keys and values in 8 bits for a model of transformers with this config: `past_key_values` of `generate` or a call.
 
     32 elements share a scale; each is off by at most half a scale, 1/253 of the largest of them. Layers that keep anything else, such as
-    states of linear attention, are as in transformers' DynamicCache.
+    states of linear attention, are as in transformers' DynamicCache. Raises ArgumentError where `config` is none of transformers.
     """
 
     def __init__(self, config: Any) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ArgumentError(f"a cache is made for the config of a model, got {type(config).__name__}: pass model.config")
         super().__init__(config=config)
         self.layers = [_in_8_bits(layer) for layer in self.layers]
 

@@ -90,7 +90,7 @@ def _choose(
         left = tl.where(i == place, float("-inf"), left)
     share = tl.exp(best - largest)
     if NORMALIZED:  # but where a logit is NaN all weights are, as torch's are
-        total = tl.where(total == total, tl.sum(share, axis=0), total)
+        total = tl.where(total == total, tl.sum(share, axis=0), total)  # noqa: PLR0124
     tl.store(ids + row * CHOSEN + t, at, mask=t < CHOSEN)
     tl.store(weights + row * CHOSEN + t, share / total, mask=t < CHOSEN)
 
