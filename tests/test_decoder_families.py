@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from shortened_models import beside, close
+from shortened_models import beside, close, done
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations import decoding, decoding_cpu, decoding_gpu, decoding_step
@@ -88,15 +88,7 @@ def pair(kind: str, layer_types: list[str] | None = None, **how: Any) -> tuple[A
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called, whether it was in one call; layer by layer."""
-    found: list[bool] = []
-    plain = decoding_cpu.tokens
-
-    def counting(*args: Any) -> Tensor | None:
-        y = plain(*args)
-        found.append(y is not None)
-        return y
-
-    monkeypatch.setattr(decoding_cpu, "tokens", counting)
+    found = done(monkeypatch, decoding_cpu, "tokens")
     monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
     return found
 

@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
+from shortened_models import close, done
 from transformers import DynamicCache
 
 from halfbyte.integrations import decoding_step
@@ -97,16 +98,7 @@ def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each call with a cache, whether it was one call."""
-    found: list[bool] = []
-    plain = decoding_step.one_token
-
-    def noting(*args: Any) -> Tensor | None:
-        y = plain(*args)
-        found.append(y is not None)
-        return y
-
-    monkeypatch.setattr(decoding_step, "one_token", noting)
-    return found
+    return done(monkeypatch, decoding_step, "one_token")
 
 
 def said(model: Any, cache: Any, *, batch: int = 1, tokens: int = 12, mask: Tensor | None = None) -> Tensor:
@@ -118,11 +110,6 @@ def said(model: Any, cache: Any, *, batch: int = 1, tokens: int = 12, mask: Tens
             seen = None if mask is None else mask[:, :end]
             found.append(model(ids[:, begin:end], attention_mask=seen, past_key_values=cache).logits[:, -1:])
     return torch.cat(found, 1)
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of sums in float32 in three layers of some hundred products each, which the norms between them may enlarge."""
-    return found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("skip", [[], ["lm_head", "model.embed_tokens"]])

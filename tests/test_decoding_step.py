@@ -16,6 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
+from shortened_models import close, done
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -42,16 +43,7 @@ def pair(kind: str = "Llama", compute: str = "float", **more: Any) -> tuple[Any,
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each call with a cache, whether it was one call."""
-    found: list[bool] = []
-    plain = decoding_step.one_token
-
-    def noting(*args: Any) -> Tensor | None:
-        y = plain(*args)
-        found.append(y is not None)
-        return y
-
-    monkeypatch.setattr(decoding_step, "one_token", noting)
-    return found
+    return done(monkeypatch, decoding_step, "one_token")
 
 
 def tokens(model: Any, cache: Any, *, of: int = 4, **how: Any) -> Tensor:
@@ -61,11 +53,6 @@ def tokens(model: Any, cache: Any, *, of: int = 4, **how: Any) -> Tensor:
         found = [model(ids, past_key_values=cache, **how).logits[:, -1:]]
         found += [model(torch.tensor([[8 + i]]), past_key_values=cache, **how).logits for i in range(of)]
     return torch.cat(found)
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
-    return bool((found.float() - expected.float()).abs().max() <= 1e-4 * expected.float().abs().max())
 
 
 def new_data(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
+from shortened_models import close
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations import decoding_cpu, decoding_step, growing
@@ -70,11 +71,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(decoding_cpu, "tokens", counting)
     monkeypatch.setattr(decoding_step, "one_token", counting_steps)
     return found
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of sums in float32 in three layers of some hundred products each, which the norms between them may enlarge."""
-    return found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 def random_ids(batch: int, tokens: int, seed: int = 1) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
+from shortened_models import close, done
 from transformers import StaticCache
 
 from halfbyte.integrations import decoding, decoding_gpu
@@ -74,16 +75,7 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
 def calls(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called, whether it was in few kernels."""
     monkeypatch.setattr(decoding_gpu, "DEVICES", (device.type,))
-    found: list[bool] = []
-    plain = decoding_gpu.token
-
-    def counting(*args: Any) -> Tensor | None:
-        y = plain(*args)
-        found.append(y is not None)
-        return y
-
-    monkeypatch.setattr(decoding_gpu, "token", counting)
-    return found
+    return done(monkeypatch, decoding_gpu, "token")
 
 
 def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
@@ -96,11 +88,6 @@ def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None 
             found.append(y if mask is None else y * mask[:, at : at + width, None])
             at += width
     return torch.cat(found, 1)
-
-
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of sums in float32 in two layers of some hundred products each, which the norms between them may enlarge."""
-    return float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 # Windows of 16 that become full, that are full after the prompt, and that take several tokens once they are full.
