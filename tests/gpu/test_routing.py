@@ -13,7 +13,7 @@ from samples import random_codes
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.gpu import grouped, routing, skinny_config
@@ -179,6 +179,17 @@ def test_arguments() -> None:
     for x, changed in ((torch.randn(1, 95), {}), (torch.randn(1, 96).half(), {}), (torch.randn(1, 96), {"chosen": 7})):
         with pytest.raises(ArgumentError, match=r"experts take x \[\.\.\., K\]"):
             add_experts(x, half(**changed))
+
+
+def test_a_stack_of_another_size(device: torch.device) -> None:
+    mine = half()
+    short = ops.pack(ops.unpack(half(experts=5).gate_up.packed), str(device))
+    gate_up = mine.gate_up._replace(packed=replace(short, shape=mine.gate_up.packed.shape))
+    down = mine.down._replace(packed=ops.pack(ops.unpack(mine.down.packed), str(device)))
+    norm = mine.before._replace(weight=mine.before.weight.to(device))
+    there = mine._replace(gate_up=gate_up, down=down, router=mine.router.to(device), before=norm)
+    with pytest.raises(FormatError, match=r"q8_0 of shape \[6, 128, 96\]"):
+        add_experts(torch.randn(1, 96, device=device), there)
 
 
 # Ahead of time: what layers of Mixtral, Gemma 3 and OLMo 2 have that those of Llama (test_decoding_kernels.py) have not

@@ -14,6 +14,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
+from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.decoding import rms_norm, why_not_norm
@@ -77,10 +78,12 @@ class _Arguments(NamedTuple):
         """Raises ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
         x, router = self.x, self.router
         fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
+        fits = fits and x.device == router.device == self.norm.device
         if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
-            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, self.norm, router))
+            got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, self.norm, router))
             raise ArgumentError(
-                f"experts take x [..., K], a norm [K] of its type, a router [E, K] and 1 to E of them, got {got}, {self.chosen}"
+                "experts take x [..., K], a norm [K] of its type, a router [E, K], all on one device, and 1 to E of them, "
+                f"got {got}, {self.chosen}"
             )
 
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
@@ -124,6 +127,8 @@ def _add_experts_cuda(*args: Any) -> Tensor:
         routing.launch_choice(here, logits, ids, weights, normalized=a.normalized)
         config = _gated(problem, here)
         if config is not None:
+            nbytes = experts * packed_bytes(a.gate_up_format, 2 * a.inner, k, "cuda")
+            check_bytes(a.gate_up, nbytes, x.device, f"{a.gate_up_format} of shape [{experts}, {2 * a.inner}, {k}]")
             grouped.launch(problem, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
         else:
             gates.launch(here, a.product(z, ids, down=False).view(pairs, -1), inner)
