@@ -124,11 +124,12 @@ class CostModel(NamedTuple):
     hides: int = 0
 
 
-# Fitted to times on an H100; skinny_hopper, of whose arithmetic most lies under the reading, sparse, and integers of few rows on an H200.
+# Fitted to times on an H100; on an H200 gemm_hopper, skinny_hopper, of whose arithmetic most lies under the reading, sparse, and integers of
+# few rows.
 COST_MODELS = {
     "skinny": CostModel(0.90, 1.00, 0.5e-6, norm=1),
     "skinny_hopper": CostModel(0.93, 3.10, 2.0e-6, norm=1),
-    "gemm_hopper": CostModel(0.90, 1.08, 9e-6, norm=2),
+    "gemm_hopper": CostModel(0.90, 1.08, 5e-6, norm=2),
     "dequantized": CostModel(0.93, 0.97, 4e-6, norm=2, unpacks=True),
     "gemm_int8": CostModel(0.90, 1.00, 2e-6, norm=1, scaling=(0.80, 1.30), floats=False),
     "skinny_int8_hopper": CostModel(0.90, 2.00, 1.5e-6, norm=2, floats=False, hides=64),
@@ -144,6 +145,9 @@ _OF_SCALED_BYTES = 0.4
 # Seconds that skinny takes besides for 8-bit weights and more than eight rows: the median of what eleven times of an H200, 15 to 115 us,
 # were above the prediction without.
 _MANY_ROWS_OF_BYTES = 7e-6
+# What skinny takes of its prediction with more than 64 rows on Hopper, where mma is slower than wgmma: the median of 220 times of an H200,
+# 0.9 to 1.8. gemm_hopper was faster in 219 of these.
+_MANY_ROWS = 1.2
 # Bytes of the weight that a multiprocessor makes floats of in a clock by `skinny`, at the most: with more bandwidth for each than an H100
 # has, reading is not what it waits for (H200).
 _UNPACKED = 12.0
@@ -196,7 +200,8 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
         memory = max(memory, geo.nbytes * min(idle, 4.0) / (_UNPACKED * ceilings.clocks))
     if cost.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
         memory += (row_tiles - 1) * geo.nbytes / (_CACHE * ceilings.bandwidth)
-    return float(seconds + (arithmetic**cost.norm + memory**cost.norm) ** (1 / cost.norm))
+    seconds += (arithmetic**cost.norm + memory**cost.norm) ** (1 / cost.norm)
+    return float(seconds * (_MANY_ROWS if candidate == "skinny" and gpu.arch == "sm_90" and m > 64 else 1.0))
 
 
 def spreading(problem: Problem, gpu: Gpu) -> float:
