@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 
 import transformers
 from shortened_models import close, done
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
-from halfbyte.integrations import decoding, decoding_gpu
+from halfbyte.integrations import decoding, decoding_gpu, prompt_gpu
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.graphs import static_cache
 from halfbyte.integrations.rings import Ring
@@ -112,6 +112,67 @@ def test_padding_and_several_sequences(kind: str, device: torch.device, calls: l
     found = logits(short, static_cache(short, 64), widths, mask, 3)
     assert calls == [False] * 2 + [True] * 40
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
+
+
+@pytest.fixture
+def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each layer called with what `token` has left, whether it was in few kernels."""
+    monkeypatch.setattr(decoding_gpu, "DEVICES", (device.type,))
+    return done(monkeypatch, prompt_gpu, "tokens")
+
+
+@pytest.mark.parametrize("widths", [(9, 1, 7), (30, 1, 5), (9, 5, 17, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts(kind: str, widths: tuple[int, ...], device: torch.device, prompts: list[bool]) -> None:
+    """The first, and those that go on: with caches that are static, with windows as rings, and growing, and without any."""
+    plain, short = pair(kind, device)
+    found = logits(short, static_cache(short, 64), widths)
+    several = 2 * sum(width > 1 for width in widths)
+    assert prompts == [True] * several
+    assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths))
+    found = logits(short, DynamicCache(config=short.config), widths)
+    assert prompts.count(True) == 2 * several
+    assert close(found, logits(plain, DynamicCache(config=plain.config), widths))
+    ids = torch.randint(3, 99, (2, 20), device=device)
+    with torch.no_grad():
+        assert close(short(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_with_padding(kind: str, device: torch.device, prompts: list[bool]) -> None:
+    plain, short = pair(kind, device)
+    widths, mask = (20, 3, 9), torch.ones(3, 32, dtype=torch.long, device=device)
+    mask[0, :3] = mask[2, :9] = 0
+    found = logits(short, static_cache(short, 64), widths, mask, 3)
+    assert prompts == [True] * 6
+    assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
+
+
+def test_prompts_that_are_left_to_transformers(device: torch.device, prompts: list[bool]) -> None:
+    """With gradients, hooks, other masks, attention weights, in training, after a part was replaced."""
+    plain, short = pair("llama", device)
+    ids = torch.randint(3, 99, (2, 20), device=device)
+    later = ~torch.ones(20, 20, dtype=torch.bool, device=device).tril()
+    expected = plain(input_ids=ids).logits.detach()
+    assert close(short(input_ids=ids).logits.detach(), expected), "gradients"
+    with torch.no_grad():
+        floats = torch.zeros(2, 1, 20, 20, device=device).masked_fill(later, -torch.inf)
+        assert close(short(input_ids=ids, attention_mask=floats).logits, expected)
+        short.train()
+        assert close(short(input_ids=ids).logits, expected)
+        short.eval()
+        seen = []
+        handle = short.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+        assert not any(prompts)
+        assert close(short(input_ids=ids).logits, expected)
+        assert seen == [1]
+        assert prompts[-2:] == [False, True]
+        handle.remove()
+        assert close(short(input_ids=ids).logits, expected)
+        assert prompts[-2:] == [True, True]
+        short.model.layers[1].mlp.down_proj = torch.nn.Linear(128, 96, bias=False, device=device)
+        short(input_ids=ids)
+        assert prompts[-2:] == [True, False]
 
 
 def test_values_of_another_format_than_queries(device: torch.device, calls: list[bool]) -> None:

@@ -124,8 +124,8 @@ class CostModel(NamedTuple):
     hides: int = 0
 
 
-# Fitted to times on an H100; on an H200 gemm_hopper, skinny_hopper, of whose arithmetic most lies under the reading, sparse, and integers of
-# few rows.
+# Fitted to times on an H100; those of an H200: gemm_hopper, skinny_hopper, of whose arithmetic most lies under the reading, sparse, and
+# integers of few rows.
 COST_MODELS = {
     "skinny": CostModel(0.90, 1.00, 0.5e-6, norm=1),
     "skinny_hopper": CostModel(0.93, 3.10, 2.0e-6, norm=1),

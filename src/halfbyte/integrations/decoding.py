@@ -1,8 +1,8 @@
-"""`shorten_`: decoder layers take one call on a CPU (`decoding_cpu.py`), and one new token of each sequence takes few kernels on an NVIDIA
-GPU (`decoding_gpu.py`); `families.py` says whose.
+"""`shorten_`: decoder layers take one call on a CPU (`decoding_cpu.py`), and few kernels on an NVIDIA GPU: one new token of each sequence
+with a static cache (`decoding_gpu.py`), and prompts (`prompt_gpu.py`); `families.py` says whose.
 
-Training, on a GPU prompts and caches that are not static, and everything else goes the way of transformers' own layer. `halfbyte.report`
-says which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
+Training, on a GPU single tokens with other caches, and everything else goes the way of transformers' own layer. `halfbyte.report` says
+which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
 The model's last norm remains an operation of torch: Inductor (2.11) prints the arguments of a custom op that it meets for the first time
 and of the ops that produced them, recursively, which after a chain of custom ops alone doubles with each layer.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfbyte.errors import check_type
-from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families
+from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families, prompt_gpu
 from halfbyte.integrations.ahead import expect
 from halfbyte.integrations.decoding_gpu import Step
 from halfbyte.integrations.generating import generate_fast
@@ -35,7 +35,8 @@ def shorten_(model: nn.Module) -> nn.Module:
     """Lets layers of a model on which `fuse_` was called compute in few calls, in place; returns `model`.
 
     On a CPU a decoder layer takes tokens in one call, and most decoders take a new token in one call for the whole model; on a GPU a token
-    takes six to ten kernels a layer. Encoder layers like BERT's take whole sequences in one call, on a CPU, and so do their embeddings.
+    takes six to ten kernels a layer, and so do the tokens of a prompt. Encoder layers like BERT's take whole sequences in one call, on a
+    CPU, and so do their embeddings.
     `generate` of any language model writes tokens by a lean loop, on a GPU with a CUDA graph (`generating.py`).
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
@@ -155,8 +156,11 @@ class _OneToken(Shortened):
             return ONE_CALL if routed_of(self) is None else FEW_ONE_CALL
         if device.type not in decoding_gpu.DEVICES:
             return f"{LONG}: few kernels are for {' and '.join(decoding_gpu.DEVICES)}, not for {device.type}"
-        lost = [f"{step.name}: {step.reason}" for step in decoding_gpu.steps(self, gpu(device.index or 0)) if step.reason]
-        return "; ".join(["one token with a static cache takes few kernels", *lost])
+        here = gpu(device.index or 0)
+        lost = [f"{step.name}: {step.reason}" for step in decoding_gpu.steps(self, here) if step.reason]
+        if (reason := prompt_gpu.why_not_prompts(self, here)) is not None:
+            lost.append(f"prompts: {reason}")
+        return "; ".join(["prompts, and one token with a static cache, take few kernels", *lost])
 
     def forward(
         self,
@@ -175,6 +179,10 @@ class _OneToken(Shortened):
                 return found
         if position_embeddings is not None and layers:
             found = decoding_gpu.token(self, hidden_states, attention_mask, layers, position_embeddings, settings)
+            if found is not None:
+                return found
+        if position_embeddings is not None:
+            found = prompt_gpu.tokens(self, hidden_states, attention_mask, past_key_values, position_embeddings, settings)
             if found is not None:
                 return found
         # super() in a class that is made at run time: torch.compile follows the plain call.

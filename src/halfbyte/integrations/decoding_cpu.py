@@ -108,7 +108,7 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     """Of a layer that has `linears_of`."""
     family, attention, linears, routed = known(layer), layer.self_attn, linears_of(layer), routed_of(layer)
     assert linears is not None
-    first, second, third, fourth = (None if norm is None else norm_of(norm, family) for norm in _norms_of(layer))
+    first, second, third, fourth = (None if norm is None else norm_of(norm, family) for norm in norms_of(layer))
     qkv, o = tuple(map(weight_of, linears[0])), weight_of(linears[1])
     dim = attention.head_dim
     query = o.packed.shape[1] // dim
@@ -180,7 +180,7 @@ def _by_halves(
         held = _attending[layer] = made, DecoderLayer(halves_of(layer)[0], None)
     (h,) = run_layers((held[1],), x, rotary, [(entry.keys, entry.values, entry.length)], seen)
     entry.enter(cache, x.shape[1])
-    found = layer.mlp(_norms_of(layer)[2](h))
+    found = layer.mlp(norms_of(layer)[2](h))
     y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's tells its router's weights, too
     return h + y
 
@@ -344,14 +344,14 @@ def computed(layer: Any) -> DecoderLayer | None:
     return made[0]
 
 
-def _norms_of(layer: Any) -> tuple[Any, ...]:
+def norms_of(layer: Any) -> tuple[Any, ...]:
     """Before and after attention, and before and after the mlp; None where there is none."""
     return tuple(None if name is None else getattr(layer, name) for name in known(layer).norms)
 
 
 def all_norms(layer: Any) -> list[Any]:
     """All that there are."""
-    return [norm for norm in (*_norms_of(layer), *_of_heads(layer)) if norm is not None]
+    return [norm for norm in (*norms_of(layer), *_of_heads(layer)) if norm is not None]
 
 
 def _of_heads(layer: Any) -> tuple[Any, ...]:

@@ -44,10 +44,17 @@ def why_not_few_kernels(layer: Any) -> str | None:
     """Why `token` does not take a layer that has `linears_of`; None if it does."""
     linears = linears_of(layer)
     assert linears is not None
-    return _why_not(layer, linears, *_halves(layer))
+    return _why_not(layer, linears, *halves(layer))
 
 
 def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) -> str | None:
+    if (reason := why_not_attention(layer, linears, first)) is not None:
+        return reason
+    return why_not_dense(first, last) if isinstance(last, Dense) else _why_not_experts(first, last)
+
+
+def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
+    """Of all linear layers, and of what comes before the mlp."""
     qkv, o, second = linears
     for linear in (*qkv, o, *second):
         if linear.compute not in ("auto", "float"):
@@ -58,29 +65,40 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
         return "its positions turn neighbours"
     if layer.self_attn.config._attn_implementation == "eager":
         return "its attention is transformers' eager one, whose masks are added to scores"
-    if any(norm.centred for norm in (first.before, first.after, last.before) if norm is not None):
+    if any(norm.centred for norm in (first.before, first.after) if norm is not None):
         return "its norms are layer norms"
-    if isinstance(last, Experts):
-        if last.bias is not None or last.clamped is not None:
-            return "its router has a bias or its gates are clamped"
-        if last.shared is not None:
-            return "its experts share one"
-        for stack in (last.gate_up, last.down):
-            if stack.compute not in ("auto", "float"):
-                return f"its experts are to compute in {stack.compute}"
-        if first.after is not None or first.factor != 1:
-            return "what its attention adds has a norm or a factor, and what follows are experts"
-    elif not last.gated or last.parallel or last.gates not in GATES:
-        return "its mlp is beside attention, or has no gates, or others"
-    elif first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
-        return "what it adds has a factor and a bias"
     parts = [part_of(linear) for linear in (*qkv, *second[:-1])]
     if any(part is not None and (part.cut.before or part.cut.after or first.heads.rows) for part in parts):
         return "its weights are distributed over processes in a way that takes steps between products"
     return None
 
 
-def _halves(layer: Any) -> tuple[Attention, Dense | Experts]:
+def why_not_dense(first: Attention, last: Dense) -> str | None:
+    if last.before is not None and last.before.centred:
+        return "its norms are layer norms"
+    if not last.gated or last.parallel or last.gates not in GATES:
+        return "its mlp is beside attention, or has no gates, or others"
+    if first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
+        return "what it adds has a factor and a bias"
+    return None
+
+
+def _why_not_experts(first: Attention, last: Experts) -> str | None:
+    if last.before.centred:
+        return "its norms are layer norms"
+    if last.bias is not None or last.clamped is not None:
+        return "its router has a bias or its gates are clamped"
+    if last.shared is not None:
+        return "its experts share one"
+    for stack in (last.gate_up, last.down):
+        if stack.compute not in ("auto", "float"):
+            return f"its experts are to compute in {stack.compute}"
+    if first.after is not None or first.factor != 1:
+        return "what its attention adds has a norm or a factor, and what follows are experts"
+    return None
+
+
+def halves(layer: Any) -> tuple[Attention, Dense | Experts]:
     first, second = halves_of(layer)
     assert isinstance(second, Dense | Experts)
     return first, second
@@ -99,26 +117,30 @@ def token(
     linears = linears_of(layer) if _fits(x, mask, layers, index, settings) else None
     if linears is None:
         return None
-    first, second = _halves(layer)
+    first, second = halves(layer)
     if _why_not(layer, linears, first, second) is not None:
         return None
     if first.heads.turned not in (0, rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
     seen = _attended(first, x, mask, layers[index], rotary, first=index == 0)
     if isinstance(second, Experts):
-        return add_experts(_added(first, linears[1], seen, x)[0], second)
-    h, z = _added(first, linears[1], seen, x, second.before)
+        return add_experts(added(first, linears[1], seen, x)[0], second)
+    return finished(first, second, linears, seen, x)
+
+
+def finished(first: Attention, second: Dense, linears: Any, seen: Tensor, x: Tensor) -> Tensor:
+    """The layer's output for x [B, T, K], of what its attention has seen, [B, T, H * D]."""
+    h, z = added(first, linears[1], seen, x, second.before)
     before = second.before if z is None else None
     weight = second.gate_up
     inner = normed_linear(h if z is None else z, before, weight.packed, weight.bias, gates=second.gates, factor=second.factor)
-    return _added(second, linears[2][-1], inner, h)[0]
+    return added(second, linears[2][-1], inner, h)[0]
 
 
 def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary: tuple[Tensor, Tensor], *, first: bool) -> Tensor:
     """[B, 1, H * D]"""
     heads, ring = half.heads, type(kept) is Ring
-    parts = [normed_linear(x, half.before, weight.packed, weight.bias) for weight in half.qkv]
-    qkv = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(len(x), -1)
+    qkv = projected(half, x).view(len(x), -1)
     turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
     seen = attend(
         qkv,
@@ -141,7 +163,13 @@ def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary
     return seen.unsqueeze(1)
 
 
-def _added(
+def projected(half: Attention, x: Tensor) -> Tensor:
+    """Queries, keys and values of x [B, T, K]: [B, T, (H + 2 Hkv) * D]"""
+    parts = [normed_linear(x, half.before, weight.packed, weight.bias) for weight in half.qkv]
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+
+def added(
     half: Attention | Dense, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """h = residual + norm(linear(x)), and then(h) where that takes no further kernel."""
@@ -178,7 +206,7 @@ class Step:
 
 def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     """How a shortened layer computes one new token of each of `rows` sequences with a static cache on a GPU, which need not be present."""
-    first, second = _halves(layer)
+    first, second = halves(layer)
     dtype = all_norms(layer)[0].weight.dtype
     qkv, gates = groups_of(layer)
     names = [*(products_of(*qkv) or {})]

@@ -125,10 +125,10 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """In torch's operations."""
     _check_norm(x, norm.weight)
-    return _wide_norm(x.float(), norm).to(x.dtype)
+    return wide_norm(x.float(), norm).to(x.dtype)
 
 
-def _wide_norm(x: Tensor, norm: Norm) -> Tensor:
+def wide_norm(x: Tensor, norm: Norm) -> Tensor:
     weight = norm.weight.float() + 1 if norm.plus_one else norm.weight.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
 
@@ -161,7 +161,7 @@ def _add_normed(
 ) -> tuple[Tensor, Tensor]:
     """In torch's operations."""
     _check_added(x, residual, weight, then)
-    h = (_wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()).to(x.dtype)
+    h = (wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()).to(x.dtype)
     return h, h.new_empty(0) if then is None else rms_norm(h, Norm(then, then_eps, plus_one))
 
 
@@ -413,7 +413,7 @@ def _attend(*args: Any) -> Tensor:
     q, k, v = x.split((heads, kv_heads, kv_heads), 1)
     if token.norms is not None:
         of_all = token.of_all_heads
-        q, k = (_wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
+        q, k = (wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
     x = torch.cat((q, k), 1)
     if token.rotary is not None:
         cos, sin = (t.float()[:, None] for t in token.rotary)

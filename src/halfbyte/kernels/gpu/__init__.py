@@ -27,5 +27,6 @@ Convolutions: docs/convolution-kernels.md
   pool.py, elementwise.py                                what lies between them
 
 Language models
-  attend.py, norm.py, gates.py                           what lies between the products of a decoder layer; routing.py: of experts
+  attend.py, norm.py, gates.py                           what lies between the products of a decoder layer; routing.py: of experts;
+                                                         turn.py, attend_many.py: attention of many tokens
 """
