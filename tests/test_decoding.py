@@ -117,7 +117,6 @@ def test_what_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(99, (1, 4))
     monkeypatch.setattr(decoding_gpu, "DEVICES", ("cpu",))
     with torch.no_grad():
-        assert torch.equal(short(ids).logits, plain(ids).logits), "a prompt"
         long = [m.generate(ids, max_new_tokens=3, do_sample=False) for m in (short, plain)]
     assert torch.equal(*long), "a cache that grows"
     assert not calls
