@@ -25,7 +25,7 @@ from halfbyte.integrations.families import ACTIVATIONS
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
-from halfbyte.ops.decoder import Norm
+from halfbyte.ops.decoder import Heads, Norm
 from halfbyte.ops.decoding import attend, normed_linear
 
 QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
@@ -182,12 +182,13 @@ def test_arguments() -> None:
         normed_linear(torch.randn(1, 31), Norm(torch.randn(31), 1e-5), packed)
     with pytest.raises(ArgumentError, match="half of 3 outputs"):
         normed_linear(torch.randn(1, 32), Norm(torch.randn(32), 1e-5), packed, gates="silu")
+    heads = Heads(2, 2, 8, 1.0)
     turn, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
     for width in (7, 4 * 8, 7 * 8):
         with pytest.raises(ArgumentError, match="attend takes qkv"):
-            attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, 1.0)
+            attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, heads)
     with pytest.raises(ArgumentError, match="attend takes qkv"):
-        attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), 1.0)
+        attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), heads)
 
 
 # What the report and explain say

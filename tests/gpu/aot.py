@@ -180,7 +180,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
 
 
 def launch_families(gpu: Gpu) -> None:
-    """What layers of Mixtral, Gemma 3 and OLMo 2 have that those of Llama have not, for one token."""
+    """What layers of Mixtral, Gemma 3, OLMo 2, GLM-4 and Command R have that those of Llama have not, for one token."""
     from halfbyte.kernels.gpu import attend, norm, routing
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -197,7 +197,9 @@ def launch_families(gpu: Gpu) -> None:
     of_rows = (empty(heads * dim), 1e-5, False), (empty(kv_heads * dim), 1e-5, False)
     norm.launch_parts(gpu, qkv, of_rows, torch.empty_like(qkv))
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
-    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, ring=True)
+    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
+    for pairs in ("once", "twice"):
+        attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(pairs=pairs))
 
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:

@@ -303,6 +303,7 @@ class Kind(NamedTuple):
     plus_one: bool = False
     factor: float = 1.0
     ring: bool = False
+    pairs: str = ""
 
 
 def attention(
@@ -328,7 +329,12 @@ def attention(
         r = rotary[0].shape[1]
         cos, sin = (t.double().expand(batch, r)[:, None] for t in rotary)
         part = x[..., :r]
-        turned = torch.cat((part * cos + torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1) * sin, x[..., r:]), -1)
+        other = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
+        if kind.pairs:
+            other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+        if kind.pairs == "once":
+            cos, sin = (t[..., torch.arange(r) // 2] for t in (cos, sin))
+        turned = torch.cat((part * cos + other * sin, x[..., r:]), -1)
     q, k, v = turned[:, :heads], turned[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
     place = length % size if kind.ring else length
     keys[:, :, place], values[:, :, place] = k.to(qkv.dtype).double(), v
@@ -372,6 +378,10 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
         (1, 6, 2, 64, 130, 130 * 3 + 61, B, {"splits": 2}, Kind(ring=True, turned=32)),
         (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True)),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(turned=32, pairs="once")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=18, normed=True, pairs="once")),
+        (2, 4, 2, 64, 130, 64, B, {}, Kind(pairs="twice")),
+        (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, pairs="twice")),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -419,8 +429,8 @@ def test_attention_of_one_token(
         at_mask = None if mask is None else mask.to(device)
         turns: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
-        more = {"factor": kind.factor, "ring": kind.ring}
-        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, **more)
+        how_else = attend.How(kind.factor, kind.ring, kind.pairs)
+        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
         assert count.item() == length + advance
         bits.append(out.cpu())
     assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8)), "the second run gave other bits"

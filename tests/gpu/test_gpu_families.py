@@ -48,6 +48,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
     "olmo3": partial(transformers.Olmo3Config, **WITHOUT, **MIXED),
     "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
+    "glm": partial(transformers.GlmConfig, **SIZES),  # half of each head is turned
+    "glm4": partial(transformers.Glm4Config, **SIZES, attention_bias=True),
+    "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
+    "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 192}),
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
@@ -135,7 +139,7 @@ def test_half_precision(device: torch.device, calls: list[bool]) -> None:
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
-    for kind in ("gemma3", "olmo2", "granite", "llama"):
+    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4"):
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
@@ -153,6 +157,8 @@ def test_what_a_layer_takes(device: torch.device) -> None:
     assert found["olmo2"]["o_proj"] == "before a kernel of the norm, with the residual added"
     assert found["granite"]["down_proj"] == "with the residual added, times 0.3"
     assert found["llama"]["attention"] == "attend"
+    assert found["glm4"]["attention"] == "attend"
+    assert found["glm4"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
 
 
 def test_what_is_left(device: torch.device) -> None:

@@ -192,13 +192,15 @@ def test_a_stack_of_another_size(device: torch.device) -> None:
         add_experts(torch.randn(1, 96, device=device), there)
 
 
-# Ahead of time: what layers of Mixtral, Gemma 3 and OLMo 2 have that those of Llama (test_decoding_kernels.py) have not
+# Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not
+
+KERNELS = ["_logits", "_choose", "_sum", "_added", "_parts", *["_attend", "_add_up"] * 3]
 
 
 def test_what_families_add_compiles_without_spills() -> None:
     archs = [name for name in GPUS if name.startswith("sm_")]
     for arch, binaries in zip(archs, compile_all([Job("aot:launch_families", arch, wanted="resources") for arch in archs]), strict=True):
-        assert [binary.kernel for binary in binaries] == ["_logits", "_choose", "_sum", "_added", "_parts", "_attend", "_add_up"]
+        assert [binary.kernel for binary in binaries] == KERNELS
         for binary in binaries:
             assert (binary.spills, binary.stack) == (0, 0), f"{binary.kernel} on {arch}"
             assert ("griddepcontrol.wait" in binary.ptx) == (GPUS[arch].capability >= (9, 0)), f"{binary.kernel} on {arch}"

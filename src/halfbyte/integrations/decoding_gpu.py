@@ -54,8 +54,6 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
             return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
     if first.heads.sinks is not None:
         return "its attention has sinks"
-    if first.heads.pairs:
-        return "its positions turn neighbours"
     if layer.self_attn.config._attn_implementation == "eager":
         return "its attention is transformers' eager one, whose masks are added to scores"
     if any(norm.centred for norm in (first.before, first.after, last.before) if norm is not None):
@@ -127,8 +125,7 @@ def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary
         kept.values,
         kept.cumulative_length,
         None if mask is None else mask[:, 0, 0],
-        heads.scale,
-        norms=heads.norms,
+        heads,
         factor=half.factor,
         advance=0 if first else 1,
         ring=ring,

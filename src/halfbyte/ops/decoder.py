@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PAIRS = "", "once", "twice"  # what `Heads.pairs` may be
 
 
 class Norm(NamedTuple):

@@ -24,7 +24,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import Norm
+from halfbyte.ops.decoder import PAIRS, Heads, Norm
 from halfbyte.ops.library import OPS
 from halfbyte.ops.tensors import aligned
 
@@ -37,7 +37,8 @@ _library.define(
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, float scale, float factor, int advance, bool ring) -> Tensor"
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, int query, float scale, str pairs, float factor, int advance, bool ring) "
+    "-> Tensor"
 )
 _library.define(
     "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps) -> (Tensor, Tensor)"
@@ -84,9 +85,8 @@ def attend(
     values: Tensor,
     length: Tensor,
     mask: Tensor | None,
-    scale: float,
+    heads: Heads,
     *,
-    norms: tuple[Norm, Norm] | None = None,
     factor: float = 1.0,
     advance: int = 1,
     ring: bool = False,
@@ -95,12 +95,13 @@ def attend(
 
     qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions
     rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
-                  head are rotated); None: nothing is
+                  head are rotated, or neighbours, where `heads.pairs` says so: by the first half of R, or by R numbers, each twice);
+                  None: nothing is
     keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T
     length        int64, one number: the tokens in the cache, or that a ring has seen; `advance`, 1 or 0, is added
     mask          bool [B or 1, T]: which of the tokens may be seen, those of a ring by their age; None: all
-    norms         the RMS norms of queries and keys, before the rotation, which differ in nothing but their weights: [D] of each head, or
-                  [H * D] and [Hkv * D] of all heads together; None: no norms
+    heads         how many there are, the factor of scores and pairs; norms, if any, are RMS norms, before the rotation, which differ in
+                  nothing but their weights: [D] of each head, or [H * D] and [Hkv * D] of all heads together
     factor        of the result
     ring          the cache is a window that keeps the last T tokens
 
@@ -108,8 +109,9 @@ def attend(
     fit.
     """
     cos, sin = (None, None) if rotary is None else rotary
+    norms = heads.norms
     (q_norm, eps, plus_one), k_norm = _parts(norms and norms[0]), None if norms is None else norms[1].weight
-    settings = eps, plus_one, scale, factor, advance, ring
+    settings = eps, plus_one, heads.query, heads.scale, heads.pairs, factor, advance, ring
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
 
@@ -351,7 +353,9 @@ class _Token(NamedTuple):
     k_norm: Tensor | None
     eps: float
     plus_one: bool
+    query: int
     scale: float
+    pairs: str
     factor: float
     advance: int
     ring: bool
@@ -383,7 +387,8 @@ class _Token(NamedTuple):
         if fits:
             batch, kv_heads, size, dim = keys.shape
             heads = qkv.shape[1] // dim - 2 * kv_heads
-            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
+            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads == self.query and heads % kv_heads == 0 and dim % 2 == 0
+            fits &= heads > 0 and self.pairs in PAIRS
             turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
                 fits = all(t.dim() == 2 and t.shape[0] in (1, batch) and t.shape[1] <= dim and t.shape[1] % 2 == 0 for t in self.rotary)
@@ -416,11 +421,7 @@ def _attend(*args: Any) -> Tensor:
         q, k = (_wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
     x = torch.cat((q, k), 1)
     if token.rotary is not None:
-        cos, sin = (t.float()[:, None] for t in token.rotary)
-        turned = cos.shape[2]
-        part = x[..., :turned]
-        part = part * cos + torch.cat((-part[..., turned // 2 :], part[..., : turned // 2]), -1) * sin
-        x = torch.cat((part, x[..., turned:]), -1)
+        x = _turned(x, token.rotary, token.pairs)
     q, k = x.split((heads, kv_heads), 1)
     at = token.length.view(1)
     place = at % size if token.ring else at
@@ -439,6 +440,20 @@ def _attend(*args: Any) -> Tensor:
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
     y: Tensor = scores.softmax(-1) @ there * token.factor
     return y.to(qkv.dtype).view(batch, heads * dim)
+
+
+def _turned(x: Tensor, rotary: tuple[Tensor, Tensor], pairs: str) -> Tensor:
+    """x [B, heads, D] with positions."""
+    cos, sin = (t.float()[:, None] for t in rotary)
+    turned = cos.shape[2]
+    part, half = x[..., :turned], turned // 2
+    if pairs == "once":
+        cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
+    if pairs:
+        other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+    else:
+        other = torch.cat((-part[..., half:], part[..., :half]), -1)
+    return torch.cat((part * cos + other * sin, x[..., turned:]), -1)
 
 
 def _attend_cuda(*args: Any) -> Tensor:
@@ -461,8 +476,8 @@ def _attend_cuda(*args: Any) -> Tensor:
             qkv, of_heads = torch.empty_like(qkv), qkv
             norm.launch_parts(here, of_heads, norms, qkv)
             norms = None
-        settings = token.scale, token.advance, norms
-        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, *settings, factor=token.factor, ring=token.ring)
+        settings = token.scale, token.advance, norms, kernel.How(token.factor, token.ring, token.pairs)
+        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, *settings)
     return out
 
 

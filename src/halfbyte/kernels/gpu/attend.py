@@ -1,8 +1,8 @@
 """One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
 
     q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[R/2:], x[:R/2]) * sin     (Su et al., RoFormer, 2021)
-    in the first R elements of D; before that, where there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each
-    head alone (RMS norm: Zhang and Sennrich, 2019)
+    in the first R elements of D, or neighbours are turned: x[2 i], x[2 i + 1] -> x * cos + (-x[2 i + 1], x[2 i]) * sin; before that, where
+    there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and Sennrich, 2019)
     keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true
 
 keys, values [B, Hkv, T, D] are a cache of fixed size. `length` tokens of it are there, and the new one's place is after them. Or it is a
@@ -24,6 +24,7 @@ nothing is written.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -49,7 +50,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
     take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
-    positions."""
+    positions; `pairs` as in `How`."""
 
     dim: int
     wide: int
@@ -62,11 +63,31 @@ class Static:
     turned: int
     plus_one: bool = False
     ring: bool = False
+    pairs: str = ""
+
+    @property
+    def neighbours(self) -> bool:
+        """Whether they are turned together."""
+        return self.pairs != ""
 
     @property
     def group(self) -> int:
         """`heads` up to a power of two."""
         return int(triton.next_power_of_2(self.heads))
+
+
+class How(NamedTuple):
+    """What families differ in.
+
+    factor  of the result
+    ring    the cache is one
+    pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by the first half of the tables, or by tables that
+            have each number twice
+    """
+
+    factor: float = 1.0
+    ring: bool = False
+    pairs: str = ""
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -123,9 +144,7 @@ def launch(
     scale: float,
     advance: int = 1,
     norms: tuple[Norm, Norm] | None = None,
-    *,
-    factor: float = 1.0,
-    ring: bool = False,
+    how: How = How(),  # noqa: B008
 ) -> None:
     """
     qkv     [B, (H + 2 Hkv) * D], out [B, H * D], contiguous
@@ -138,7 +157,7 @@ def launch(
     heads = out.shape[1] // dim
     s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu)
     turned = 0 if rotary is None else rotary[0].shape[1]
-    s = replace(s, turned=turned, plus_one=norms is not None and norms[0][2], ring=ring)
+    s = replace(s, turned=turned, plus_one=norms is not None and norms[0][2], ring=how.ring, pairs=how.pairs)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
@@ -167,7 +186,7 @@ def launch(
     )
     most = int(triton.next_power_of_2(splits))
     warps = 2 if most * s.wide <= 4096 else 4 if most * s.wide <= 8192 else 8  # all parts of a head are in registers at once
-    launcher.run(_add_up, (programs, s.heads), parts, length, out, splits, advance, factor, most, s, num_warps=warps, early=s.pdl)
+    launcher.run(_add_up, (programs, s.heads), parts, length, out, splits, advance, how.factor, most, s, num_warps=warps, early=s.pdl)
 
 
 @triton.jit
@@ -190,7 +209,10 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     g = tl.arange(0, ROWS)
     inside = d < DIM
     turned = d < TURNED
-    half = tl.where(turned, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
+    if S.neighbours:
+        half = tl.where(turned, d ^ 1, d)
+    else:
+        half = tl.where(turned, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
     if norms is not None:
         q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
         q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
@@ -231,9 +253,11 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     k_half = tl.load(new + half, mask=inside, other=0.0)
     v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0)
     if TURNED > 0:
-        cos = tl.load(rotary[0] + batch * strides[0] + d, mask=turned, other=1.0)
-        sin = tl.load(rotary[1] + batch * strides[1] + d, mask=turned, other=0.0)
-        cos, sin = cos.to(tl.float32), tl.where(d < TURNED // 2, -1.0, 1.0) * sin.to(tl.float32)
+        entry = d // 2 if S.pairs == "once" else d
+        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=turned, other=1.0)
+        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=turned, other=0.0)
+        first_of_two = d % 2 == 0 if S.neighbours else d < TURNED // 2
+        cos, sin = cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
     else:
         cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
     q, q_half, k, k_half = q.to(tl.float32), q_half.to(tl.float32), k.to(tl.float32), k_half.to(tl.float32)
@@ -286,9 +310,9 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
             most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
     if fits & mine_too:
-        entry = first + place * DIM + d
-        tl.store(cache[0] + entry, k, mask=inside)
-        tl.store(cache[1] + entry, v, mask=inside)
+        to = first + place * DIM + d
+        tl.store(cache[0] + to, k, mask=inside)
+        tl.store(cache[1] + to, v, mask=inside)
     part = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
