@@ -62,10 +62,9 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 _EAGER = "its attention is transformers' eager one, whose masks are added to scores"
 LEFT = dict.fromkeys(("gemma2", "gemma2 without a cap"), _EAGER) | dict.fromkeys(
-    ("nemotron", "phi", "stablelm", "starcoder2", "cohere", "cohere2"), "its norms are layer norms"
+    ("nemotron", "phi", "starcoder2", "cohere", "cohere2", "arcee"), "its mlp is beside attention, or has no gates, or others"
 )
 LEFT["granite"] = "what it adds has a factor and a bias"
-LEFT["arcee"] = "its mlp is beside attention, or has no gates, or others"
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
 
 

@@ -27,6 +27,7 @@ from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.ops.decoder import Heads, Norm
 from halfbyte.ops.decoding import attend, normed_linear
+from halfbyte.ops.norms import add_normed, normed
 
 QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -166,6 +167,20 @@ def test_normed_linear() -> None:
     gate, up = expected.chunk(2, -1)
     found = normed_linear(x, Norm(norm, 1e-5), packed, bias, gates="silu").double()
     assert torch.allclose(found, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_norm_before_a_product() -> None:
+    packed = ops.pack(ops.quantize(torch.randn(40, 64) / 8, "q8_0"))
+    x, norm, shift = torch.randn(2, 3, 64) * 5 + 3, torch.randn(64), torch.randn(64)
+    z = torch.nn.functional.layer_norm(x.double(), (64,), norm.double() + 1, shift.double(), 1e-5)
+    layer_norm = Norm(norm, 1e-5, plus_one=True, centred=True, shift=shift)
+    assert torch.allclose(normed(x, layer_norm).double(), z, rtol=1e-5, atol=1e-5)
+    expected = z @ ops.dequantize(packed, torch.float32).double().T
+    assert torch.allclose(normed_linear(x, layer_norm, packed).double(), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ArgumentError, match=r"norm \[63\] of torch.float32"):
+        normed(x, layer_norm._replace(shift=shift[1:]))
+    with pytest.raises(ArgumentError, match="got a layer norm"):
+        add_normed(x, x, layer_norm)
 
 
 def test_arguments() -> None:

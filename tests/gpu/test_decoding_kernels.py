@@ -256,6 +256,26 @@ def test_a_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, where: Any) 
     assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize(("m", "k", "dtype"), [(1, 4096, B), (3, 300, H), (2, 1, F), (1, 5000, F)])
+def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, shifted: bool, where: Any) -> None:
+    """What is far from 0 loses its mean: as many bits as that is larger than the deviation, of a float32's 24; the sum of the factor's
+    product and the shift is rounded where these are large, and may be small."""
+    gpu, device, interpreted = where
+    x, factor = (torch.randn(m, k) * 3 + 20).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
+    shift = torch.randn(k).to(dtype) if shifted else None
+    out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
+    norm.launch_centred(gpu, x.to(device), (factor.to(device), EPS, plus_one), None if shift is None else shift.to(device), out)
+    centred = x.double() - x.double().mean(1, keepdim=True)
+    root = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
+    part = centred * root * (factor.double() + plus_one)
+    expected = part if shift is None else part + shift.double()
+    # The mean is off by some roundings of a number of 20 in a tree of sums, and so is each difference.
+    error = 2.0**-19 * 20 * root * (factor.double() + plus_one).abs() + 2.0**-19 * part.abs()
+    assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted) + error).all())
+
+
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize(("m", "widths", "dtype"), [(1, (512, 128, 128), B), (3, (60, 20, 20), H), (2, (8, 8, 8), F)])
 def test_norms_of_parts_of_a_row(m: int, widths: tuple[int, int, int], dtype: torch.dtype, plus_one: bool, where: Any) -> None:

@@ -52,6 +52,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "glm4": partial(transformers.Glm4Config, **SIZES, attention_bias=True),
     "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 192}),
+    "stablelm": partial(transformers.StableLmConfig, **WITHOUT, use_qkv_bias=True),  # a quarter of each head is turned
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
@@ -139,7 +140,7 @@ def test_half_precision(device: torch.device, calls: list[bool]) -> None:
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
-    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4"):
+    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm"):
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
@@ -157,6 +158,8 @@ def test_what_a_layer_takes(device: torch.device) -> None:
     assert found["olmo2"]["o_proj"] == "before a kernel of the norm, with the residual added"
     assert found["granite"]["down_proj"] == "with the residual added, times 0.3"
     assert found["llama"]["attention"] == "attend"
+    assert found["stablelm"][qkv] == "after a kernel of the norm"
+    assert found["stablelm"][gates] == "skinny with silu(gate) * up, after a kernel of the norm"
     assert found["glm4"]["attention"] == "attend"
     assert found["glm4"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
 

@@ -8,8 +8,8 @@
     y    = add_experts(h, …)                                 in place of these two, where there are experts
 
 What a family's layer computes is what `families.py` says of it, as on a CPU. With several sequences norms have separate kernels before the
-products, and gates may have one after theirs; on Hopper the norm before the gates has one, too, where the product with gates is
-`skinny_hopper`'s. A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
+products, as layer norms always have, and gates may have one after theirs; on Hopper the norm before the gates has one, too, where the product
+with gates is `skinny_hopper`'s. A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
 from halfbyte.ops.decoder import Attention, Dense, Norm
-from halfbyte.ops.decoding import NormedPlan, add_normed, attend, normed_linear, normed_plan, why_not_attend
+from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.layers import Weight
+from halfbyte.ops.norms import add_normed, why_not_norm
 from halfbyte.ops.routing import add_experts, describe, why_not_experts
 
 DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring)
+_BY_TORCH = "in torch's operations"
 
 
 def why_not_few_kernels(layer: Any) -> str | None:
@@ -56,9 +58,11 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
         return "its attention has sinks"
     if layer.self_attn.config._attn_implementation == "eager":
         return "its attention is transformers' eager one, whose masks are added to scores"
-    if any(norm.centred for norm in (first.before, first.after, last.before) if norm is not None):
-        return "its norms are layer norms"
+    if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
+        return "the norm of what its attention adds or of its heads is a layer norm"
     if isinstance(last, Experts):
+        if last.before.centred:
+            return "the norm before its experts is a layer norm"
         if last.bias is not None or last.clamped is not None:
             return "its router has a bias or its gates are clamped"
         if last.shared is not None:
@@ -200,14 +204,19 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
 def _product(name: str, weight: Weight, norm: Norm | None, gates: str, rows: int, dtype: torch.dtype, here: Gpu) -> Step:
     packed = weight.packed
     n, k = packed.shape
+    apart = norm is not None and norm.centred  # it has a kernel of its own
     if norm is None and not gates:
         return Step(name, "the product alone")
+    if apart and not gates:
+        if (reason := why_not_norm(k, here)) is None:
+            return Step(name, "after a kernel of the norm")
+        return Step(name, "the product alone", f"norm {_BY_TORCH}: {reason}")
     problem = Problem("linear", rows, n, k, packed.format, dtype, sparse=sparse_on(packed, here))
-    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates), biased=weight.bias is not None)
+    plan = normed_plan(problem, here, normed=norm is not None and not apart, gated=bool(gates), biased=weight.bias is not None)
     gated = f"{gates.removesuffix('_tanh')}(gate) * up"
     if isinstance(plan, str):
         parts = " and ".join(part for part, there in (("norm", norm), ("gates", gates)) if there)
-        return Step(name, "the product alone", f"{parts} in torch's operations: {plan}")
+        return Step(name, "the product alone", f"{parts} {_BY_TORCH}: {plan}")
     return Step(name, _described(plan, gated if gates else "", normed=norm is not None))
 
 

@@ -1,5 +1,5 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
-`halfbyte::normed_linear`, `halfbyte::attend` and `halfbyte::add_normed`.
+`halfbyte::normed_linear` and `halfbyte::attend`; `norms.py` has norms by themselves.
 
 A language model's step for one token is a chain of short kernels. On NVIDIA GPUs each of these ops is one to three kernels, where they
 support it, that start while the previous one is still running; elsewhere the same formula in torch's operations.
@@ -26,6 +26,7 @@ from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import PAIRS, Heads, Norm
 from halfbyte.ops.library import OPS
+from halfbyte.ops.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
 from halfbyte.ops.tensors import aligned
 
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
@@ -40,9 +41,6 @@ _library.define(
     "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, int query, float scale, str pairs, float factor, int advance, bool ring) "
     "-> Tensor"
 )
-_library.define(
-    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps) -> (Tensor, Tensor)"
-)
 
 
 def normed_linear(
@@ -50,7 +48,8 @@ def normed_linear(
 ) -> Tensor:
     """(x / sqrt(mean(x², over the last dimension) + eps) * norm) · dequantize(packed)ᵀ + bias, x [..., K] -> [..., N] in x's dtype.
 
-    norm   an RMS norm (Zhang and Sennrich, 2019), its weight [K] of x's dtype; None: x as it is
+    norm   an RMS norm (Zhang and Sennrich, 2019), its weight [K] of x's dtype, or a layer norm, which is `normed` before the product;
+           None: x as it is
     bias   [N] or None
     gates  "silu" or "gelu_tanh", f: the first half of the N outputs are gates for the second:
            factor * f(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
@@ -58,24 +57,11 @@ def normed_linear(
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     n, k = packed.shape
-    weight, eps, plus_one = _parts(norm)
+    if norm is not None and norm.centred:
+        x, norm = normed(x, norm), None
+    weight, eps, plus_one = rms_parts(norm)
     settings = packed.name, n, k, gates, factor
     return OPS.normed_linear.default(x, weight, eps, plus_one, packed.data, bias, *settings)  # type: ignore[no-any-return]
-
-
-def add_normed(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
-    (plus_one). x, residual and results [..., K] of one dtype. No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
-    """
-    weight, eps, _ = _parts(then)
-    h, z = OPS.add_normed.default(x, residual, *_parts(norm), weight, eps)
-    return h, None if then is None else z
-
-
-def _parts(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
-    if norm is not None and norm.centred:
-        raise ArgumentError("a token's steps take RMS norms, got a layer norm: call torch.nn.functional.layer_norm before")
-    return (None, 0.0, False) if norm is None else norm[:3]
 
 
 def attend(
@@ -110,89 +96,9 @@ def attend(
     """
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.norms
-    (q_norm, eps, plus_one), k_norm = _parts(norms and norms[0]), None if norms is None else norms[1].weight
+    (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
     settings = eps, plus_one, heads.query, heads.scale, heads.pairs, factor, advance, ring
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
-
-
-# The norm
-
-
-def _check_norm(x: Tensor, weight: Tensor) -> None:
-    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
-        got = f"x {list(x.shape)} of {x.dtype}, norm {list(weight.shape)} of {weight.dtype}"
-        raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype, got {got}: convert them")
-
-
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """In torch's operations."""
-    _check_norm(x, norm.weight)
-    return _wide_norm(x.float(), norm).to(x.dtype)
-
-
-def _wide_norm(x: Tensor, norm: Norm) -> Tensor:
-    weight = norm.weight.float() + 1 if norm.plus_one else norm.weight.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
-
-
-def _rms_norm_cuda(x: Tensor, norm: Norm) -> Tensor:
-    _check_norm(x, norm.weight)
-    here = gpu(x.get_device())
-    if not x.numel() or why_not_norm(x.shape[-1], here) is not None:
-        return rms_norm(x, norm)
-    from halfbyte.kernels.gpu import norm as kernel
-
-    z = x.contiguous()
-    out = torch.empty_like(z)
-    with on(x):
-        kernel.launch(here, z.view(-1, z.shape[-1]), (norm.weight.contiguous(), *norm[1:3]), out.view(-1, z.shape[-1]))
-    return out
-
-
-def _check_added(x: Tensor, residual: Tensor, *weights: Tensor | None) -> None:
-    for weight in weights:
-        if weight is not None:
-            _check_norm(x, weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        got = f"{residual.dtype} {list(residual.shape)}"
-        raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
-
-
-def _add_normed(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
-) -> tuple[Tensor, Tensor]:
-    """In torch's operations."""
-    _check_added(x, residual, weight, then)
-    h = (_wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()).to(x.dtype)
-    return h, h.new_empty(0) if then is None else rms_norm(h, Norm(then, then_eps, plus_one))
-
-
-def _add_normed_cuda(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
-) -> tuple[Tensor, Tensor]:
-    _check_added(x, residual, weight, then)
-    here, k = gpu(x.get_device()), x.shape[-1]
-    if not x.numel() or why_not_norm(k, here) is not None:
-        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps)
-    from halfbyte.kernels.gpu import norm as kernel
-
-    z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
-    h, second = torch.empty_like(z), None if then is None else torch.empty_like(z)
-    following = None if then is None or second is None else ((then.contiguous(), then_eps, plus_one), second)
-    with on(x):
-        kernel.launch_added(here, z, (weight.contiguous(), eps, plus_one), added, h, following)
-    return h.view(x.shape), h.new_empty(0) if second is None else second.view(x.shape)
-
-
-def why_not_norm(k: int, here: Gpu) -> str | None:
-    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/norm.py`."""
-    if (trouble := triton_trouble()) is not None:
-        return trouble
-    from halfbyte.kernels.gpu import norm
-
-    if here.backend != "cuda":
-        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
-    return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold" if k > norm.MOST else None
 
 
 # normed_linear
@@ -200,7 +106,7 @@ def why_not_norm(k: int, here: Gpu) -> str | None:
 
 def _check_normed(x: Tensor, norm: Tensor | None, n: int, k: int, gates: str) -> None:
     if norm is not None:
-        _check_norm(x, norm)
+        check_norm(x, norm)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"a weight [{n}, {k}] takes x [..., {k}], got {list(x.shape)}: the last dimensions must agree")
     if gates not in ("", *GATES):
@@ -224,7 +130,7 @@ def _normed(
 ) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
     _check_normed(x, norm, n, k, gates)
-    z = x if norm is None else rms_norm(x, Norm(norm, eps, plus_one))
+    z = x if norm is None else norm_in_torch(x, Norm(norm, eps, plus_one))
     y = _product(z, weight, bias, format, n, k)
     if not gates:
         return y
@@ -271,7 +177,7 @@ def _normed_cuda(
     out = torch.empty((*x.shape[:-1], n // 2 if gates else n), dtype=x.dtype, device=x.device)
     inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
     with on(x):
-        z = x.contiguous() if norm is None or inside is not None else _rms_norm_cuda(x, Norm(norm, eps, plus_one))
+        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
         z = z.view(rows, k)
         if plan.config is not None:
             views = gpu_tiles.views(aligned(weight), geo)
@@ -418,7 +324,7 @@ def _attend(*args: Any) -> Tensor:
     q, k, v = x.split((heads, kv_heads, kv_heads), 1)
     if token.norms is not None:
         of_all = token.of_all_heads
-        q, k = (_wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
+        q, k = (wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
     x = torch.cat((q, k), 1)
     if token.rotary is not None:
         x = _turned(x, token.rotary, token.pairs)
@@ -517,19 +423,9 @@ def _normed_fake(
     return x.new_empty((*x.shape[:-1], n // 2 if gates else n))
 
 
-def _add_normed_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
-) -> tuple[Tensor, Tensor]:
-    _check_added(x, residual, weight, then)
-    return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)
-
-
 _library.impl("normed_linear", _normed, "CPU")
 _library.impl("normed_linear", _normed_cuda, "CUDA")
-_library.impl("add_normed", _add_normed, "CPU")
-_library.impl("add_normed", _add_normed_cuda, "CUDA")
 _library.impl("attend", _attend, "CPU")
 _library.impl("attend", _attend_cuda, "CUDA")
 torch.library.register_fake("halfbyte::normed_linear", _normed_fake, lib=_library)
 torch.library.register_fake("halfbyte::attend", _attend_fake, lib=_library)
-torch.library.register_fake("halfbyte::add_normed", _add_normed_fake, lib=_library)

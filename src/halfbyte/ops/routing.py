@@ -17,9 +17,9 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
-from halfbyte.ops.decoding import rms_norm, why_not_norm
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.library import OPS
+from halfbyte.ops.norms import norm_in_torch, why_not_norm
 from halfbyte.ops.tensors import aligned
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -99,7 +99,7 @@ def _add_experts(*args: Any) -> Tensor:
     """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
     a = _Arguments(*args)
     a.check()
-    z = rms_norm(a.x, a.before).view(-1, a.x.shape[-1])
+    z = norm_in_torch(a.x, a.before).view(-1, a.x.shape[-1])
     logits = z.float() @ a.router.float().T
     best, ids = logits.topk(a.chosen, -1)
     weights = best.softmax(-1) if a.normalized else logits.softmax(-1).gather(1, ids)
