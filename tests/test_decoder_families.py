@@ -61,9 +61,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=FULL),
 }
 _EAGER = "its attention is transformers' eager one, whose masks are added to scores"
-LEFT = dict.fromkeys(("gemma2", "gemma2 without a cap"), _EAGER) | dict.fromkeys(
-    ("nemotron", "phi", "starcoder2", "cohere", "cohere2", "arcee"), "its mlp is beside attention, or has no gates, or others"
-)
+LEFT = dict.fromkeys(("gemma2", "gemma2 without a cap"), _EAGER)
 LEFT["granite"] = "what it adds has a factor and a bias"
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
 

@@ -180,8 +180,8 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
 
 
 def launch_families(gpu: Gpu) -> None:
-    """What layers of Mixtral, Gemma 3, OLMo 2, GLM-4, Command R and StableLM have that those of Llama have not, for one token."""
-    from halfbyte.kernels.gpu import attend, norm, routing
+    """What layers of Mixtral, Gemma 3, OLMo 2, GLM-4, Command R, StableLM and Nemotron have that those of Llama have not, for one token."""
+    from halfbyte.kernels.gpu import attend, gates, norm, routing
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -192,6 +192,7 @@ def launch_families(gpu: Gpu) -> None:
     routing.launch_logits(gpu, x, before, empty(experts, k), empty(1, k), logits)
     routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, normalized=True)
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k))
+    gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "relu2", gated=False)
     norm.launch_centred(gpu, x, before, empty(k), empty(1, k))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), (before, empty(1, k)))
     qkv = empty(1, (heads + 2 * kv_heads) * dim)

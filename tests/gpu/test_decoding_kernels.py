@@ -36,6 +36,8 @@ def run(name: str, m: int, n: int, k: int, dtype: torch.dtype, where: Where, kin
 
 
 def of_gates(kind: str, gate: Tensor) -> Tensor:
+    if kind == "relu2":
+        return gate.relu().square()
     return torch.nn.functional.silu(gate) if kind == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
 
 
@@ -123,18 +125,24 @@ def test_wide_tiles_of_gates(bands: int, where: Any) -> None:
     run("int4_g128", 1, 384, 256, H, where, bands=bands, columns=1, slices=8, records=1)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize(("m", "half", "dtype"), [(1, 96, B), (3, 2500, H), (64, 17, F)])
-def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, where: Any) -> None:
+def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, gated: bool, where: Any) -> None:
     """The sigmoid is off by a few roundings of float32, and of its argument t by t of them; and the result by that of its type."""
     gpu, device, interpreted = where
-    x, out = (torch.randn(m, 2 * half) * 6).to(dtype), torch.full((m, half), torch.nan, dtype=dtype, device=device)
-    x[0, 0] = -200.0
-    gates.launch(gpu, x.to(device), out, kind, 0.7)
-    gate, up = x.double().chunk(2, 1)
+    x = (torch.randn(m, half * (1 + gated)) * 6).to(dtype)
+    out = torch.full((m, half), torch.nan, dtype=dtype, device=device)
+    x[0, 0], x[0, 1] = -200.0, torch.nan
+    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated)
+    assert bool(out[0, 1].isnan()), "a NaN stays"
+    x[0, 1], out[0, 1] = 0.0, 0.0
+    gate, up = x.double().chunk(2, 1) if gated else (x.double(), torch.ones(()))
     # torch's 1 + tanh(u) cancels where 2 sigmoid(2 u) does not.
     argument = gate if kind == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    expected = gate * argument.sigmoid() * up * 0.7
+    if kind == "relu2":
+        argument = torch.zeros_like(gate)
+    expected = (of_gates(kind, gate) if kind == "relu2" else gate * argument.sigmoid()) * up * 0.7
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
     least = 2.0**-24 if dtype == H else 2.0**-126
     error = unit + 2.0**-20 + 2.0**-21 * argument.abs()

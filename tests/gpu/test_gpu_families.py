@@ -53,6 +53,12 @@ KINDS: dict[str, Callable[[], Any]] = {
     "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 192}),
     "stablelm": partial(transformers.StableLmConfig, **WITHOUT, use_qkv_bias=True),  # a quarter of each head is turned
+    "cohere": partial(transformers.CohereConfig, **WITHOUT, attention_bias=True),
+    "cohere2": partial(transformers.Cohere2Config, **SIZES, **MIXED),
+    "arcee": partial(transformers.ArceeConfig, **SIZES, mlp_bias=True),
+    "nemotron": partial(transformers.NemotronConfig, **SIZES),
+    "phi": partial(transformers.PhiConfig, **WITHOUT),
+    "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
@@ -129,18 +135,18 @@ def test_values_of_another_format_than_queries(device: torch.device, calls: list
 
 def test_half_precision(device: torch.device, calls: list[bool]) -> None:
     """bfloat16 rounds each layer's result, and what lies between, by some of 2^-8; so does transformers, a few times more."""
-    for kind in ("gemma3", "granite", "olmo2", "phi3"):
+    for kind in ("gemma3", "granite", "olmo2", "phi3", "cohere", "nemotron"):
         plain, short = (model.to(torch.bfloat16) for model in pair(kind, device))
         found = logits(short, static_cache(short, 32), (9, 1, 1)).float()
         expected = logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)).float()
         assert float((found - expected).norm()) <= 0.1 * float(expected.norm()), kind
-    assert calls == ([False] * 2 + [True] * 4) * 4
+    assert calls == ([False] * 2 + [True] * 4) * 6
 
 
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
-    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm"):
+    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2"):
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
@@ -158,8 +164,25 @@ def test_what_a_layer_takes(device: torch.device) -> None:
     assert found["olmo2"]["o_proj"] == "before a kernel of the norm, with the residual added"
     assert found["granite"]["down_proj"] == "with the residual added, times 0.3"
     assert found["llama"]["attention"] == "attend"
-    assert found["stablelm"][qkv] == "after a kernel of the norm"
-    assert found["stablelm"][gates] == "skinny with silu(gate) * up, after a kernel of the norm"
+    assert [*found["stablelm"].items()] == [
+        ("input_layernorm", "norm"),
+        (qkv, "the product alone"),
+        ("attention", "attend"),
+        ("o_proj", "with the residual added"),
+        ("post_attention_layernorm", "norm"),
+        (gates, "skinny with silu(gate) * up"),
+        ("down_proj", "with the residual added"),
+    ]
+    assert [*found["cohere"].items()] == [
+        ("input_layernorm", "norm"),
+        (qkv, "the product alone"),
+        ("attention", "attend"),
+        ("o_proj", "with the residual added"),
+        (gates, "skinny with silu(gate) * up"),
+        ("down_proj", "with the residual added"),
+    ]
+    assert found["arcee"]["up_proj"] == "skinny with the norm, then a kernel of relu2"
+    assert found["starcoder2"]["c_fc"] == "the product alone, then a kernel of gelu"
     assert found["glm4"]["attention"] == "attend"
     assert found["glm4"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
 

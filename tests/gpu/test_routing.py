@@ -194,7 +194,7 @@ def test_a_stack_of_another_size(device: torch.device) -> None:
 
 # Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not
 
-KERNELS = ["_logits", "_choose", "_sum", "_layer_norm", "_added", "_parts", *["_attend", "_add_up"] * 3]
+KERNELS = ["_logits", "_choose", "_sum", "_gates", "_layer_norm", "_added", "_parts", *["_attend", "_add_up"] * 3]
 
 
 def test_what_families_add_compiles_without_spills() -> None:

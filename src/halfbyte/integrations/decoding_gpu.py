@@ -3,19 +3,20 @@
     qkv  = normed_linear(x, norm, q | k | v)                 queries, keys and values: a product for each weight
     a    = attend(qkv, …)                                    norms of heads, positions, the cache's new entry, attention; two kernels
     h    = linear(a, o, residual=x)                          or, where there is a norm after it: h, z = add_normed(linear(a, o), x, norm, …)
-    g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up
+    g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up, or f(up) where there are no gates
     y    = linear(g, down, residual=h)                       or add_normed(linear(g, down), h, norm)
     y    = add_experts(h, …)                                 in place of these two, where there are experts
 
-What a family's layer computes is what `families.py` says of it, as on a CPU. With several sequences norms have separate kernels before the
-products, as layer norms always have, and gates may have one after theirs; on Hopper the norm before the gates has one, too, where the product
-with gates is `skinny_hopper`'s. A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
+What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
+which has a kernel. With several sequences norms have separate kernels before the products, as layer norms always have, and gates may have
+one after theirs, as f(up) always has; on Hopper the norm before the gates has one, too, where the product with gates is `skinny_hopper`'s.
+A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from halfbyte.integrations.decoding_cpu import all_norms, groups_of, halves_of, 
 from halfbyte.integrations.families import known
 from halfbyte.integrations.rings import Ring
 from halfbyte.integrations.shortened import products_of
-from halfbyte.kernels.problem import GATES, Problem
+from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
@@ -34,12 +35,12 @@ from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.layers import Weight
-from halfbyte.ops.norms import add_normed, why_not_norm
+from halfbyte.ops.norms import add_normed, normed, why_not_norm
 from halfbyte.ops.routing import add_experts, describe, why_not_experts
 
 DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring)
-_BY_TORCH = "in torch's operations"
+_TORCH = "torch's operations"
 
 
 def why_not_few_kernels(layer: Any) -> str | None:
@@ -72,8 +73,8 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
                 return f"its experts are to compute in {stack.compute}"
         if first.after is not None or first.factor != 1:
             return "what its attention adds has a norm or a factor, and what follows are experts"
-    elif not last.gated or last.parallel or last.gates not in GATES:
-        return "its mlp is beside attention, or has no gates, or others"
+    elif last.after is not None and last.after.centred:
+        return "the norm of what its mlp adds is a layer norm"
     elif first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
         return "what it adds has a factor and a bias"
     parts = [part_of(linear) for linear in (*qkv, *second[:-1])]
@@ -106,14 +107,24 @@ def token(
         return None
     if first.heads.turned not in (0, rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
-    seen = _attended(first, x, mask, layers[index], rotary, first=index == 0)
+    read = x
+    if _is_parallel(second) and first.before is not None:
+        read, first, second = normed(x, first.before), first._replace(before=None), second._replace(before=None)
+    seen = _attended(first, read, mask, layers[index], rotary, first=index == 0)
     if isinstance(second, Experts):
         return add_experts(_added(first, linears[1], seen, x)[0], second)
     h, z = _added(first, linears[1], seen, x, second.before)
+    if not second.parallel:
+        read = h if z is None else z
     before = second.before if z is None else None
-    weight = second.gate_up
-    inner = normed_linear(h if z is None else z, before, weight.packed, weight.bias, gates=second.gates, factor=second.factor)
+    weight, bias = second.gate_up[:2]
+    inner = normed_linear(read, before, weight, bias, gates=second.gates, gated=second.gated, factor=second.factor)
     return _added(second, linears[2][-1], inner, h)[0]
+
+
+def _is_parallel(half: Dense | Experts) -> TypeGuard[Dense]:
+    """Whether it reads what attention reads."""
+    return isinstance(half, Dense) and half.parallel
 
 
 def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary: tuple[Tensor, Tensor], *, first: bool) -> Tensor:
@@ -183,41 +194,63 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     dtype = all_norms(layer)[0].weight.dtype
     qkv, gates = groups_of(layer)
     names = [*(products_of(*qkv) or {})]
-    found = [_product(name, weight, first.before, "", rows, dtype, here) for name, weight in zip(names, first.qkv, strict=True)]
+    of_layer = known(layer).norms
+    found, before = _norm_apart(of_layer[0], first.before, here, shared=_is_parallel(second))
+    found += [_product(name, weight, before, rows, dtype, here) for name, weight in zip(names, first.qkv, strict=True)]
     heads = first.heads
-    normed = heads.query * heads.dim if heads.rows else None
-    reason = why_not_attend(heads.query, heads.key, heads.dim, dtype, here, normed)
+    widest = heads.query * heads.dim if heads.rows else None
+    reason = why_not_attend(heads.query, heads.key, heads.dim, dtype, here, widest)
     of_all = ", after a kernel of the norms" if heads.rows else ""
-    found.append(Step("attention", f"attend{of_all}" if reason is None else "torch's operations", reason))
+    found.append(Step("attention", f"attend{of_all}" if reason is None else _TORCH, reason))
     if isinstance(second, Experts):
         lost = why_not_experts(second, here)
         router = "with the norm, then a kernel of the choice"
-        found += [Step(known(layer).o, _how_added(first)), Step("gate", router if lost is None else "torch's operations", lost)]
+        found += [Step(known(layer).o, _how_added(first)), Step("gate", router if lost is None else _TORCH, lost)]
         experts = describe(second, rows, dtype, here) if lost is None else "the products alone"
         return *found, Step("experts", experts, lost)
     found.append(Step(known(layer).o, _how_added(first, second.before)))
-    before = None if first.after is not None else second.before
-    found.append(_product("+".join(products_of(*gates) or {}), second.gate_up, before, second.gates, rows, dtype, here))
-    return *found, Step(known(layer).down, _how_added(second))
+    before = None if second.parallel or first.after is not None else second.before
+    apart, before = _norm_apart(of_layer[2], before, here)
+    name = "+".join(products_of(*gates) or {})
+    product = _product(name, second.gate_up, before, rows, dtype, here, gates=second.gates, gated=second.gated)
+    return *found, *apart, product, Step(known(layer).down, _how_added(second))
 
 
-def _product(name: str, weight: Weight, norm: Norm | None, gates: str, rows: int, dtype: torch.dtype, here: Gpu) -> Step:
+def _norm_apart(name: str | None, norm: Norm | None, here: Gpu, *, shared: bool = False) -> tuple[list[Step], Norm | None]:
+    """The step of a norm that has a kernel of its own in any case, as layer norms have and what several products read; and the norm that
+    remains for the product."""
+    if norm is None or not (norm.centred or shared):
+        return [], norm
+    assert name is not None
+    reason = why_not_norm(len(norm.weight), here)
+    return [Step(name, "norm" if reason is None else _TORCH, reason)], None
+
+
+def _product(
+    name: str,
+    weight: Weight,
+    norm: Norm | None,
+    rows: int,
+    dtype: torch.dtype,
+    here: Gpu,
+    *,
+    gates: str = "",
+    gated: bool = True,
+) -> Step:
     packed = weight.packed
     n, k = packed.shape
-    apart = norm is not None and norm.centred  # it has a kernel of its own
     if norm is None and not gates:
         return Step(name, "the product alone")
-    if apart and not gates:
-        if (reason := why_not_norm(k, here)) is None:
-            return Step(name, "after a kernel of the norm")
-        return Step(name, "the product alone", f"norm {_BY_TORCH}: {reason}")
     problem = Problem("linear", rows, n, k, packed.format, dtype, sparse=sparse_on(packed, here))
-    plan = normed_plan(problem, here, normed=norm is not None and not apart, gated=bool(gates), biased=weight.bias is not None)
-    gated = f"{gates.removesuffix('_tanh')}(gate) * up"
+    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=weight.bias is not None)
+    function = gates.removesuffix("_tanh")
     if isinstance(plan, str):
-        parts = " and ".join(part for part, there in (("norm", norm), ("gates", gates)) if there)
-        return Step(name, "the product alone", f"{parts} {_BY_TORCH}: {plan}")
-    return Step(name, _described(plan, gated if gates else "", normed=norm is not None))
+        parts = " and ".join(part for part, there in (("norm", norm), ("gates" if gated else function, gates)) if there)
+        return Step(name, "the product alone", f"{parts} in {_TORCH}: {plan}")
+    if not gated:
+        product = "the product alone" if norm is None else _described(plan, "", normed=True)
+        return Step(name, f"{product}, then a kernel of {function}")
+    return Step(name, _described(plan, f"{function}(gate) * up" if gates else "", normed=norm is not None))
 
 
 def _described(plan: NormedPlan, gated: str, *, normed: bool) -> str:

@@ -34,7 +34,7 @@ _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "normed_linear(Tensor x, Tensor? norm, float eps, bool plus_one, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
-    "float factor) -> Tensor"
+    "bool gated, float factor) -> Tensor"
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
@@ -44,15 +44,23 @@ _library.define(
 
 
 def normed_linear(
-    x: Tensor, norm: Norm | None, packed: Packed, bias: Tensor | None = None, *, gates: str = "", factor: float = 1.0
+    x: Tensor,
+    norm: Norm | None,
+    packed: Packed,
+    bias: Tensor | None = None,
+    *,
+    gates: str = "",
+    gated: bool = True,
+    factor: float = 1.0,
 ) -> Tensor:
     """(x / sqrt(mean(x², over the last dimension) + eps) * norm) · dequantize(packed)ᵀ + bias, x [..., K] -> [..., N] in x's dtype.
 
     norm   an RMS norm (Zhang and Sennrich, 2019), its weight [K] of x's dtype, or a layer norm, which is `normed` before the product;
            None: x as it is
     bias   [N] or None
-    gates  "silu" or "gelu_tanh", f: the first half of the N outputs are gates for the second:
+    gates  "silu", "gelu_tanh" or "relu2", f: the first half of the N outputs are gates for the second:
            factor * f(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
+    gated  False: there are no gates, the result is factor * f(y), [..., N]
 
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
@@ -60,7 +68,7 @@ def normed_linear(
     if norm is not None and norm.centred:
         x, norm = normed(x, norm), None
     weight, eps, plus_one = rms_parts(norm)
-    settings = packed.name, n, k, gates, factor
+    settings = packed.name, n, k, gates, gated, factor
     return OPS.normed_linear.default(x, weight, eps, plus_one, packed.data, bias, *settings)  # type: ignore[no-any-return]
 
 
@@ -104,14 +112,14 @@ def attend(
 # normed_linear
 
 
-def _check_normed(x: Tensor, norm: Tensor | None, n: int, k: int, gates: str) -> None:
+def _check_normed(x: Tensor, norm: Tensor | None, n: int, k: int, gates: str, *, gated: bool) -> None:
     if norm is not None:
         check_norm(x, norm)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"a weight [{n}, {k}] takes x [..., {k}], got {list(x.shape)}: the last dimensions must agree")
     if gates not in ("", *GATES):
         raise ArgumentError(f"gates are one of {', '.join(GATES)}, got {gates!r}")
-    if gates and n % 2:
+    if gates and gated and n % 2:
         raise ArgumentError(f"half of {n} outputs cannot be gates of the others: their number is even")
 
 
@@ -126,17 +134,25 @@ def _normed(
     n: int,
     k: int,
     gates: str,
+    gated: bool,
     factor: float,
 ) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
-    _check_normed(x, norm, n, k, gates)
+    _check_normed(x, norm, n, k, gates, gated=gated)
     z = x if norm is None else norm_in_torch(x, Norm(norm, eps, plus_one))
     y = _product(z, weight, bias, format, n, k)
     if not gates:
         return y
+    if not gated:
+        return (_active(y.float(), gates) * factor).to(x.dtype)
     gate, up = y.float().chunk(2, -1)
-    active = functional.silu(gate) if gates == "silu" else functional.gelu(gate, approximate="tanh")
-    return (active * up * factor).to(x.dtype)
+    return (_active(gate, gates) * up * factor).to(x.dtype)
+
+
+def _active(x: Tensor, gates: str) -> Tensor:
+    if gates == "relu2":
+        return x.relu().square()
+    return functional.silu(x) if gates == "silu" else functional.gelu(x, approximate="tanh")
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
@@ -156,48 +172,52 @@ def _normed_cuda(
     n: int,
     k: int,
     gates: str,
+    gated: bool,
     factor: float,
 ) -> Tensor:
-    _check_normed(x, norm, n, k, gates)
+    _check_normed(x, norm, n, k, gates, gated=gated)
     if norm is None and not gates:
         return _product(x, weight, bias, format, n, k)
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
     problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
-    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates), biased=bias is not None)
+    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=bias is not None)
     if isinstance(plan, str):
-        return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, factor)
+        return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, gated, factor)
     from halfbyte.kernels.gpu import gates as separate
     from halfbyte.kernels.gpu import skinny, skinny_hopper
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
         check_bias(bias, n, x.device)
-    out = torch.empty((*x.shape[:-1], n // 2 if gates else n), dtype=x.dtype, device=x.device)
+    shape = *x.shape[:-1], n // 2 if gates and gated else n
+    within = gates if gated and plan.config is not None else ""  # what the product has
+    y = x.new_empty(rows, shape[-1] if within else n)
     inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
     with on(x):
         z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
         z = z.view(rows, k)
         if plan.config is not None:
             views = gpu_tiles.views(aligned(weight), geo)
-            epilogue, y = Epilogue(bias, gates=gates, factor=factor), out.view(rows, -1)
+            epilogue = Epilogue(bias, gates=within, factor=factor)
             if plan.kernel == "skinny":
                 skinny.launch(plan.problem, plan.config, z, *views, y, epilogue, inside)
             else:
                 skinny_hopper.launch(plan.problem, plan.config, z, *views, y, epilogue)
         else:
-            product = _product(z, weight, bias, format, n, k)
-            if not gates:
-                return product.view(out.shape)
-            separate.launch(here, product, out.view(rows, -1), gates, factor)
-    return out
+            y = _product(z, weight, bias, format, n, k)
+        if gates and not within:
+            product, y = y, x.new_empty(rows, shape[-1])
+            separate.launch(here, product, y, gates, factor, gated=gated)
+    return y.view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class NormedPlan:
     """How `normed_linear` is computed: with a `config`, by that `kernel` of kernels/gpu, gates included; otherwise the product by the
-    kernel of a plain linear layer, and the gates by a separate one. A norm outside of the product has a separate kernel before it."""
+    kernel of a plain linear layer, and the gates by a separate one, as a function without gates always is. A norm outside of the product
+    has a separate kernel before it."""
 
     problem: Problem
     kernel: str
@@ -417,10 +437,11 @@ def _normed_fake(
     n: int,
     k: int,
     gates: str,
+    gated: bool,
     factor: float,
 ) -> Tensor:
-    _check_normed(x, norm, n, k, gates)
-    return x.new_empty((*x.shape[:-1], n // 2 if gates else n))
+    _check_normed(x, norm, n, k, gates, gated=gated)
+    return x.new_empty((*x.shape[:-1], n // 2 if gates and gated else n))
 
 
 _library.impl("normed_linear", _normed, "CPU")
