@@ -60,9 +60,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
     "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=FULL),
 }
-_EAGER = "its attention is transformers' eager one, whose masks are added to scores"
-LEFT = dict.fromkeys(("gemma2", "gemma2 without a cap"), _EAGER)
-LEFT["granite"] = "what it adds has a factor and a bias"
+LEFT = {
+    "gemma2": "scores of its attention, transformers' eager one, have a cap",
+    "granite": "what it adds has a factor and a bias",
+}
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
 
 

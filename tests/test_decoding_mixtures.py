@@ -346,7 +346,9 @@ def test_what_is_said() -> None:
     assert decoding.why_not_short(layer, "cpu") is None
     assert decoding.why_not_short(layer) == decoding.why_not_short(plain.model.layers[0]) == "its experts share one"
     oss = pair("gpt-oss")[1].model.layers[0]
-    assert decoding.why_not_short(oss) == "its attention has sinks"
+    assert decoding.why_not_short(oss) is None
+    oss.self_attn.config._attn_implementation = "sdpa"
+    assert decoding.why_not_short(oss) == "its attention is not transformers' eager one, which alone has its sinks"
     torch.manual_seed(7)
     model = make_decoder("Mixtral", **{**SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
     shorten_(fuse_(quantize_(model, "q4_0")))

@@ -189,9 +189,10 @@ def launch_families(gpu: Gpu) -> None:
     k, experts, chosen, heads, kv_heads, dim = 4096, 128, 8, 32, 8, 128
     x, before = empty(1, k), (empty(k), 1e-5, True)
     logits, weights = empty(1, experts, dtype=torch.float32), empty(1, chosen, dtype=torch.float32)
-    routing.launch_logits(gpu, x, before, empty(experts, k), empty(1, k), logits)
+    routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), empty(experts)), empty(1, k), logits)
     routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, normalized=True)
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k))
+    gates.launch_clamped(gpu, empty(chosen, 2 * k), empty(chosen, k), 1.702, 7.0)
     gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "relu2", gated=False)
     norm.launch_centred(gpu, x, before, empty(k), empty(1, k))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), (before, empty(1, k)))
@@ -202,6 +203,10 @@ def launch_families(gpu: Gpu) -> None:
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
     for pairs in ("once", "twice"):
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(pairs=pairs))
+    for size, ring in ((512, False), (128, True), (65536, False)):  # the last one's tiles are streamed
+        cache, how = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), attend.How(ring=ring, turned=dim, sinks=empty(heads))
+        rotary = empty(1, dim // 2), empty(1, dim // 2)
+        attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), empty(1, size), x, dim**-0.5, how=how)
 
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:

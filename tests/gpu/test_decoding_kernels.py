@@ -324,7 +324,8 @@ def test_a_norm_that_is_added(m: int, k: int, dtype: torch.dtype, plus_one: bool
 
 
 class Kind(NamedTuple):
-    """What attention of a token is like. turned: of a head; None: all."""
+    """What attention of a token is like. turned: of a head; None: all. added: masks are added to scores. short: tables have half as many
+    numbers."""
 
     turned: int | None = None
     normed: bool = False
@@ -332,6 +333,9 @@ class Kind(NamedTuple):
     factor: float = 1.0
     ring: bool = False
     pairs: str = ""
+    added: bool = False
+    sinks: bool = False
+    short: bool = False
 
 
 def attention(
@@ -343,6 +347,7 @@ def attention(
     heads: int,
     norms: Any = None,
     kind: Kind = Kind(),  # noqa: B008
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """In float64, from the formulas of the kernel's text: y, keys, values."""
     keys, values = (t.double().clone() for t in cache)
@@ -356,6 +361,9 @@ def attention(
     if rotary is not None:
         r = rotary[0].shape[1]
         cos, sin = (t.double().expand(batch, r)[:, None] for t in rotary)
+        if kind.short:
+            r = 2 * r
+            cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
         part = x[..., :r]
         other = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
         if kind.pairs:
@@ -369,9 +377,15 @@ def attention(
     scores = torch.einsum("bkgd,bktd->bkgt", q.view(batch, kv_heads, -1, dim), keys) * dim**-0.5
     seen = (torch.arange(size) <= length).expand(batch, size)
     if mask is not None:  # of tokens by their age
-        seen = seen & (mask.roll(place + 1, 1) if length >= size else mask)
+        mask = mask.roll(place + 1, 1) if length >= size else mask
+        if kind.added:
+            scores = scores + mask.double()[:, None, None]
+        else:
+            seen = seen & mask
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    y = torch.einsum("bkgt,bktd->bkgd", scores.softmax(-1), values).reshape(batch, heads * dim)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1)), -1)
+    y = torch.einsum("bkgt,bktd->bkgd", scores.softmax(-1)[..., :size], values).reshape(batch, heads * dim)
     return y * kind.factor, keys, values
 
 
@@ -410,6 +424,12 @@ def streamed(splits: int, **how: int) -> Any:
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=18, normed=True, pairs="once")),
         (2, 4, 2, 64, 130, 64, B, {}, Kind(pairs="twice")),
         (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, pairs="twice")),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(added=True, short=True)),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=12, added=True, sinks=True, short=True)),
+        (1, 4, 2, 32, 40, 30, H, {}, Kind(turned=24, short=True, pairs="once")),
+        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
+        (1, 6, 2, 64, 130, 130 * 3 + 61, H, {"splits": 2}, Kind(ring=True, added=True)),
+        (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -434,7 +454,7 @@ def test_attention_of_one_token(
         monkeypatch.setattr(attend, "static", streamed(**how))
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim).to(dtype)
     turned = dim if kind.turned is None else kind.turned
-    rotary: Any = tuple(torch.randn(1 if masked else batch, turned).to(dtype) for _ in range(2)) if turned else None
+    rotary: Any = tuple(torch.randn(1 if masked else batch, turned // (1 + kind.short)).to(dtype) for _ in range(2)) if turned else None
     cache: Any = tuple(torch.randn(batch, kv_heads, size, dim).to(dtype) for _ in range(2))
     for tensor in cache:
         tensor[:, :, length:] = torch.nan  # what is not there yet
@@ -445,10 +465,13 @@ def test_attention_of_one_token(
         mask = torch.rand(batch, size) < 0.7
         mask[-1] = torch.arange(size) >= last // 2
         mask[:, last] = True
+        if kind.added:
+            mask = torch.where(mask, torch.randn(batch, size), torch.finfo(dtype).min).to(dtype)
+    sinks = torch.randn(heads).to(dtype) * 2 if kind.sinks else None
     if masked or kind.normed:
         norms = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.plus_one) for _ in range(2))
     clean = tuple(t.nan_to_num(0) for t in cache)
-    expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms, kind)
+    expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms, kind, sinks)
     bits = []
     for advance in (0, 1):
         out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
@@ -457,7 +480,7 @@ def test_attention_of_one_token(
         at_mask = None if mask is None else mask.to(device)
         turns: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
-        how_else = attend.How(kind.factor, kind.ring, kind.pairs)
+        how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, None if sinks is None else sinks.to(device))
         attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
         assert count.item() == length + advance
         bits.append(out.cpu())
@@ -485,12 +508,13 @@ def test_a_token_that_may_not_see_itself(where: Any, monkeypatch: pytest.MonkeyP
         cache: Any = tuple(torch.randn(2, 1, 40, 16) for _ in range(2))
         mask = torch.arange(40).expand(2, 40) < 20
         expected, keys, values = attention(qkv, turn, cache, 20, mask, 1)
-        out, there = torch.full((2, 16), torch.nan, device=device), tuple(t.to(device, copy=True) for t in cache)
-        turns: Any = tuple(t.to(device) for t in turn)
-        attend.launch(gpu, qkv.to(device), turns, there, torch.tensor([20], device=device), mask.to(device), out, 0.25)  # type: ignore[arg-type]
-        assert torch.allclose(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
-        assert torch.allclose(there[0].cpu().double(), keys, rtol=1e-6, atol=1e-6)
-        assert torch.equal(there[1].cpu().double(), values)
+        for shown in (mask, torch.zeros(2, 40).masked_fill(~mask, -torch.inf)):
+            out, there = torch.full((2, 16), torch.nan, device=device), tuple(t.to(device, copy=True) for t in cache)
+            turns: Any = tuple(t.to(device) for t in turn)
+            attend.launch(gpu, qkv.to(device), turns, there, torch.tensor([20], device=device), shown.to(device), out, 0.25)  # type: ignore[arg-type]
+            assert torch.allclose(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+            assert torch.allclose(there[0].cpu().double(), keys, rtol=1e-6, atol=1e-6)
+            assert torch.equal(there[1].cpu().double(), values)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 33, 64])

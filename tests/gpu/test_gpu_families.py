@@ -27,6 +27,7 @@ from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 
+EAGER = "gemma2, eager without a cap", "gpt_oss"
 SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
@@ -42,6 +43,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "phi3": partial(transformers.Phi3Config, **WITHOUT, sliding_window=16),
     "phi3, a part of each head": partial(transformers.Phi3Config, **WITHOUT, partial_rotary_factor=0.75),
     "gemma": partial(transformers.GemmaConfig, **SIZES),
+    "gemma2, eager without a cap": partial(
+        transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=None, **MIXED
+    ),
     "gemma3": partial(transformers.Gemma3TextConfig, **SIZES, query_pre_attn_scalar=20, **MIXED),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
@@ -61,6 +65,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
+    "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen3_moe, shares of all": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, mlp_only_layers=[1]),
 }
@@ -71,10 +76,10 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if any(part in name for part in ("norm", "bias", "sinks")):
             torch.nn.init.normal_(parameter, 0.5, 0.3)
     model.to(device)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
     short = shorten_(copy.deepcopy(fuse_(model)))
     assert all(map(is_short, short.model.layers))
@@ -146,7 +151,7 @@ def test_half_precision(device: torch.device, calls: list[bool]) -> None:
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
-    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2"):
+    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss"):
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
@@ -181,6 +186,9 @@ def test_what_a_layer_takes(device: torch.device) -> None:
         (gates, "skinny with silu(gate) * up"),
         ("down_proj", "with the residual added"),
     ]
+    assert list(found["gpt_oss"]) == [qkv, "attention", "o_proj", "router", "experts"]
+    assert found["gpt_oss"]["attention"] == "attend"
+    assert "before a kernel of (up + 1) * gate * sigmoid(alpha * gate), then down" in found["gpt_oss"]["experts"]
     assert found["arcee"]["up_proj"] == "skinny with the norm, then a kernel of relu2"
     assert found["starcoder2"]["c_fc"] == "the product alone, then a kernel of gelu"
     assert found["glm4"]["attention"] == "attend"

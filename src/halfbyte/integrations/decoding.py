@@ -25,7 +25,7 @@ from halfbyte.machine import gpu
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.ops.decoder import Attention, Dense
-from halfbyte.ops.experts import Experts
+from halfbyte.ops.experts import CLAMPED, Experts
 
 LONG = "one token takes the steps of transformers"
 ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
@@ -125,7 +125,7 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     routed = families.known(layer).routed
     assert routed is not None
     shared = [] if routed.shared is None else [Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj")]
-    gates = "silu(gate) * up" if isinstance(second, Experts) and second.clamped is None else "(up + 1) * gate * sigmoid(alpha * gate)"
+    gates = "silu(gate) * up" if isinstance(second, Experts) and second.clamped is None else CLAMPED
     experts = Step("experts", f"{gates}, then down_proj, both of the chosen ones, by their weights, with the residual added")
     return *first, Step(routed.gate, "with the norm"), *shared, experts
 

@@ -55,17 +55,15 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
     for linear in (*qkv, o, *second):
         if linear.compute not in ("auto", "float"):
             return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
-    if first.heads.sinks is not None:
-        return "its attention has sinks"
-    if layer.self_attn.config._attn_implementation == "eager":
-        return "its attention is transformers' eager one, whose masks are added to scores"
+    if _is_eager(layer) and first.heads.cap is not None:
+        return "scores of its attention, transformers' eager one, have a cap"
+    if first.heads.sinks is not None and not _is_eager(layer):
+        return "its attention is not transformers' eager one, which alone has its sinks"
     if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
     if isinstance(last, Experts):
         if last.before.centred:
             return "the norm before its experts is a layer norm"
-        if last.bias is not None or last.clamped is not None:
-            return "its router has a bias or its gates are clamped"
         if last.shared is not None:
             return "its experts share one"
         for stack in (last.gate_up, last.down):
@@ -99,13 +97,13 @@ def token(
 ) -> Tensor | None:
     """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported. layers: those of the cache."""
     index = layer.self_attn.layer_idx
-    linears = linears_of(layer) if _fits(x, mask, layers, index, settings) else None
-    if linears is None:
+    linears = linears_of(layer) if _fits(x, layers, index, settings) else None
+    if linears is None or not _is_mask(layer, mask, layers[index].keys.shape[2]):
         return None
     first, second = _halves(layer)
     if _why_not(layer, linears, first, second) is not None:
         return None
-    if first.heads.turned not in (0, rotary[0].shape[2]) or not layer.self_attn.is_causal:
+    if not first.heads.turns_by(rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
     read = x
     if _is_parallel(second) and first.before is not None:
@@ -162,7 +160,19 @@ def _added(
     return add_normed(linear(x), residual, half.after, then)
 
 
-def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:
+def _is_eager(layer: Any) -> bool:
+    """Whether masks are added to scores."""
+    return bool(layer.self_attn.config._attn_implementation == "eager")
+
+
+def _is_mask(layer: Any, mask: Tensor | None, size: int) -> bool:
+    """Whether `attend` does with it what the layer's attention does. Eager attention without one sees places where no token is."""
+    if mask is None:
+        return not _is_eager(layer)
+    return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if _is_eager(layer) else mask.dtype == torch.bool)
+
+
+def _fits(x: Tensor, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:
     """Whether the call is for one token of each sequence, with a cache that `attend` supports."""
     return (
         x.device.type in DEVICES
@@ -172,7 +182,6 @@ def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, setting
         and type(layers[index]) in _CACHES
         and layers[index].is_initialized
         and layers[index].keys.dtype == x.dtype
-        and (mask is None or (mask.dtype == torch.bool and mask.shape[1:] == (1, 1, layers[index].keys.shape[2])))
         and not settings.get("output_attentions")
         and not torch.is_grad_enabled()
     )
@@ -205,7 +214,9 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     if isinstance(second, Experts):
         lost = why_not_experts(second, here)
         router = "with the norm, then a kernel of the choice"
-        found += [Step(known(layer).o, _how_added(first)), Step("gate", router if lost is None else _TORCH, lost)]
+        routed = known(layer).routed
+        assert routed is not None
+        found += [Step(known(layer).o, _how_added(first)), Step(routed.gate, router if lost is None else _TORCH, lost)]
         experts = describe(second, rows, dtype, here) if lost is None else "the products alone"
         return *found, Step("experts", experts, lost)
     found.append(Step(known(layer).o, _how_added(first, second.before)))

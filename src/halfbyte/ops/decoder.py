@@ -54,6 +54,15 @@ class Heads(NamedTuple):
     sinks: Tensor | None = None
     pairs: str = ""
 
+    @property
+    def width(self) -> int:
+        """R"""
+        return self.dim if self.turned is None else self.turned
+
+    def turns_by(self, width: int) -> bool:
+        """Whether a token's row of cosines, and of sines, may have so many elements."""
+        return self.width in (0, width) or (width == self.width // 2 and self.pairs != "twice")
+
 
 class Attention(NamedTuple):
     """h = x + factor * norm(o(attention(qkv(norm(x)))))
@@ -217,7 +226,7 @@ class DecoderLayer:
 
     def turns_by(self, width: int) -> bool:
         """Whether a token's row of cosines, and of sines, may have so many elements."""
-        return self.rotary in (0, width) or (width == self.rotary // 2 and self.heads.pairs != "twice")
+        return self.heads.turns_by(width)
 
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None

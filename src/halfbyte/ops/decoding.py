@@ -38,8 +38,8 @@ _library.define(
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, int query, float scale, str pairs, float factor, int advance, bool ring) "
-    "-> Tensor"
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, int query, float scale, int turned, str pairs, "
+    "float factor, int advance, bool ring) -> Tensor"
 )
 
 
@@ -89,13 +89,14 @@ def attend(
 
     qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions
     rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
-                  head are rotated, or neighbours, where `heads.pairs` says so: by the first half of R, or by R numbers, each twice);
-                  None: nothing is
+                  head are rotated, or neighbours, where `heads.pairs` says so: by the first half of R, or by R numbers, each twice), or
+                  of R / 2 numbers where the other half is the same; None: nothing is
     keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T
     length        int64, one number: the tokens in the cache, or that a ring has seen; `advance`, 1 or 0, is added
-    mask          bool [B or 1, T]: which of the tokens may be seen, those of a ring by their age; None: all
-    heads         how many there are, the factor of scores and pairs; norms, if any, are RMS norms, before the rotation, which differ in
-                  nothing but their weights: [D] of each head, or [H * D] and [Hkv * D] of all heads together
+    mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
+                  None: all may be seen
+    heads         how many there are, the factor of scores, sinks and pairs; norms, if any, are RMS norms, before the rotation, which differ
+                  in nothing but their weights: [D] of each head, or [H * D] and [Hkv * D] of all heads together
     factor        of the result
     ring          the cache is a window that keeps the last T tokens
 
@@ -105,7 +106,7 @@ def attend(
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.norms
     (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
-    settings = eps, plus_one, heads.query, heads.scale, heads.pairs, factor, advance, ring
+    settings = eps, plus_one, heads.sinks, heads.query, heads.scale, heads.width, heads.pairs, factor, advance, ring
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
 
@@ -279,8 +280,10 @@ class _Token(NamedTuple):
     k_norm: Tensor | None
     eps: float
     plus_one: bool
+    sinks: Tensor | None
     query: int
     scale: float
+    turned: int
     pairs: str
     factor: float
     advance: int
@@ -289,7 +292,7 @@ class _Token(NamedTuple):
     @property
     def rows(self) -> tuple[Tensor, ...]:
         """The tensors whose last dimension must be contiguous."""
-        return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm) if t is not None)
+        return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm, self.sinks) if t is not None)
 
     @property
     def norms(self) -> tuple[Norm, Norm] | None:
@@ -317,10 +320,14 @@ class _Token(NamedTuple):
             fits &= heads > 0 and self.pairs in PAIRS
             turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
-                fits = all(t.dim() == 2 and t.shape[0] in (1, batch) and t.shape[1] <= dim and t.shape[1] % 2 == 0 for t in self.rotary)
+                fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.turned % 2 == 0
+                fits &= 0 < self.turned <= dim
+                fits &= self.rotary[0].shape[1] in ([self.turned] if self.pairs == "twice" else [self.turned, self.turned // 2])
                 fits &= self.rotary[0].shape == self.rotary[1].shape
             fits &= (turns[0] is None) == (turns[1] is None)
-            fits &= mask is None or (mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
+            fits &= mask is None or (mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
+            fits &= mask is None or mask.dtype == torch.bool or mask.is_floating_point()
+            fits &= self.sinks is None or (self.sinks.shape == (heads,) and self.sinks.is_floating_point())
             fits &= self.length.numel() == 1 and self.length.dtype == torch.int64
             fits &= (norms[0] is None) == (norms[1] is None)
             widths = [None if t is None else tuple(t.shape) for t in norms]
@@ -330,7 +337,7 @@ class _Token(NamedTuple):
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, self.values, self.length, *self.rows))
         raise ArgumentError(
             f"attend takes qkv [B, (H + 2 Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, one int64, cosines and sines [B, R], R <= D, "
-            f"a mask bool [B, T] and norms [D] or of all heads, got {got}"
+            f"a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
         )
 
 
@@ -347,34 +354,41 @@ def _attend(*args: Any) -> Tensor:
         q, k = (wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
     x = torch.cat((q, k), 1)
     if token.rotary is not None:
-        x = _turned(x, token.rotary, token.pairs)
+        x = _turned(x, token.rotary, token.turned, token.pairs)
     q, k = x.split((heads, kv_heads), 1)
     at = token.length.view(1)
     place = at % size if token.ring else at
     keys.index_copy_(2, place, k[:, :, None].to(keys.dtype))
     values.index_copy_(2, place, v[:, :, None].to(values.dtype))
     tokens = torch.arange(size, device=keys.device)[None]
-    seen = tokens <= at
-    if token.mask is not None:
+    seen, mask = tokens <= at, token.mask
+    if mask is not None:
         # By their age: what follows the new token in a ring that is full is the oldest.
         ages = torch.where(at >= size, (tokens - place - 1) % size, tokens) if token.ring else tokens
-        seen = seen & token.mask.gather(1, ages.expand(len(token.mask), -1))
+        mask = mask.gather(1, ages.expand(len(mask), -1))
+        seen = seen & mask if mask.dtype == torch.bool else seen
     token.length.add_(token.advance)
     q = q.view(batch, kv_heads, -1, dim) * token.scale
-    scores = (q @ keys.float().transpose(2, 3)).masked_fill(~seen[:, None, None], -torch.inf)
+    scores = q @ keys.float().transpose(2, 3)
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask.float()[:, None, None]
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    if token.sinks is not None:
+        scores = torch.cat((scores, token.sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1)), -1)
     # Unused entries of the cache may hold anything, NaN included.
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
-    y: Tensor = scores.softmax(-1) @ there * token.factor
+    y: Tensor = scores.softmax(-1)[..., :size] @ there * token.factor
     return y.to(qkv.dtype).view(batch, heads * dim)
 
 
-def _turned(x: Tensor, rotary: tuple[Tensor, Tensor], pairs: str) -> Tensor:
+def _turned(x: Tensor, rotary: tuple[Tensor, Tensor], turned: int, pairs: str) -> Tensor:
     """x [B, heads, D] with positions."""
     cos, sin = (t.float()[:, None] for t in rotary)
-    turned = cos.shape[2]
     part, half = x[..., :turned], turned // 2
     if pairs == "once":
         cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
+    elif cos.shape[2] < turned:
+        cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
     if pairs:
         other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
     else:
@@ -402,7 +416,7 @@ def _attend_cuda(*args: Any) -> Tensor:
             qkv, of_heads = torch.empty_like(qkv), qkv
             norm.launch_parts(here, of_heads, norms, qkv)
             norms = None
-        settings = token.scale, token.advance, norms, kernel.How(token.factor, token.ring, token.pairs)
+        settings = token.scale, token.advance, norms, kernel.How(token.factor, token.ring, token.turned, token.pairs, token.sinks)
         kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, *settings)
     return out
 

@@ -49,8 +49,14 @@ def activated(x, GATES: tl.constexpr):
             t = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi)
         else:
             t = x
-        small = tl.exp(-tl.abs(t))
-        return x * tl.where(t < 0, small, 1.0) / (1 + small)
+        return times_sigmoid(x, t)
+
+
+@triton.jit
+def times_sigmoid(x, t):
+    """x * sigmoid(t), float32."""
+    small = tl.exp(-tl.abs(t))
+    return x * tl.where(t < 0, small, 1.0) / (1 + small)
 
 
 @triton.jit

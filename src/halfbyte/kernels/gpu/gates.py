@@ -1,6 +1,8 @@
 """y [M, N / 2] = factor * f(x[:, : N / 2]) * x[:, N / 2 :] of x [M, N], or without gates y [M, N] = factor * f(x), in float32,
 rounded once.
 
+    y [M, I] = (up + 1) * gate * sigmoid(alpha * gate) of x [M, 2 I], gate, up, gate, …, which are clamped before
+
 Where the product before it has gates, `skinny.py` computes them before it writes; this is for products of other kernels.
 """
 
@@ -12,7 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.epilogue import activated
+from halfbyte.kernels.gpu.arithmetic import clamped
+from halfbyte.kernels.gpu.epilogue import activated, times_sigmoid
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.machine import Gpu
 
@@ -24,6 +27,13 @@ def launch(gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float 
     m, n = out.shape
     pdl = launcher.starts_early(gpu)
     launcher.run(_gates, (m, -(-n // _WIDE)), x, out, n, factor, _WIDE, gates, gated, pdl, num_warps=4, early=pdl)
+
+
+def launch_clamped(gpu: Gpu, x: Tensor, out: Tensor, alpha: float, limit: float) -> None:
+    """x [M, 2 I], out [M, I], contiguous; gates are at most `limit`, and up between -limit and limit."""
+    m, n = out.shape
+    pdl = launcher.starts_early(gpu)
+    launcher.run(_clamped, (m, -(-n // _WIDE)), x, out, n, alpha, limit, _WIDE, pdl, num_warps=4, early=pdl)
 
 
 @triton.jit
@@ -40,4 +50,19 @@ def _gates(x, out, N, factor, WIDE: tl.constexpr, GATES: tl.constexpr, GATED: tl
         y = with_gates(gate, up, factor, GATES)
     else:
         y = activated(tl.load(x + row * N + i, mask=i < N, other=0.0).to(tl.float32), GATES) * factor
+    tl.store(out + row * N + i, y.to(out.dtype.element_ty), mask=i < N)
+
+
+@triton.jit
+def _clamped(x, out, N, alpha, limit, WIDE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    begin, row = tl.program_id(1) * WIDE, tl.program_id(0).to(tl.int64)
+    i, pairs = begin + tl.arange(0, WIDE), 2 * begin + tl.arange(0, 2 * WIDE)
+    if PDL:
+        gdc_wait()
+    both = tl.load(x + 2 * row * N + pairs, mask=pairs < 2 * N, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(both, (WIDE, 2)))
+    gate = clamped(gate, float("-inf"), limit)
+    y = times_sigmoid(gate, alpha * gate) * (clamped(up, -limit, limit) + 1)
     tl.store(out + row * N + i, y.to(out.dtype.element_ty), mask=i < N)

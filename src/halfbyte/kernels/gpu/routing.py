@@ -1,7 +1,7 @@
 """What lies around the products of a mixture of experts, for the few rows of a decoding step. With h [M, K], in float32:
 
     z = norm(h), rounded to its type           norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
-    logits = z · routerᵀ                       [M, E]
+    logits = z · routerᵀ + bias                [M, E]
     ids, weights                               the T largest logits of a row, the first of equal ones, and their softmax: among them, or
                                                their share of that of all
     y = h + sum over t of weights[t] * of_experts[t], rounded once
@@ -11,6 +11,8 @@ kernel before is still running, and finds the norm of the whole row by itself.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,14 +26,21 @@ MOST_EXPERTS = 1024  # logits of a row in the registers of a warp
 _WIDE = 512
 
 
-def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Tensor, z: Tensor, logits: Tensor) -> None:
-    """x, z [M, K], router [E, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
+class Router(NamedTuple):
+    """weight [E, K], bias [E] or None, contiguous"""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Router, z: Tensor, logits: Tensor) -> None:
+    """x, z [M, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
     weight, eps, plus_one = norm
     m, k = x.shape
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
     warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
-    grid = m, len(router)
-    launcher.run(_logits, grid, x, weight, eps, router, z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
+    grid = m, len(router.weight)
+    launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
 
 
 def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, *, normalized: bool) -> None:
@@ -55,7 +64,7 @@ def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: 
     row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, WIDE)
     inside = i < K
-    mine = tl.load(router + expert.to(tl.int64) * K + i, mask=inside, other=0.0)
+    mine = tl.load(router[0] + expert.to(tl.int64) * K + i, mask=inside, other=0.0)
     factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     if PLUS_ONE:
         factor += 1
@@ -65,7 +74,10 @@ def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: 
     y = (v * tl.rsqrt(tl.sum(v * v) / K + eps) * factor).to(z.dtype.element_ty)
     if expert == 0:
         tl.store(z + row * K + i, y, mask=inside)
-    tl.store(logits + row * tl.num_programs(1) + expert, tl.sum(y.to(tl.float32) * mine.to(tl.float32)))
+    logit = tl.sum(y.to(tl.float32) * mine.to(tl.float32))
+    if router[1] is not None:
+        logit += tl.load(router[1] + expert).to(tl.float32)
+    tl.store(logits + row * tl.num_programs(1) + expert, logit)
 
 
 @triton.jit
