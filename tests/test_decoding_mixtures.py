@@ -344,7 +344,9 @@ def test_what_is_said() -> None:
         assert f"{step}" in said
     layer = short.model.layers[0]
     assert decoding.why_not_short(layer, "cpu") is None
-    assert decoding.why_not_short(layer) == decoding.why_not_short(plain.model.layers[0]) == "its experts share one"
+    assert decoding.why_not_short(layer) is decoding.why_not_short(plain.model.layers[0]) is None
+    layer.mlp.shared_expert.down_proj.compute = "int8"
+    assert decoding.why_not_short(layer) == "its experts are to compute in int8"
     oss = pair("gpt-oss")[1].model.layers[0]
     assert decoding.why_not_short(oss) is None
     oss.self_attn.config._attn_implementation = "sdpa"

@@ -207,6 +207,9 @@ def launch_families(gpu: Gpu) -> None:
         cache, how = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), attend.How(ring=ring, turned=dim, sinks=empty(heads))
         rotary = empty(1, dim // 2), empty(1, dim // 2)
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), empty(1, size), x, dim**-0.5, how=how)
+    own = empty(k), empty(1, dtype=torch.float32)
+    routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), None, own), empty(1, k), logits)
+    routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (own[1], empty(1, k)))
 
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:

@@ -66,6 +66,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
     "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
+    "qwen2_moe": partial(transformers.Qwen2MoeConfig, **WITHOUT, **EXPERTS, shared_expert_intermediate_size=192),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen3_moe, shares of all": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, mlp_only_layers=[1]),
 }
@@ -151,7 +152,7 @@ def test_half_precision(device: torch.device, calls: list[bool]) -> None:
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
-    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss"):
+    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss", "qwen2_moe"):
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
@@ -189,6 +190,9 @@ def test_what_a_layer_takes(device: torch.device) -> None:
     assert list(found["gpt_oss"]) == [qkv, "attention", "o_proj", "router", "experts"]
     assert found["gpt_oss"]["attention"] == "attend"
     assert "before a kernel of (up + 1) * gate * sigmoid(alpha * gate), then down" in found["gpt_oss"]["experts"]
+    assert list(found["qwen2_moe"]) == [qkv, "attention", "o_proj", "gate", "shared_expert", "experts"]
+    assert found["qwen2_moe"]["gate"] == "with the norm and shared_expert_gate, which is dequantized before, then a kernel of the choice"
+    assert found["qwen2_moe"]["shared_expert"] == "gate_proj+up_proj skinny with silu(gate) * up, then down_proj"
     assert found["arcee"]["up_proj"] == "skinny with the norm, then a kernel of relu2"
     assert found["starcoder2"]["c_fc"] == "the product alone, then a kernel of gelu"
     assert found["glm4"]["attention"] == "attend"

@@ -22,7 +22,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import GPUS, Gpu
 from halfbyte.ops.decoder import Norm
-from halfbyte.ops.experts import Clamped, Experts
+from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.routing import add_experts
 
@@ -47,11 +47,13 @@ def test_logits(
 ) -> None:
     """Of what was written to z: sums of k products in float32, whose order is a tree's."""
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
-    bias = torch.randn(experts).to(of_router) if plus_one else None
+    bias, own = (torch.randn(experts).to(of_router), torch.randn(k).to(dtype)) if plus_one else (None, None)
     router = (torch.randn(experts, k) / 8).to(of_router)
     z, logits = torch.full((m, k), torch.nan, dtype=dtype, device=device), torch.full((m, experts), torch.nan, device=device)
-    there = routing.Router(router.to(device), None if bias is None else bias.to(device))
-    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, plus_one), there, z, logits)
+    share = torch.full((m,), torch.nan, device=device)
+    shared = None if own is None else (own.to(device), share)
+    mine = routing.Router(router.to(device), None if bias is None else bias.to(device), shared)
+    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, plus_one), mine, z, logits)
     wide = x.double()
     expected = wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + plus_one)
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
@@ -60,6 +62,9 @@ def test_logits(
     if bias is not None:
         found, sizes = found + bias.double(), sizes + bias.double().abs()
     assert bool(((logits.cpu().double() - found).abs() <= 2.0**-19 * sizes).all())
+    if own is not None:
+        found, sizes = z.cpu().double() @ own.double(), z.cpu().double().abs() @ own.double().abs()
+        assert bool(((share.cpu().double() - found).abs() <= 2.0**-19 * sizes).all())
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -91,13 +96,21 @@ def test_a_logit_that_is_no_number(normalized: bool, gpu: Gpu, device: torch.dev
     assert torch.equal(ids[1].cpu().long(), logits[1].topk(2).indices)
 
 
+@pytest.mark.parametrize("with_one", [False, True])
 @pytest.mark.parametrize(("m", "k", "chosen", "dtype"), [(1, 2048, 8, B), (3, 300, 2, H), (2, 1, 1, F)])
-def test_the_sum(m: int, k: int, chosen: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+def test_the_sum(
+    m: int, k: int, chosen: int, dtype: torch.dtype, with_one: bool, gpu: Gpu, device: torch.device, interpreted: bool
+) -> None:
     y, residual, weights = torch.randn(m * chosen, k).to(dtype), torch.randn(m, k).to(dtype), torch.rand(m, chosen)
+    share, one = torch.randn(m), torch.randn(m, k).to(dtype)
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    routing.launch_sum(gpu, y.to(device), weights.to(device), residual.to(device), out)
+    shared = (share.to(device), one.to(device)) if with_one else None
+    routing.launch_sum(gpu, y.to(device), weights.to(device), residual.to(device), out, shared)
     parts = y.double().view(m, chosen, k) * weights.double().unsqueeze(-1)
     expected, size = parts.sum(1) + residual.double(), parts.abs().sum(1) + residual.double().abs()
+    if with_one:  # the sigmoid is off by a few roundings
+        part = share.double().sigmoid().unsqueeze(-1) * one.double()
+        expected, size = expected + part, size + 4 * part.abs()
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)
     assert bool(((out.cpu().double() - expected).abs() <= unit * expected.abs() + (chosen + 2) * 2.0**-23 * size + 2.0**-24).all())
 
@@ -171,7 +184,13 @@ def by_hand(x: Tensor, mine: Experts) -> Tensor:
                 gate, middle = both[::2].clamp(max=mine.clamped.limit), both[1::2].clamp(-mine.clamped.limit, mine.clamped.limit)
                 inner = (middle + 1) * gate * torch.sigmoid(mine.clamped.alpha * gate)
             rows[-1] += weight * (down[e] @ inner + (0 if mine.down.bias is None else mine.down.bias[e].double()))
-    return wide + torch.stack(rows)
+    total = wide + torch.stack(rows)
+    if mine.shared is not None:
+        up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in mine.shared[:2])
+        gate, middle = (z @ up.T + (0 if mine.shared.gate_up.bias is None else mine.shared.gate_up.bias.double())).chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * middle
+        total += torch.sigmoid(z @ mine.shared.gate.double()).unsqueeze(-1) * (inner @ down.T)
+    return total
 
 
 def there(part: Any, device: torch.device) -> Any:
@@ -188,7 +207,16 @@ def like_gpt_oss(mine: Experts) -> Experts:
     return mine._replace(gate_up=gate_up, down=down, bias=torch.randn(len(mine.router)), clamped=Clamped(1.7, 1.5))
 
 
-@pytest.mark.parametrize("other", [lambda mine: mine, like_gpt_oss])
+def with_shared(mine: Experts) -> Experts:
+    k, inner = mine.down.packed.shape[1], 160
+
+    def weight(n: int, c: int) -> Weight:
+        return Weight(ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, "q8_0")), None, "auto", "block")
+
+    return mine._replace(shared=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
+
+
+@pytest.mark.parametrize("other", [lambda mine: mine, like_gpt_oss, with_shared, lambda mine: with_shared(like_gpt_oss(mine))])
 @pytest.mark.parametrize("normalized", [False, True])
 def test_the_half_of_a_layer(normalized: bool, other: Any, device: torch.device) -> None:
     """Sums of a hundred products in float32."""
@@ -213,8 +241,11 @@ def test_clamped_gates(m: int, inner: int, dtype: torch.dtype, gpu: Gpu, device:
 
 
 def test_arguments() -> None:
-    right = torch.randn(1, 96)
-    for x, changed in ((right[:, 1:], {}), (right.half(), {}), (right, {"chosen": 7}), (right, {"bias": torch.randn(5)})):
+    right, shared = torch.randn(1, 96), with_shared(half()).shared
+    assert shared is not None
+    wrong = shared._replace(gate=shared.gate[1:])
+    others = {"chosen": 7}, {"bias": torch.randn(5)}, {"shared": wrong}
+    for x, changed in ((right[:, 1:], {}), (right.half(), {}), *((right, other) for other in others)):
         with pytest.raises(ArgumentError, match=r"experts take x \[\.\.\., K\]"):
             add_experts(x, half(**changed))
 
@@ -228,7 +259,8 @@ def test_a_stack_of_another_size(device: torch.device) -> None:
 
 # Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not
 
-KERNELS = ["_logits", "_choose", "_sum", "_clamped", "_gates", "_layer_norm", "_added", "_parts", *["_attend", "_add_up"] * 6]
+KERNELS = ["_logits", "_choose", "_sum", "_clamped", "_gates", "_layer_norm", "_added", "_parts"]
+KERNELS += [*["_attend", "_add_up"] * 6, "_logits", "_sum"]
 
 
 def test_what_families_add_compiles_without_spills() -> None:

@@ -35,7 +35,7 @@ def shorten_(model: nn.Module) -> nn.Module:
     """Lets layers of a model on which `fuse_` was called compute in few calls, in place; returns `model`.
 
     On a CPU a decoder layer takes tokens in one call, and most decoders take a new token in one call for the whole model; on a GPU a token
-    takes six to ten kernels a layer. Encoder layers like BERT's take whole sequences in one call, on a CPU, and so do their embeddings.
+    takes six to twelve kernels a layer. Encoder layers like BERT's take whole sequences in one call, on a CPU, and so do their embeddings.
     `generate` of any language model writes tokens by a lean loop, on a GPU with a CUDA graph (`generating.py`).
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells

@@ -5,7 +5,7 @@
     h    = linear(a, o, residual=x)                          or, where there is a norm after it: h, z = add_normed(linear(a, o), x, norm, …)
     g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up, or f(up) where there are no gates
     y    = linear(g, down, residual=h)                       or add_normed(linear(g, down), h, norm)
-    y    = add_experts(h, …)                                 in place of these two, where there are experts
+    y    = add_experts(h, …)                                 in place of these two, where there are experts, also a shared one
 
 What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
 which has a kernel. With several sequences norms have separate kernels before the products, as layer norms always have, and gates may have
@@ -15,7 +15,7 @@ A factor of what is added (Granite) is multiplied before the product. A window o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from halfbyte.integrations.decoding_cpu import all_norms, groups_of, halves_of, linears_of
-from halfbyte.integrations.families import known
+from halfbyte.integrations.families import Routed, known
+from halfbyte.integrations.mixtures import parts_of
 from halfbyte.integrations.rings import Ring
 from halfbyte.integrations.shortened import products_of
 from halfbyte.kernels.problem import Problem
@@ -64,11 +65,11 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
     if isinstance(last, Experts):
         if last.before.centred:
             return "the norm before its experts is a layer norm"
-        if last.shared is not None:
-            return "its experts share one"
-        for stack in (last.gate_up, last.down):
-            if stack.compute not in ("auto", "float"):
-                return f"its experts are to compute in {stack.compute}"
+        for weight in (last.gate_up, last.down, *([] if last.shared is None else last.shared[:2])):
+            if weight.compute not in ("auto", "float"):
+                return f"its experts are to compute in {weight.compute}"
+        if any(isinstance(part, QuantLinear) and part_of(part) is not None for part in parts_of(layer, _routed(layer))):
+            return "the expert that its tokens share is distributed over processes"
         if first.after is not None or first.factor != 1:
             return "what its attention adds has a norm or a factor, and what follows are experts"
     elif last.after is not None and last.after.centred:
@@ -85,6 +86,12 @@ def _halves(layer: Any) -> tuple[Attention, Dense | Experts]:
     first, second = halves_of(layer)
     assert isinstance(second, Dense | Experts)
     return first, second
+
+
+def _routed(layer: Any) -> Routed:
+    routed = known(layer).routed
+    assert routed is not None
+    return routed
 
 
 def _name_of(layer: Any, linear: QuantLinear) -> str:
@@ -212,11 +219,15 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     of_all = ", after a kernel of the norms" if heads.rows else ""
     found.append(Step("attention", f"attend{of_all}" if reason is None else _TORCH, reason))
     if isinstance(second, Experts):
-        lost = why_not_experts(second, here)
-        router = "with the norm, then a kernel of the choice"
-        routed = known(layer).routed
-        assert routed is not None
-        found += [Step(known(layer).o, _how_added(first)), Step(routed.gate, router if lost is None else _TORCH, lost)]
+        lost, routed = why_not_experts(second, here), _routed(layer)
+        own = "" if routed.shared is None else f" and {routed.shared[1]}"
+        if routed.shared is not None and isinstance(getattr(layer.mlp, routed.shared[1]), QuantLinear):
+            own += ", which is dequantized before"
+        router = f"with the norm{own}, then a kernel of the choice" if lost is None else _TORCH
+        found += [Step(known(layer).o, _how_added(first)), Step(routed.gate, router, lost)]
+        if second.shared is not None and routed.shared is not None:
+            up = _product(routed.shared[0], second.shared.gate_up, None, rows, dtype, here, gates="silu")
+            found.append(replace(up, kernel=f"gate_proj+up_proj {up.kernel}, then down_proj"))
         experts = describe(second, rows, dtype, here) if lost is None else "the products alone"
         return *found, Step("experts", experts, lost)
     found.append(Step(known(layer).o, _how_added(first, second.before)))
@@ -270,7 +281,8 @@ def _described(plan: NormedPlan, gated: str, *, normed: bool) -> str:
         return f"{plan.kernel} with the norm{f' and {gated}' if gated else ''}"
     after = "after a kernel of the norm" if normed else ""
     if plan.config is None:
-        return ", ".join(part for part in (after, f"before one of {gated}" if gated else "") if part)
+        kernel = "one" if after else "a kernel"
+        return ", ".join(part for part in (after, f"before {kernel} of {gated}" if gated else "") if part)
     product = f"{plan.kernel}{f' with {gated}' if gated else ''}"
     return f"{product}, {after}" if after else product
 

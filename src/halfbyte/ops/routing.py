@@ -1,5 +1,5 @@
 """The feed-forward half of a decoder layer with experts, for one token of each sequence: the custom op `halfbyte::add_experts`, five or six
-kernels on an NVIDIA GPU, and the same formula in torch's operations elsewhere."""
+kernels on an NVIDIA GPU and those of an expert that all tokens share, and the same formula in torch's operations elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import halfbyte.ops.decoding  # noqa: F401 - defines halfbyte::normed_linear
 from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
@@ -27,22 +28,27 @@ _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, Tensor? bias, int chosen, bool normalized, "
     "Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, str down_format, Tensor? down_bias, int inner, "
-    "float[]? clamped) -> Tensor"
+    "float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, Tensor? own_up_bias, Tensor? own_down, str own_down_format, "
+    "Tensor? own_down_bias, int own_inner) -> Tensor"
 )
 
 
 def add_experts(x: Tensor, half: Experts) -> Tensor:
-    """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype; without an expert that all tokens share.
+    """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype.
 
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     router, stacks = (half.router, half.bias, half.chosen, half.normalized), (*_parts(half.gate_up), *_parts(half.down))
     inner, clamped = half.down.packed.shape[2], None if half.clamped is None else [*half.clamped]
-    return OPS.add_experts.default(x, *half.before[:3], *router, *stacks, inner, clamped)  # type: ignore[no-any-return]
+    shared = half.shared
+    own: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
+    if shared is not None:
+        own = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down), shared.down.packed.shape[1])
+    return OPS.add_experts.default(x, *half.before[:3], *router, *stacks, inner, clamped, *own)  # type: ignore[no-any-return]
 
 
-def _parts(weight: Weight) -> tuple[Tensor, str, Tensor | None]:
-    return weight.packed.data, weight.packed.name, weight.bias
+def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
+    return (None, "", None) if weight is None else (weight.packed.data, weight.packed.name, weight.bias)
 
 
 def why_not_experts(half: Experts, here: Gpu) -> str | None:
@@ -79,6 +85,14 @@ class _Arguments(NamedTuple):
     down_bias: Tensor | None
     inner: int
     clamped: list[float] | None
+    own: Tensor | None  # the gate of the expert that all tokens share, and its weights, if there is one
+    own_up: Tensor | None
+    own_up_format: str
+    own_up_bias: Tensor | None
+    own_down: Tensor | None
+    own_down_format: str
+    own_down_bias: Tensor | None
+    own_inner: int
 
     @property
     def before(self) -> Norm:
@@ -89,14 +103,15 @@ class _Arguments(NamedTuple):
         x, router = self.x, self.router
         fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
         fits = fits and x.device == router.device == self.norm.device
-        if self.bias is not None:
-            fits = fits and self.bias.shape == router.shape[:1] and self.bias.is_floating_point() and self.bias.device == x.device
+        for part, shape in ((self.bias, router.shape[:1]), (self.own, router.shape[1:])):
+            if part is not None:
+                fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
         if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
-            tensors = [x, self.norm, router, *([] if self.bias is None else [self.bias])]
-            got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors)
+            tensors = x, self.norm, router, self.bias, self.own
+            got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
             raise ArgumentError(
-                "experts take x [..., K], a norm [K] of its type, a router [E, K] and its bias [E], all on one device, and 1 to E of "
-                f"them, got {got}, {self.chosen}"
+                "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias [E] and a gate [K] of what is shared, all on "
+                f"one device, and 1 to E of them, got {got}, {self.chosen}"
             )
 
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
@@ -120,6 +135,16 @@ class _Arguments(NamedTuple):
         return y
 
 
+    def of_shared(self, z: Tensor) -> Tensor:
+        """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
+        k, infinite = z.shape[1], float("inf")
+        up = self.own_up, self.own_up_bias, self.own_up_format, 2 * self.own_inner, k
+        inner = OPS.normed_linear.default(z, None, 0.0, False, *up, "silu", True, 1.0)
+        down = self.own_down, self.own_down_bias, None, self.own_down_format, k, self.own_inner
+        y: Tensor = OPS.linear.default(inner, *down, "float", "block", -infinite, infinite)
+        return y
+
+
 def _add_experts(*args: Any) -> Tensor:
     """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
     a = _Arguments(*args)
@@ -131,7 +156,10 @@ def _add_experts(*args: Any) -> Tensor:
     best, ids = logits.topk(a.chosen, -1)
     weights = best.softmax(-1) if a.normalized else logits.softmax(-1).gather(1, ids)
     y = a.product(a.gated(a.product(z, ids, down=False)).to(z.dtype), ids, down=True)
-    return (a.x + (y.float() * weights.unsqueeze(-1)).sum(1).view(a.x.shape)).to(a.x.dtype)
+    total = (y.float() * weights.unsqueeze(-1)).sum(1)
+    if a.own is not None:
+        total += torch.sigmoid(z.float() @ a.own.float()).unsqueeze(-1) * a.of_shared(z).float()
+    return (a.x + total.view(a.x.shape)).to(a.x.dtype)
 
 
 def _add_experts_cuda(*args: Any) -> Tensor:
@@ -149,7 +177,8 @@ def _add_experts_cuda(*args: Any) -> Tensor:
     ids = torch.empty(m, a.chosen, dtype=torch.int32, device=x.device)
     problem = Problem("grouped_linear", pairs, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
     with on(x):
-        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous())
+        own = None if a.own is None else (a.own.contiguous(), torch.empty(m, dtype=torch.float32, device=x.device))
+        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
         routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
         routing.launch_choice(here, logits, ids, weights, normalized=a.normalized)
         plain = a.clamped is None and a.gate_up_bias is None
@@ -163,7 +192,7 @@ def _add_experts_cuda(*args: Any) -> Tensor:
         else:
             gates.launch_clamped(here, a.product(z, ids, down=False).view(pairs, -1), inner, *a.clamped)
         y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
-        routing.launch_sum(here, y.view(pairs, k), weights, x, out)
+        routing.launch_sum(here, y.view(pairs, k), weights, x, out, None if own is None else (own[1], a.of_shared(z)))
     return out.view(a.x.shape)
 
 
@@ -184,7 +213,8 @@ def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
         gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
     else:
         gates = f"before a kernel of {CLAMPED}"
-    return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights, with the residual added"
+    shared = "" if half.shared is None else ", what is shared"
+    return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights{shared} and the residual"
 
 
 def _fake(*args: Any) -> Tensor:
