@@ -60,13 +60,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
     "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=FULL),
 }
-_EAGER, _PAIRS = "its attention is transformers' eager one, whose masks are added to scores", "its positions turn neighbours"
-LEFT = dict.fromkeys(("gemma2", "gemma2 without a cap"), _EAGER) | dict.fromkeys(
-    ("nemotron", "phi", "stablelm", "starcoder2"), "its norms are layer norms"
-)
-LEFT |= dict.fromkeys(("glm", "glm4", "ernie4_5", "helium", "cohere", "cohere2"), _PAIRS)
-LEFT["granite"] = "what it adds has a factor and a bias"
-LEFT["arcee"] = "its mlp is beside attention, or has no gates, or others"
+LEFT = {
+    "gemma2": "scores of its attention, transformers' eager one, have a cap",
+    "granite": "what it adds has a factor and a bias",
+}
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
 
 

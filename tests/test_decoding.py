@@ -25,8 +25,9 @@ from halfbyte.integrations.families import ACTIVATIONS
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
-from halfbyte.ops.decoder import Norm
+from halfbyte.ops.decoder import Heads, Norm
 from halfbyte.ops.decoding import attend, normed_linear
+from halfbyte.ops.norms import add_normed, normed
 
 QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -167,6 +168,20 @@ def test_normed_linear() -> None:
     assert torch.allclose(found, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_norm_before_a_product() -> None:
+    packed = ops.pack(ops.quantize(torch.randn(40, 64) / 8, "q8_0"))
+    x, norm, shift = torch.randn(2, 3, 64) * 5 + 3, torch.randn(64), torch.randn(64)
+    z = torch.nn.functional.layer_norm(x.double(), (64,), norm.double() + 1, shift.double(), 1e-5)
+    layer_norm = Norm(norm, 1e-5, plus_one=True, centred=True, shift=shift)
+    assert torch.allclose(normed(x, layer_norm).double(), z, rtol=1e-5, atol=1e-5)
+    expected = z @ ops.dequantize(packed, torch.float32).double().T
+    assert torch.allclose(normed_linear(x, layer_norm, packed).double(), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ArgumentError, match=r"norm \[63\] of torch.float32"):
+        normed(x, layer_norm._replace(shift=shift[1:]))
+    with pytest.raises(ArgumentError, match="got a layer norm"):
+        add_normed(x, x, layer_norm)
+
+
 def test_arguments() -> None:
     packed = ops.pack(ops.quantize(torch.randn(3, 32), "q8_0"))
     assert isinstance(ops.unpack(packed), Codes)
@@ -181,12 +196,13 @@ def test_arguments() -> None:
         normed_linear(torch.randn(1, 31), Norm(torch.randn(31), 1e-5), packed)
     with pytest.raises(ArgumentError, match="half of 3 outputs"):
         normed_linear(torch.randn(1, 32), Norm(torch.randn(32), 1e-5), packed, gates="silu")
+    heads = Heads(2, 2, 8, 1.0)
     turn, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
     for width in (7, 4 * 8, 7 * 8):
         with pytest.raises(ArgumentError, match="attend takes qkv"):
-            attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, 1.0)
+            attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, heads)
     with pytest.raises(ArgumentError, match="attend takes qkv"):
-        attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), 1.0)
+        attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), heads)
 
 
 # What the report and explain say

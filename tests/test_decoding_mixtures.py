@@ -344,9 +344,13 @@ def test_what_is_said() -> None:
         assert f"{step}" in said
     layer = short.model.layers[0]
     assert decoding.why_not_short(layer, "cpu") is None
-    assert decoding.why_not_short(layer) == decoding.why_not_short(plain.model.layers[0]) == "its experts share one"
+    assert decoding.why_not_short(layer) is decoding.why_not_short(plain.model.layers[0]) is None
+    layer.mlp.shared_expert.down_proj.compute = "int8"
+    assert decoding.why_not_short(layer) == "its experts are to compute in int8"
     oss = pair("gpt-oss")[1].model.layers[0]
-    assert decoding.why_not_short(oss) == "its attention has sinks"
+    assert decoding.why_not_short(oss) is None
+    oss.self_attn.config._attn_implementation = "sdpa"
+    assert decoding.why_not_short(oss) == "its attention is not transformers' eager one, which alone has its sinks"
     torch.manual_seed(7)
     model = make_decoder("Mixtral", **{**SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
     shorten_(fuse_(quantize_(model, "q4_0")))

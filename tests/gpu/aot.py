@@ -180,8 +180,8 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
 
 
 def launch_families(gpu: Gpu) -> None:
-    """What layers of Mixtral, Gemma 3 and OLMo 2 have that those of Llama have not, for one token."""
-    from halfbyte.kernels.gpu import attend, norm, routing
+    """What layers of Mixtral, Gemma 3, OLMo 2, GLM-4, Command R, StableLM and Nemotron have that those of Llama have not, for one token."""
+    from halfbyte.kernels.gpu import attend, gates, norm, routing
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -189,15 +189,27 @@ def launch_families(gpu: Gpu) -> None:
     k, experts, chosen, heads, kv_heads, dim = 4096, 128, 8, 32, 8, 128
     x, before = empty(1, k), (empty(k), 1e-5, True)
     logits, weights = empty(1, experts, dtype=torch.float32), empty(1, chosen, dtype=torch.float32)
-    routing.launch_logits(gpu, x, before, empty(experts, k), empty(1, k), logits)
+    routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), empty(experts)), empty(1, k), logits)
     routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, normalized=True)
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k))
+    gates.launch_clamped(gpu, empty(chosen, 2 * k), empty(chosen, k), 1.702, 7.0)
+    gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "relu2", gated=False)
+    norm.launch_centred(gpu, x, before, empty(k), empty(1, k))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), (before, empty(1, k)))
     qkv = empty(1, (heads + 2 * kv_heads) * dim)
     of_rows = (empty(heads * dim), 1e-5, False), (empty(kv_heads * dim), 1e-5, False)
     norm.launch_parts(gpu, qkv, of_rows, torch.empty_like(qkv))
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
-    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, ring=True)
+    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
+    for pairs in ("once", "twice"):
+        attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(pairs=pairs))
+    for size, ring in ((512, False), (128, True), (65536, False)):  # the last one's tiles are streamed
+        cache, how = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), attend.How(ring=ring, turned=dim, sinks=empty(heads))
+        rotary = empty(1, dim // 2), empty(1, dim // 2)
+        attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), empty(1, size), x, dim**-0.5, how=how)
+    own = empty(k), empty(1, dtype=torch.float32)
+    routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), None, own), empty(1, k), logits)
+    routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (own[1], empty(1, k)))
 
 
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:

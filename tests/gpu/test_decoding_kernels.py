@@ -36,6 +36,8 @@ def run(name: str, m: int, n: int, k: int, dtype: torch.dtype, where: Where, kin
 
 
 def of_gates(kind: str, gate: Tensor) -> Tensor:
+    if kind == "relu2":
+        return gate.relu().square()
     return torch.nn.functional.silu(gate) if kind == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
 
 
@@ -123,18 +125,24 @@ def test_wide_tiles_of_gates(bands: int, where: Any) -> None:
     run("int4_g128", 1, 384, 256, H, where, bands=bands, columns=1, slices=8, records=1)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize(("m", "half", "dtype"), [(1, 96, B), (3, 2500, H), (64, 17, F)])
-def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, where: Any) -> None:
+def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, gated: bool, where: Any) -> None:
     """The sigmoid is off by a few roundings of float32, and of its argument t by t of them; and the result by that of its type."""
     gpu, device, interpreted = where
-    x, out = (torch.randn(m, 2 * half) * 6).to(dtype), torch.full((m, half), torch.nan, dtype=dtype, device=device)
-    x[0, 0] = -200.0
-    gates.launch(gpu, x.to(device), out, kind, 0.7)
-    gate, up = x.double().chunk(2, 1)
+    x = (torch.randn(m, half * (1 + gated)) * 6).to(dtype)
+    out = torch.full((m, half), torch.nan, dtype=dtype, device=device)
+    x[0, 0], x[0, 1] = -200.0, torch.nan
+    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated)
+    assert bool(out[0, 1].isnan()), "a NaN stays"
+    x[0, 1], out[0, 1] = 0.0, 0.0
+    gate, up = x.double().chunk(2, 1) if gated else (x.double(), torch.ones(()))
     # torch's 1 + tanh(u) cancels where 2 sigmoid(2 u) does not.
     argument = gate if kind == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    expected = gate * argument.sigmoid() * up * 0.7
+    if kind == "relu2":
+        argument = torch.zeros_like(gate)
+    expected = (of_gates(kind, gate) if kind == "relu2" else gate * argument.sigmoid()) * up * 0.7
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
     least = 2.0**-24 if dtype == H else 2.0**-126
     error = unit + 2.0**-20 + 2.0**-21 * argument.abs()
@@ -256,6 +264,26 @@ def test_a_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, where: Any) 
     assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize(("m", "k", "dtype"), [(1, 4096, B), (3, 300, H), (2, 1, F), (1, 5000, F)])
+def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, shifted: bool, where: Any) -> None:
+    """What is far from 0 loses its mean: as many bits as that is larger than the deviation, of a float32's 24; the sum of the factor's
+    product and the shift is rounded where these are large, and may be small."""
+    gpu, device, interpreted = where
+    x, factor = (torch.randn(m, k) * 3 + 20).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
+    shift = torch.randn(k).to(dtype) if shifted else None
+    out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
+    norm.launch_centred(gpu, x.to(device), (factor.to(device), EPS, plus_one), None if shift is None else shift.to(device), out)
+    centred = x.double() - x.double().mean(1, keepdim=True)
+    root = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
+    part = centred * root * (factor.double() + plus_one)
+    expected = part if shift is None else part + shift.double()
+    # The mean is off by some roundings of a number of 20 in a tree of sums, and so is each difference.
+    error = 2.0**-19 * 20 * root * (factor.double() + plus_one).abs() + 2.0**-19 * part.abs()
+    assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted) + error).all())
+
+
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize(("m", "widths", "dtype"), [(1, (512, 128, 128), B), (3, (60, 20, 20), H), (2, (8, 8, 8), F)])
 def test_norms_of_parts_of_a_row(m: int, widths: tuple[int, int, int], dtype: torch.dtype, plus_one: bool, where: Any) -> None:
@@ -296,13 +324,18 @@ def test_a_norm_that_is_added(m: int, k: int, dtype: torch.dtype, plus_one: bool
 
 
 class Kind(NamedTuple):
-    """What attention of a token is like. turned: of a head; None: all."""
+    """What attention of a token is like. turned: of a head; None: all. added: masks are added to scores. short: tables have half as many
+    numbers."""
 
     turned: int | None = None
     normed: bool = False
     plus_one: bool = False
     factor: float = 1.0
     ring: bool = False
+    pairs: str = ""
+    added: bool = False
+    sinks: bool = False
+    short: bool = False
 
 
 def attention(
@@ -314,6 +347,7 @@ def attention(
     heads: int,
     norms: Any = None,
     kind: Kind = Kind(),  # noqa: B008
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """In float64, from the formulas of the kernel's text: y, keys, values."""
     keys, values = (t.double().clone() for t in cache)
@@ -327,17 +361,31 @@ def attention(
     if rotary is not None:
         r = rotary[0].shape[1]
         cos, sin = (t.double().expand(batch, r)[:, None] for t in rotary)
+        if kind.short:
+            r = 2 * r
+            cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
         part = x[..., :r]
-        turned = torch.cat((part * cos + torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1) * sin, x[..., r:]), -1)
+        other = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
+        if kind.pairs:
+            other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+        if kind.pairs == "once":
+            cos, sin = (t[..., torch.arange(r) // 2] for t in (cos, sin))
+        turned = torch.cat((part * cos + other * sin, x[..., r:]), -1)
     q, k, v = turned[:, :heads], turned[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
     place = length % size if kind.ring else length
     keys[:, :, place], values[:, :, place] = k.to(qkv.dtype).double(), v
     scores = torch.einsum("bkgd,bktd->bkgt", q.view(batch, kv_heads, -1, dim), keys) * dim**-0.5
     seen = (torch.arange(size) <= length).expand(batch, size)
     if mask is not None:  # of tokens by their age
-        seen = seen & (mask.roll(place + 1, 1) if length >= size else mask)
+        mask = mask.roll(place + 1, 1) if length >= size else mask
+        if kind.added:
+            scores = scores + mask.double()[:, None, None]
+        else:
+            seen = seen & mask
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    y = torch.einsum("bkgt,bktd->bkgd", scores.softmax(-1), values).reshape(batch, heads * dim)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1)), -1)
+    y = torch.einsum("bkgt,bktd->bkgd", scores.softmax(-1)[..., :size], values).reshape(batch, heads * dim)
     return y * kind.factor, keys, values
 
 
@@ -372,6 +420,16 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
         (1, 6, 2, 64, 130, 130 * 3 + 61, B, {"splits": 2}, Kind(ring=True, turned=32)),
         (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True)),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(turned=32, pairs="once")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=18, normed=True, pairs="once")),
+        (2, 4, 2, 64, 130, 64, B, {}, Kind(pairs="twice")),
+        (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, pairs="twice")),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(added=True, short=True)),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=12, added=True, sinks=True, short=True)),
+        (1, 4, 2, 32, 40, 30, H, {}, Kind(turned=24, short=True, pairs="once")),
+        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
+        (1, 6, 2, 64, 130, 130 * 3 + 61, H, {"splits": 2}, Kind(ring=True, added=True)),
+        (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -396,7 +454,7 @@ def test_attention_of_one_token(
         monkeypatch.setattr(attend, "static", streamed(**how))
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim).to(dtype)
     turned = dim if kind.turned is None else kind.turned
-    rotary: Any = tuple(torch.randn(1 if masked else batch, turned).to(dtype) for _ in range(2)) if turned else None
+    rotary: Any = tuple(torch.randn(1 if masked else batch, turned // (1 + kind.short)).to(dtype) for _ in range(2)) if turned else None
     cache: Any = tuple(torch.randn(batch, kv_heads, size, dim).to(dtype) for _ in range(2))
     for tensor in cache:
         tensor[:, :, length:] = torch.nan  # what is not there yet
@@ -407,10 +465,13 @@ def test_attention_of_one_token(
         mask = torch.rand(batch, size) < 0.7
         mask[-1] = torch.arange(size) >= last // 2
         mask[:, last] = True
+        if kind.added:
+            mask = torch.where(mask, torch.randn(batch, size), torch.finfo(dtype).min).to(dtype)
+    sinks = torch.randn(heads).to(dtype) * 2 if kind.sinks else None
     if masked or kind.normed:
         norms = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.plus_one) for _ in range(2))
     clean = tuple(t.nan_to_num(0) for t in cache)
-    expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms, kind)
+    expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms, kind, sinks)
     bits = []
     for advance in (0, 1):
         out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
@@ -419,8 +480,8 @@ def test_attention_of_one_token(
         at_mask = None if mask is None else mask.to(device)
         turns: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
-        more = {"factor": kind.factor, "ring": kind.ring}
-        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, **more)
+        how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, None if sinks is None else sinks.to(device))
+        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
         assert count.item() == length + advance
         bits.append(out.cpu())
     assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8)), "the second run gave other bits"
@@ -447,12 +508,13 @@ def test_a_token_that_may_not_see_itself(where: Any, monkeypatch: pytest.MonkeyP
         cache: Any = tuple(torch.randn(2, 1, 40, 16) for _ in range(2))
         mask = torch.arange(40).expand(2, 40) < 20
         expected, keys, values = attention(qkv, turn, cache, 20, mask, 1)
-        out, there = torch.full((2, 16), torch.nan, device=device), tuple(t.to(device, copy=True) for t in cache)
-        turns: Any = tuple(t.to(device) for t in turn)
-        attend.launch(gpu, qkv.to(device), turns, there, torch.tensor([20], device=device), mask.to(device), out, 0.25)  # type: ignore[arg-type]
-        assert torch.allclose(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
-        assert torch.allclose(there[0].cpu().double(), keys, rtol=1e-6, atol=1e-6)
-        assert torch.equal(there[1].cpu().double(), values)
+        for shown in (mask, torch.zeros(2, 40).masked_fill(~mask, -torch.inf)):
+            out, there = torch.full((2, 16), torch.nan, device=device), tuple(t.to(device, copy=True) for t in cache)
+            turns: Any = tuple(t.to(device) for t in turn)
+            attend.launch(gpu, qkv.to(device), turns, there, torch.tensor([20], device=device), shown.to(device), out, 0.25)  # type: ignore[arg-type]
+            assert torch.allclose(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+            assert torch.allclose(there[0].cpu().double(), keys, rtol=1e-6, atol=1e-6)
+            assert torch.equal(there[1].cpu().double(), values)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 33, 64])

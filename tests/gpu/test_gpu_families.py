@@ -27,6 +27,7 @@ from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 
+EAGER = "gemma2, eager without a cap", "gpt_oss"
 SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
@@ -42,14 +43,30 @@ KINDS: dict[str, Callable[[], Any]] = {
     "phi3": partial(transformers.Phi3Config, **WITHOUT, sliding_window=16),
     "phi3, a part of each head": partial(transformers.Phi3Config, **WITHOUT, partial_rotary_factor=0.75),
     "gemma": partial(transformers.GemmaConfig, **SIZES),
+    "gemma2, eager without a cap": partial(
+        transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=None, **MIXED
+    ),
     "gemma3": partial(transformers.Gemma3TextConfig, **SIZES, query_pre_attn_scalar=20, **MIXED),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
     "olmo3": partial(transformers.Olmo3Config, **WITHOUT, **MIXED),
     "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
+    "glm": partial(transformers.GlmConfig, **SIZES),  # half of each head is turned
+    "glm4": partial(transformers.Glm4Config, **SIZES, attention_bias=True),
+    "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
+    "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 192}),
+    "stablelm": partial(transformers.StableLmConfig, **WITHOUT, use_qkv_bias=True),  # a quarter of each head is turned
+    "cohere": partial(transformers.CohereConfig, **WITHOUT, attention_bias=True),
+    "cohere2": partial(transformers.Cohere2Config, **SIZES, **MIXED),
+    "arcee": partial(transformers.ArceeConfig, **SIZES, mlp_bias=True),
+    "nemotron": partial(transformers.NemotronConfig, **SIZES),
+    "phi": partial(transformers.PhiConfig, **WITHOUT),
+    "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
+    "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
+    "qwen2_moe": partial(transformers.Qwen2MoeConfig, **WITHOUT, **EXPERTS, shared_expert_intermediate_size=192),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen3_moe, shares of all": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, mlp_only_layers=[1]),
 }
@@ -60,10 +77,10 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if any(part in name for part in ("norm", "bias", "sinks")):
             torch.nn.init.normal_(parameter, 0.5, 0.3)
     model.to(device)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
     short = shorten_(copy.deepcopy(fuse_(model)))
     assert all(map(is_short, short.model.layers))
@@ -185,18 +202,18 @@ def test_values_of_another_format_than_queries(device: torch.device, calls: list
 
 def test_half_precision(device: torch.device, calls: list[bool]) -> None:
     """bfloat16 rounds each layer's result, and what lies between, by some of 2^-8; so does transformers, a few times more."""
-    for kind in ("gemma3", "granite", "olmo2", "phi3"):
+    for kind in ("gemma3", "granite", "olmo2", "phi3", "cohere", "nemotron"):
         plain, short = (model.to(torch.bfloat16) for model in pair(kind, device))
         found = logits(short, static_cache(short, 32), (9, 1, 1)).float()
         expected = logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)).float()
         assert float((found - expected).norm()) <= 0.1 * float(expected.norm()), kind
-    assert calls == ([False] * 2 + [True] * 4) * 4
+    assert calls == ([False] * 2 + [True] * 4) * 6
 
 
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
-    for kind in ("gemma3", "olmo2", "granite", "llama"):
+    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss", "qwen2_moe"):
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
@@ -214,6 +231,33 @@ def test_what_a_layer_takes(device: torch.device) -> None:
     assert found["olmo2"]["o_proj"] == "before a kernel of the norm, with the residual added"
     assert found["granite"]["down_proj"] == "with the residual added, times 0.3"
     assert found["llama"]["attention"] == "attend"
+    assert [*found["stablelm"].items()] == [
+        ("input_layernorm", "norm"),
+        (qkv, "the product alone"),
+        ("attention", "attend"),
+        ("o_proj", "with the residual added"),
+        ("post_attention_layernorm", "norm"),
+        (gates, "skinny with silu(gate) * up"),
+        ("down_proj", "with the residual added"),
+    ]
+    assert [*found["cohere"].items()] == [
+        ("input_layernorm", "norm"),
+        (qkv, "the product alone"),
+        ("attention", "attend"),
+        ("o_proj", "with the residual added"),
+        (gates, "skinny with silu(gate) * up"),
+        ("down_proj", "with the residual added"),
+    ]
+    assert list(found["gpt_oss"]) == [qkv, "attention", "o_proj", "router", "experts"]
+    assert found["gpt_oss"]["attention"] == "attend"
+    assert "before a kernel of (up + 1) * gate * sigmoid(alpha * gate), then down" in found["gpt_oss"]["experts"]
+    assert list(found["qwen2_moe"]) == [qkv, "attention", "o_proj", "gate", "shared_expert", "experts"]
+    assert found["qwen2_moe"]["gate"] == "with the norm and shared_expert_gate, which is dequantized before, then a kernel of the choice"
+    assert found["qwen2_moe"]["shared_expert"] == "gate_proj+up_proj skinny with silu(gate) * up, then down_proj"
+    assert found["arcee"]["up_proj"] == "skinny with the norm, then a kernel of relu2"
+    assert found["starcoder2"]["c_fc"] == "the product alone, then a kernel of gelu"
+    assert found["glm4"]["attention"] == "attend"
+    assert found["glm4"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
 
 
 def test_what_is_left(device: torch.device) -> None:

@@ -101,7 +101,7 @@ def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: bool, where:
     flat = qkv.view(at.batch * at.tokens, -1).to(where.device)
 
     def start(out: Tensor) -> None:
-        turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, of_norms, pairs)  # type: ignore[arg-type]
+        turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, of_norms, at.turned, pairs)  # type: ignore[arg-type]
 
     found = launched(start, (at.batch, at.tokens, at.heads, at.dim), dtype, where.device)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
@@ -260,7 +260,7 @@ def test_what_does_not_fit() -> None:
 # Compiled
 
 
-def launch_on_meta(gpu: Gpu, dim: int, tokens: int, masked: bool, pairs: str = "") -> None:
+def launch_on_meta(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
     def empty(*shape: int, dtype: torch.dtype = B) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -268,7 +268,7 @@ def launch_on_meta(gpu: Gpu, dim: int, tokens: int, masked: bool, pairs: str = "
     cache, queries = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), empty(1, tokens, heads, dim)
     length, norms = empty(1, dtype=torch.int64), ((empty(dim), 1e-6, False), (empty(dim), 1e-6, False))
     rotary = (empty(1, tokens, dim), empty(1, tokens, dim))
-    turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, pairs)
+    turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, dim)
     mask = empty(1, tokens, size, dtype=torch.bool) if masked else None
     attend_many.launch(gpu, queries, *cache, length, mask, empty(1, tokens, heads * dim), dim**-0.5, 1.0, empty(heads) if masked else None)
 

@@ -16,12 +16,13 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import grouped, routing, skinny_config
+from halfbyte.kernels.gpu import gates, grouped, routing, skinny_config
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.base import Packed
 from halfbyte.machine import GPUS, Gpu
 from halfbyte.ops.decoder import Norm
-from halfbyte.ops.experts import Experts
+from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.routing import add_experts
 
@@ -46,15 +47,24 @@ def test_logits(
 ) -> None:
     """Of what was written to z: sums of k products in float32, whose order is a tree's."""
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
+    bias, own = (torch.randn(experts).to(of_router), torch.randn(k).to(dtype)) if plus_one else (None, None)
     router = (torch.randn(experts, k) / 8).to(of_router)
     z, logits = torch.full((m, k), torch.nan, dtype=dtype, device=device), torch.full((m, experts), torch.nan, device=device)
-    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, plus_one), router.to(device), z, logits)
+    share = torch.full((m,), torch.nan, device=device)
+    shared = None if own is None else (own.to(device), share)
+    mine = routing.Router(router.to(device), None if bias is None else bias.to(device), shared)
+    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, plus_one), mine, z, logits)
     wide = x.double()
     expected = wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + plus_one)
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
     assert bool(((z.cpu().double() - expected).abs() <= (unit + 2.0**-19) * expected.abs() + 1e-7).all())
     found, sizes = z.cpu().double() @ router.double().T, z.cpu().double().abs() @ router.double().abs().T
+    if bias is not None:
+        found, sizes = found + bias.double(), sizes + bias.double().abs()
     assert bool(((logits.cpu().double() - found).abs() <= 2.0**-19 * sizes).all())
+    if own is not None:
+        found, sizes = z.cpu().double() @ own.double(), z.cpu().double().abs() @ own.double().abs()
+        assert bool(((share.cpu().double() - found).abs() <= 2.0**-19 * sizes).all())
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -86,13 +96,21 @@ def test_a_logit_that_is_no_number(normalized: bool, gpu: Gpu, device: torch.dev
     assert torch.equal(ids[1].cpu().long(), logits[1].topk(2).indices)
 
 
+@pytest.mark.parametrize("with_one", [False, True])
 @pytest.mark.parametrize(("m", "k", "chosen", "dtype"), [(1, 2048, 8, B), (3, 300, 2, H), (2, 1, 1, F)])
-def test_the_sum(m: int, k: int, chosen: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+def test_the_sum(
+    m: int, k: int, chosen: int, dtype: torch.dtype, with_one: bool, gpu: Gpu, device: torch.device, interpreted: bool
+) -> None:
     y, residual, weights = torch.randn(m * chosen, k).to(dtype), torch.randn(m, k).to(dtype), torch.rand(m, chosen)
+    share, one = torch.randn(m), torch.randn(m, k).to(dtype)
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    routing.launch_sum(gpu, y.to(device), weights.to(device), residual.to(device), out)
+    shared = (share.to(device), one.to(device)) if with_one else None
+    routing.launch_sum(gpu, y.to(device), weights.to(device), residual.to(device), out, shared)
     parts = y.double().view(m, chosen, k) * weights.double().unsqueeze(-1)
     expected, size = parts.sum(1) + residual.double(), parts.abs().sum(1) + residual.double().abs()
+    if with_one:  # the sigmoid is off by a few roundings
+        part = share.double().sigmoid().unsqueeze(-1) * one.double()
+        expected, size = expected + part, size + 4 * part.abs()
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)
     assert bool(((out.cpu().double() - expected).abs() <= unit * expected.abs() + (chosen + 2) * 2.0**-23 * size + 2.0**-24).all())
 
@@ -150,55 +168,105 @@ def by_hand(x: Tensor, mine: Experts) -> Tensor:
     wide = x.double()
     z = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * mine.before.weight.double()
     up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in (mine.gate_up, mine.down))
-    shares, ids = (z @ mine.router.double().T).softmax(-1).topk(mine.chosen, -1)
+    logits = z @ mine.router.double().T + (0 if mine.bias is None else mine.bias.double())
+    shares, ids = logits.softmax(-1).topk(mine.chosen, -1)
     if mine.normalized:
         shares = shares / shares.sum(-1, keepdim=True)
     rows = []
     for row, chosen, weights in zip(z, ids, shares, strict=True):
         rows.append(torch.zeros_like(row))
         for e, weight in zip(chosen.tolist(), weights, strict=True):
-            gate, middle = (up[e] @ row).chunk(2)
-            rows[-1] += weight * (down[e] @ (torch.nn.functional.silu(gate) * middle))
-    return wide + torch.stack(rows)
+            both = up[e] @ row + (0 if mine.gate_up.bias is None else mine.gate_up.bias[e].double())
+            gate, middle = both.chunk(2)
+            if mine.clamped is None:
+                inner = torch.nn.functional.silu(gate) * middle
+            else:
+                gate, middle = both[::2].clamp(max=mine.clamped.limit), both[1::2].clamp(-mine.clamped.limit, mine.clamped.limit)
+                inner = (middle + 1) * gate * torch.sigmoid(mine.clamped.alpha * gate)
+            rows[-1] += weight * (down[e] @ inner + (0 if mine.down.bias is None else mine.down.bias[e].double()))
+    total = wide + torch.stack(rows)
+    if mine.shared is not None:
+        up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in mine.shared[:2])
+        gate, middle = (z @ up.T + (0 if mine.shared.gate_up.bias is None else mine.shared.gate_up.bias.double())).chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * middle
+        total += torch.sigmoid(z @ mine.shared.gate.double()).unsqueeze(-1) * (inner @ down.T)
+    return total
 
 
+def there(part: Any, device: torch.device) -> Any:
+    """Tensors, weights and tuples of them on a device."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if isinstance(part, Packed):
+        return ops.pack(ops.unpack(part), str(device))
+    return type(part)(*(there(each, device) for each in part)) if isinstance(part, tuple) else part
+
+
+def like_gpt_oss(mine: Experts) -> Experts:
+    gate_up, down = (weight._replace(bias=torch.randn(weight.packed.shape[:2])) for weight in (mine.gate_up, mine.down))
+    return mine._replace(gate_up=gate_up, down=down, bias=torch.randn(len(mine.router)), clamped=Clamped(1.7, 1.5))
+
+
+def with_shared(mine: Experts) -> Experts:
+    k, inner = mine.down.packed.shape[1], 160
+
+    def weight(n: int, c: int) -> Weight:
+        return Weight(ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, "q8_0")), None, "auto", "block")
+
+    return mine._replace(shared=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
+
+
+@pytest.mark.parametrize("other", [lambda mine: mine, like_gpt_oss, with_shared, lambda mine: with_shared(like_gpt_oss(mine))])
 @pytest.mark.parametrize("normalized", [False, True])
-def test_the_half_of_a_layer(normalized: bool, device: torch.device) -> None:
+def test_the_half_of_a_layer(normalized: bool, other: Any, device: torch.device) -> None:
     """Sums of a hundred products in float32."""
-    x, mine = torch.randn(5, 96), half(normalized=normalized)
-    expected = by_hand(x, mine)
-    gate_up, down = (weight._replace(packed=ops.pack(ops.unpack(weight.packed), str(device))) for weight in (mine.gate_up, mine.down))
-    there = mine._replace(
-        gate_up=gate_up, down=down, router=mine.router.to(device), before=mine.before._replace(weight=mine.before.weight.to(device))
-    )
-    y = add_experts(x.to(device), there).cpu()
-    assert torch.allclose(y.double(), expected, rtol=1e-4, atol=1e-4)
+    x, mine = torch.randn(5, 96), other(half(normalized=normalized))
+    y = add_experts(x.to(device), there(mine, device)).cpu()
+    assert torch.allclose(y.double(), by_hand(x, mine), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("m", "inner", "dtype"), [(1, 96, B), (3, 2500, H), (5, 17, F)])
+def test_clamped_gates(m: int, inner: int, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """The sigmoid is off by a few roundings of float32, and of its argument, by that of it; the result by that of its type."""
+    x, out = (torch.randn(m, 2 * inner) * 4).to(dtype), torch.full((m, inner), torch.nan, dtype=dtype, device=device)
+    x[0, 2], x[0, 5] = torch.nan, torch.nan  # a gate, and an up
+    gates.launch_clamped(gpu, x.to(device), out, 1.702, 7.0)
+    gate, up = x.double()[:, ::2].clamp(max=7), x.double()[:, 1::2].clamp(-7, 7)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    assert torch.equal(out.cpu().isnan(), expected.isnan())
+    assert int(expected.isnan().sum()) == 2
+    unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)
+    error = (unit + 2.0**-20 + 2.0**-21 * 1.702 * gate.abs()) * expected.abs() + (2.0**-24 if dtype == H else 2.0**-126)
+    assert bool(((out.cpu().double() - expected).abs() <= error)[~expected.isnan()].all())
 
 
 def test_arguments() -> None:
-    for x, changed in ((torch.randn(1, 95), {}), (torch.randn(1, 96).half(), {}), (torch.randn(1, 96), {"chosen": 7})):
+    right, shared = torch.randn(1, 96), with_shared(half()).shared
+    assert shared is not None
+    wrong = shared._replace(gate=shared.gate[1:])
+    others = {"chosen": 7}, {"bias": torch.randn(5)}, {"shared": wrong}
+    for x, changed in ((right[:, 1:], {}), (right.half(), {}), *((right, other) for other in others)):
         with pytest.raises(ArgumentError, match=r"experts take x \[\.\.\., K\]"):
             add_experts(x, half(**changed))
 
 
 def test_a_stack_of_another_size(device: torch.device) -> None:
-    mine = half()
-    short = ops.pack(ops.unpack(half(experts=5).gate_up.packed), str(device))
+    mine, short = there(half(), device), there(half(experts=5).gate_up.packed, device)
     gate_up = mine.gate_up._replace(packed=replace(short, shape=mine.gate_up.packed.shape))
-    down = mine.down._replace(packed=ops.pack(ops.unpack(mine.down.packed), str(device)))
-    norm = mine.before._replace(weight=mine.before.weight.to(device))
-    there = mine._replace(gate_up=gate_up, down=down, router=mine.router.to(device), before=norm)
     with pytest.raises(FormatError, match=r"q8_0 of shape \[6, 128, 96\]"):
-        add_experts(torch.randn(1, 96, device=device), there)
+        add_experts(torch.randn(1, 96, device=device), mine._replace(gate_up=gate_up))
 
 
-# Ahead of time: what layers of Mixtral, Gemma 3 and OLMo 2 have that those of Llama (test_decoding_kernels.py) have not
+# Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not
+
+KERNELS = ["_logits", "_choose", "_sum", "_clamped", "_gates", "_layer_norm", "_added", "_parts"]
+KERNELS += [*["_attend", "_add_up"] * 6, "_logits", "_sum"]
 
 
 def test_what_families_add_compiles_without_spills() -> None:
     archs = [name for name in GPUS if name.startswith("sm_")]
     for arch, binaries in zip(archs, compile_all([Job("aot:launch_families", arch, wanted="resources") for arch in archs]), strict=True):
-        assert [binary.kernel for binary in binaries] == ["_logits", "_choose", "_sum", "_added", "_parts", "_attend", "_add_up"]
+        assert [binary.kernel for binary in binaries] == KERNELS
         for binary in binaries:
             assert (binary.spills, binary.stack) == (0, 0), f"{binary.kernel} on {arch}"
             assert ("griddepcontrol.wait" in binary.ptx) == (GPUS[arch].capability >= (9, 0)), f"{binary.kernel} on {arch}"

@@ -25,7 +25,7 @@ from halfbyte.machine import gpu
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.ops.decoder import Attention, Dense
-from halfbyte.ops.experts import Experts
+from halfbyte.ops.experts import CLAMPED, Experts
 
 LONG = "one token takes the steps of transformers"
 ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
@@ -35,7 +35,7 @@ def shorten_(model: nn.Module) -> nn.Module:
     """Lets layers of a model on which `fuse_` was called compute in few calls, in place; returns `model`.
 
     On a CPU a decoder layer takes tokens in one call, and most decoders take a new token in one call for the whole model; on a GPU a token
-    takes six to ten kernels a layer, and so do the tokens of a prompt. Encoder layers like BERT's take whole sequences in one call, on a
+    takes six to twelve kernels a layer, and so do the tokens of a prompt. Encoder layers like BERT's take whole sequences in one call, on a
     CPU, and so do their embeddings.
     `generate` of any language model writes tokens by a lean loop, on a GPU with a CUDA graph (`generating.py`).
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
@@ -126,7 +126,7 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     routed = families.known(layer).routed
     assert routed is not None
     shared = [] if routed.shared is None else [Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj")]
-    gates = "silu(gate) * up" if isinstance(second, Experts) and second.clamped is None else "(up + 1) * gate * sigmoid(alpha * gate)"
+    gates = "silu(gate) * up" if isinstance(second, Experts) and second.clamped is None else CLAMPED
     experts = Step("experts", f"{gates}, then down_proj, both of the chosen ones, by their weights, with the residual added")
     return *first, Step(routed.gate, "with the norm"), *shared, experts
 

@@ -3,41 +3,45 @@
     qkv  = normed_linear(x, norm, q | k | v)                 queries, keys and values: a product for each weight
     a    = attend(qkv, …)                                    norms of heads, positions, the cache's new entry, attention; two kernels
     h    = linear(a, o, residual=x)                          or, where there is a norm after it: h, z = add_normed(linear(a, o), x, norm, …)
-    g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up
+    g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up, or f(up) where there are no gates
     y    = linear(g, down, residual=h)                       or add_normed(linear(g, down), h, norm)
-    y    = add_experts(h, …)                                 in place of these two, where there are experts
+    y    = add_experts(h, …)                                 in place of these two, where there are experts, also a shared one
 
-What a family's layer computes is what `families.py` says of it, as on a CPU. With several sequences norms have separate kernels before the
-products, and gates may have one after theirs; on Hopper the norm before the gates has one, too, where the product with gates is
-`skinny_hopper`'s. A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
+What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
+which has a kernel. With several sequences norms have separate kernels before the products, as layer norms always have, and gates may have
+one after theirs, as f(up) always has; on Hopper the norm before the gates has one, too, where the product with gates is `skinny_hopper`'s.
+A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from halfbyte.integrations.decoding_cpu import all_norms, groups_of, halves_of, linears_of
-from halfbyte.integrations.families import known
+from halfbyte.integrations.families import Routed, known
+from halfbyte.integrations.mixtures import parts_of
 from halfbyte.integrations.rings import Ring
 from halfbyte.integrations.shortened import products_of
-from halfbyte.kernels.problem import GATES, Problem
+from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
 from halfbyte.ops.decoder import Attention, Dense, Norm
-from halfbyte.ops.decoding import NormedPlan, add_normed, attend, normed_linear, normed_plan, why_not_attend
+from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.layers import Weight
+from halfbyte.ops.norms import add_normed, normed, why_not_norm
 from halfbyte.ops.routing import add_experts, describe, why_not_experts
 
 DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring)
+_TORCH = "torch's operations"
 
 
 def why_not_few_kernels(layer: Any) -> str | None:
@@ -50,7 +54,7 @@ def why_not_few_kernels(layer: Any) -> str | None:
 def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) -> str | None:
     if (reason := why_not_attention(layer, linears, first)) is not None:
         return reason
-    return why_not_dense(first, last) if isinstance(last, Dense) else _why_not_experts(first, last)
+    return why_not_dense(first, last) if isinstance(last, Dense) else _why_not_experts(layer, first, last)
 
 
 def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
@@ -59,14 +63,12 @@ def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
     for linear in (*qkv, o, *second):
         if linear.compute not in ("auto", "float"):
             return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
-    if first.heads.sinks is not None:
-        return "its attention has sinks"
-    if first.heads.pairs:
-        return "its positions turn neighbours"
-    if layer.self_attn.config._attn_implementation == "eager":
-        return "its attention is transformers' eager one, whose masks are added to scores"
-    if any(norm.centred for norm in (first.before, first.after) if norm is not None):
-        return "its norms are layer norms"
+    if is_eager(layer) and first.heads.cap is not None:
+        return "scores of its attention, transformers' eager one, have a cap"
+    if first.heads.sinks is not None and not is_eager(layer):
+        return "its attention is not transformers' eager one, which alone has its sinks"
+    if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
+        return "the norm of what its attention adds or of its heads is a layer norm"
     parts = [part_of(linear) for linear in (*qkv, *second[:-1])]
     if any(part is not None and (part.cut.before or part.cut.after or first.heads.rows) for part in parts):
         return "its weights are distributed over processes in a way that takes steps between products"
@@ -74,25 +76,21 @@ def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
 
 
 def why_not_dense(first: Attention, last: Dense) -> str | None:
-    if last.before is not None and last.before.centred:
-        return "its norms are layer norms"
-    if not last.gated or last.parallel or last.gates not in GATES:
-        return "its mlp is beside attention, or has no gates, or others"
+    if last.after is not None and last.after.centred:
+        return "the norm of what its mlp adds is a layer norm"
     if first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
         return "what it adds has a factor and a bias"
     return None
 
 
-def _why_not_experts(first: Attention, last: Experts) -> str | None:
+def _why_not_experts(layer: Any, first: Attention, last: Experts) -> str | None:
     if last.before.centred:
-        return "its norms are layer norms"
-    if last.bias is not None or last.clamped is not None:
-        return "its router has a bias or its gates are clamped"
-    if last.shared is not None:
-        return "its experts share one"
-    for stack in (last.gate_up, last.down):
-        if stack.compute not in ("auto", "float"):
-            return f"its experts are to compute in {stack.compute}"
+        return "the norm before its experts is a layer norm"
+    for weight in (last.gate_up, last.down, *([] if last.shared is None else last.shared[:2])):
+        if weight.compute not in ("auto", "float"):
+            return f"its experts are to compute in {weight.compute}"
+    if any(isinstance(part, QuantLinear) and part_of(part) is not None for part in parts_of(layer, _routed(layer))):
+        return "the expert that its tokens share is distributed over processes"
     if first.after is not None or first.factor != 1:
         return "what its attention adds has a norm or a factor, and what follows are experts"
     return None
@@ -102,6 +100,12 @@ def halves(layer: Any) -> tuple[Attention, Dense | Experts]:
     first, second = halves_of(layer)
     assert isinstance(second, Dense | Experts)
     return first, second
+
+
+def _routed(layer: Any) -> Routed:
+    routed = known(layer).routed
+    assert routed is not None
+    return routed
 
 
 def _name_of(layer: Any, linear: QuantLinear) -> str:
@@ -114,33 +118,39 @@ def token(
 ) -> Tensor | None:
     """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported. layers: those of the cache."""
     index = layer.self_attn.layer_idx
-    linears = linears_of(layer) if _fits(x, mask, layers, index, settings) else None
-    if linears is None:
+    linears = linears_of(layer) if _fits(x, layers, index, settings) else None
+    if linears is None or not _is_mask(layer, mask, layers[index].keys.shape[2]):
         return None
     first, second = halves(layer)
     if _why_not(layer, linears, first, second) is not None:
         return None
-    if first.heads.turned not in (0, rotary[0].shape[2]) or not layer.self_attn.is_causal:
+    if not first.heads.turns_by(rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
-    seen = _attended(first, x, mask, layers[index], rotary, first=index == 0)
+    read = x
+    if _is_parallel(second) and first.before is not None:
+        read, first, second = normed(x, first.before), first._replace(before=None), second._replace(before=None)
+    seen = _attended(first, read, mask, layers[index], rotary, first=index == 0)
     if isinstance(second, Experts):
         return add_experts(added(first, linears[1], seen, x)[0], second)
-    return finished(first, second, linears, seen, x)
-
-
-def finished(first: Attention, second: Dense, linears: Any, seen: Tensor, x: Tensor) -> Tensor:
-    """The layer's output for x [B, T, K], of what its attention has seen, [B, T, H * D]."""
     h, z = added(first, linears[1], seen, x, second.before)
+    if not second.parallel:
+        read = h if z is None else z
     before = second.before if z is None else None
-    weight = second.gate_up
-    inner = normed_linear(h if z is None else z, before, weight.packed, weight.bias, gates=second.gates, factor=second.factor)
+    weight, bias = second.gate_up[:2]
+    inner = normed_linear(read, before, weight, bias, gates=second.gates, gated=second.gated, factor=second.factor)
     return added(second, linears[2][-1], inner, h)[0]
+
+
+def _is_parallel(half: Dense | Experts) -> TypeGuard[Dense]:
+    """Whether it reads what attention reads."""
+    return isinstance(half, Dense) and half.parallel
 
 
 def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary: tuple[Tensor, Tensor], *, first: bool) -> Tensor:
     """[B, 1, H * D]"""
     heads, ring = half.heads, type(kept) is Ring
-    qkv = projected(half, x).view(len(x), -1)
+    parts = [normed_linear(x, half.before, weight.packed, weight.bias) for weight in half.qkv]
+    qkv = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(len(x), -1)
     turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
     seen = attend(
         qkv,
@@ -149,8 +159,7 @@ def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary
         kept.values,
         kept.cumulative_length,
         None if mask is None else mask[:, 0, 0],
-        heads.scale,
-        norms=heads.norms,
+        heads,
         factor=half.factor,
         advance=0 if first else 1,
         ring=ring,
@@ -163,12 +172,6 @@ def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary
     return seen.unsqueeze(1)
 
 
-def projected(half: Attention, x: Tensor) -> Tensor:
-    """Queries, keys and values of x [B, T, K]: [B, T, (H + 2 Hkv) * D]"""
-    parts = [normed_linear(x, half.before, weight.packed, weight.bias) for weight in half.qkv]
-    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-
-
 def added(
     half: Attention | Dense, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -178,7 +181,19 @@ def added(
     return add_normed(linear(x), residual, half.after, then)
 
 
-def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:
+def is_eager(layer: Any) -> bool:
+    """Whether masks are added to scores."""
+    return bool(layer.self_attn.config._attn_implementation == "eager")
+
+
+def _is_mask(layer: Any, mask: Tensor | None, size: int) -> bool:
+    """Whether `attend` does with it what the layer's attention does. Eager attention without one sees places where no token is."""
+    if mask is None:
+        return not is_eager(layer)
+    return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if is_eager(layer) else mask.dtype == torch.bool)
+
+
+def _fits(x: Tensor, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:
     """Whether the call is for one token of each sequence, with a cache that `attend` supports."""
     return (
         x.device.type in DEVICES
@@ -188,7 +203,6 @@ def _fits(x: Tensor, mask: Tensor | None, layers: list[Any], index: int, setting
         and type(layers[index]) in _CACHES
         and layers[index].is_initialized
         and layers[index].keys.dtype == x.dtype
-        and (mask is None or (mask.dtype == torch.bool and mask.shape[1:] == (1, 1, layers[index].keys.shape[2])))
         and not settings.get("output_attentions")
         and not torch.is_grad_enabled()
     )
@@ -210,36 +224,69 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     dtype = all_norms(layer)[0].weight.dtype
     qkv, gates = groups_of(layer)
     names = [*(products_of(*qkv) or {})]
-    found = [_product(name, weight, first.before, "", rows, dtype, here) for name, weight in zip(names, first.qkv, strict=True)]
+    of_layer = known(layer).norms
+    found, before = _norm_apart(of_layer[0], first.before, here, shared=_is_parallel(second))
+    found += [_product(name, weight, before, rows, dtype, here) for name, weight in zip(names, first.qkv, strict=True)]
     heads = first.heads
-    normed = heads.query * heads.dim if heads.rows else None
-    reason = why_not_attend(heads.query, heads.key, heads.dim, dtype, here, normed)
+    widest = heads.query * heads.dim if heads.rows else None
+    reason = why_not_attend(heads.query, heads.key, heads.dim, dtype, here, widest)
     of_all = ", after a kernel of the norms" if heads.rows else ""
-    found.append(Step("attention", f"attend{of_all}" if reason is None else "torch's operations", reason))
+    found.append(Step("attention", f"attend{of_all}" if reason is None else _TORCH, reason))
     if isinstance(second, Experts):
-        lost = why_not_experts(second, here)
-        router = "with the norm, then a kernel of the choice"
-        found += [Step(known(layer).o, _how_added(first)), Step("gate", router if lost is None else "torch's operations", lost)]
+        lost, routed = why_not_experts(second, here), _routed(layer)
+        own = "" if routed.shared is None else f" and {routed.shared[1]}"
+        if routed.shared is not None and isinstance(getattr(layer.mlp, routed.shared[1]), QuantLinear):
+            own += ", which is dequantized before"
+        router = f"with the norm{own}, then a kernel of the choice" if lost is None else _TORCH
+        found += [Step(known(layer).o, _how_added(first)), Step(routed.gate, router, lost)]
+        if second.shared is not None and routed.shared is not None:
+            up = _product(routed.shared[0], second.shared.gate_up, None, rows, dtype, here, gates="silu")
+            found.append(replace(up, kernel=f"gate_proj+up_proj {up.kernel}, then down_proj"))
         experts = describe(second, rows, dtype, here) if lost is None else "the products alone"
         return *found, Step("experts", experts, lost)
     found.append(Step(known(layer).o, _how_added(first, second.before)))
-    before = None if first.after is not None else second.before
-    found.append(_product("+".join(products_of(*gates) or {}), second.gate_up, before, second.gates, rows, dtype, here))
-    return *found, Step(known(layer).down, _how_added(second))
+    before = None if second.parallel or first.after is not None else second.before
+    apart, before = _norm_apart(of_layer[2], before, here)
+    name = "+".join(products_of(*gates) or {})
+    product = _product(name, second.gate_up, before, rows, dtype, here, gates=second.gates, gated=second.gated)
+    return *found, *apart, product, Step(known(layer).down, _how_added(second))
 
 
-def _product(name: str, weight: Weight, norm: Norm | None, gates: str, rows: int, dtype: torch.dtype, here: Gpu) -> Step:
+def _norm_apart(name: str | None, norm: Norm | None, here: Gpu, *, shared: bool = False) -> tuple[list[Step], Norm | None]:
+    """The step of a norm that has a kernel of its own in any case, as layer norms have and what several products read; and the norm that
+    remains for the product."""
+    if norm is None or not (norm.centred or shared):
+        return [], norm
+    assert name is not None
+    reason = why_not_norm(len(norm.weight), here)
+    return [Step(name, "norm" if reason is None else _TORCH, reason)], None
+
+
+def _product(
+    name: str,
+    weight: Weight,
+    norm: Norm | None,
+    rows: int,
+    dtype: torch.dtype,
+    here: Gpu,
+    *,
+    gates: str = "",
+    gated: bool = True,
+) -> Step:
     packed = weight.packed
     n, k = packed.shape
     if norm is None and not gates:
         return Step(name, "the product alone")
     problem = Problem("linear", rows, n, k, packed.format, dtype, sparse=sparse_on(packed, here))
-    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates), biased=weight.bias is not None)
-    gated = f"{gates.removesuffix('_tanh')}(gate) * up"
+    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=weight.bias is not None)
+    function = gates.removesuffix("_tanh")
     if isinstance(plan, str):
-        parts = " and ".join(part for part, there in (("norm", norm), ("gates", gates)) if there)
-        return Step(name, "the product alone", f"{parts} in torch's operations: {plan}")
-    return Step(name, _described(plan, gated if gates else "", normed=norm is not None))
+        parts = " and ".join(part for part, there in (("norm", norm), ("gates" if gated else function, gates)) if there)
+        return Step(name, "the product alone", f"{parts} in {_TORCH}: {plan}")
+    if not gated:
+        product = "the product alone" if norm is None else _described(plan, "", normed=True)
+        return Step(name, f"{product}, then a kernel of {function}")
+    return Step(name, _described(plan, f"{function}(gate) * up" if gates else "", normed=norm is not None))
 
 
 def _described(plan: NormedPlan, gated: str, *, normed: bool) -> str:
@@ -248,7 +295,8 @@ def _described(plan: NormedPlan, gated: str, *, normed: bool) -> str:
         return f"{plan.kernel} with the norm{f' and {gated}' if gated else ''}"
     after = "after a kernel of the norm" if normed else ""
     if plan.config is None:
-        return ", ".join(part for part in (after, f"before one of {gated}" if gated else "") if part)
+        kernel = "one" if after else "a kernel"
+        return ", ".join(part for part in (after, f"before {kernel} of {gated}" if gated else "") if part)
     product = f"{plan.kernel}{f' with {gated}' if gated else ''}"
     return f"{product}, {after}" if after else product
 

@@ -18,20 +18,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, StaticLayer
 
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.decoding_cpu import all_norms, linears_of, norms_of, parts_of, settings_of
+from halfbyte.integrations.decoding_cpu import all_norms, linears_of, norms_of, parts_of, settings_of, visible
 from halfbyte.integrations.families import other
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
-from halfbyte.nn.parallel import linear_added
-from halfbyte.ops.decoder import Attention, Dense, Norm
+from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.functions import linear
 from halfbyte.ops.library import plain
-from halfbyte.ops.prompt import added_normed, attend_many, gated, normed, turn, why_not_many
+from halfbyte.ops.norms import normed
+from halfbyte.ops.prompt import activated, attend_many, turn, why_not_many
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +52,26 @@ def tokens(
     layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
 ) -> Tensor | None:
     """The layer's output for x [B, T, K], T > 1; None if that is not supported. past: the cache of all layers, or none."""
-    parts = _parts(layer) if _fits(layer, x, mask, past, rotary, settings) else None
-    if parts is None or parts.first.heads.turned not in (0, _turned(parts.first, rotary)):
+    parts = _parts(layer) if _fits(layer, x, past, rotary, settings) else None
+    if parts is None or not parts.first.heads.turns_by(rotary[0].shape[2]):
+        return None
+    seen = _seen(layer, mask)
+    if isinstance(seen, str):
         return None
     first, second = parts.first, parts.second
-    seen = _attended(first, x.contiguous(), mask, past, layer.self_attn.layer_idx, rotary)
-    h, z = _added(first, parts.o, seen, x, None if second is None else second.before)
+    x = x.contiguous()
+    z = x if first.before is None else normed(x, first.before)
+    read = _attended(first, z, seen, past, layer.self_attn.layer_idx, rotary)
+    h, then = decoding_gpu.added(first, parts.o, read, x, None if second is None else second.before)
     if second is None or parts.down is None:
         found = layer.mlp(norms_of(layer)[2](h))
         y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's tells its router's weights, too
         return h + y
-    if z is None:
-        z = h if second.before is None else normed(h, second.before)
-    weight = second.gate_up
-    inner = gated(linear(z, weight.packed, weight.bias, compute="float"), second.gates, second.factor)
-    return _added(second, parts.down, inner, h)[0]
+    if not second.parallel:
+        z = then if then is not None else h if second.before is None else normed(h, second.before)
+    product = linear(z, second.gate_up.packed, second.gate_up.bias, compute="float")
+    inner = activated(product, second.gates, second.factor, gated=second.gated)
+    return decoding_gpu.added(second, parts.down, inner, h)[0]
 
 
 def why_not_prompts(layer: Any, here: Gpu) -> str | None:
@@ -96,10 +102,9 @@ def _found(layer: Any) -> _Parts | None:
     return None if decoding_gpu.why_not_dense(first, second) is not None else _Parts(first, second, linears[1], linears[2][-1])
 
 
-def _attended(half: Attention, x: Tensor, mask: Tensor | None, past: Cache | None, index: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[B, T, H * D]"""
+def _attended(half: Attention, z: Tensor, mask: Tensor | None, past: Cache | None, index: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """[B, T, H * D] for z [B, T, K]"""
     heads = half.heads
-    z = x if half.before is None else normed(x, half.before)
     products = [linear(z, weight.packed, weight.bias, compute="float") for weight in half.qkv]
     qkv = torch.cat(products, -1) if len(products) > 1 else products[0]
     turns = (rotary[0], rotary[1]) if heads.turned else None
@@ -108,55 +113,52 @@ def _attended(half: Attention, x: Tensor, mask: Tensor | None, past: Cache | Non
     keys: Any
     values: Any
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
-        cache.cumulative_length = torch.zeros((), dtype=torch.int64, device=x.device)  # a copy from the host would wait for the GPU
+        cache.cumulative_length = torch.zeros((), dtype=torch.int64, device=z.device)  # a copy from the host would wait for the GPU
     if type(cache) is StaticLayer:
         if not cache.is_initialized:
-            new = qkv.new_empty(len(x), heads.key, 0, heads.dim)
+            new = qkv.new_empty(len(z), heads.key, 0, heads.dim)
             cache.lazy_initialization(new, new)
         keys, values, length = cache.keys, cache.values, cache.cumulative_length
         queries = turn(qkv, turns, keys, values, length, heads)
     else:
-        keys, values = (qkv.new_empty(len(x), heads.key, x.shape[1], heads.dim) for _ in range(2))
+        keys, values = (qkv.new_empty(len(z), heads.key, z.shape[1], heads.dim) for _ in range(2))
         queries = turn(qkv, turns, keys, values, None, heads)
         if past is not None:
             keys, values = past.update(keys, values, index)
     seen = None if mask is None else mask[:, 0, :, : keys.shape[2]]
     y = attend_many(queries, keys, values, length, seen, heads.scale, factor=half.factor, sinks=heads.sinks)
     if length is not None:
-        length.add_(x.shape[1])
+        length.add_(z.shape[1])
     return y
 
 
-def _added(
-    half: Attention | Dense, product: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(product(x)), and then(h) where that takes no further kernel."""
-    if half.after is None:
-        return linear_added(product, x, residual), None
-    return added_normed(product(x), residual, half.after, then)
+_masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and when
 
 
-def _turned(half: Attention, rotary: tuple[Tensor, Tensor]) -> int:
-    return rotary[0].shape[2] * (2 if half.heads.pairs == "once" else 1)
+def _seen(layer: Any, mask: Tensor | None) -> Tensor | str | None:
+    """The mask as `attend_many` takes it; or why it takes none like it."""
+    if not decoding_gpu.is_eager(layer):
+        fits = mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
+        return mask if fits else "a mask of another kind"
+    if mask is None or mask.dim() != 4 or mask.shape[1] != 1:
+        return "eager attention without a mask is not causal"
+    known = _masks.get(mask)
+    version = None if mask.is_inference() else mask._version
+    if known is None or known[1] != version:
+        known = _masks[mask] = visible(mask), version  # waits for the GPU, once for all layers
+    found: Tensor = known[0]
+    return found if found.dtype == torch.bool else "a mask that adds other numbers"
 
 
-def _fits(layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
-    """Whether the call is for many tokens, with what `attend_many` supports."""
+def _fits(layer: Any, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
+    """Whether the call is for many tokens, with nothing else than their results asked for."""
     return (
         x.device.type in decoding_gpu.DEVICES
         and x.shape[1] > 1
         and plain(x)
         and rotary[0].dim() == 3
-        and (mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1))
         and not settings.get("output_attentions")
         and layer.self_attn.is_causal
         and not layer.training
         and not torch.is_grad_enabled()
-        and (past is None or mask is not None or _is_empty(past, layer.self_attn.layer_idx))
     )
-
-
-def _is_empty(past: Any, index: int) -> bool:
-    """Without a mask, tokens see each other: what is in a cache would have to be seen, too."""
-    layer = past.layers[index] if index < len(past.layers) else None
-    return layer is None or not layer.is_initialized or type(layer) is StaticLayer or not layer.get_seq_length()

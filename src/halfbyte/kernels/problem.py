@@ -139,7 +139,7 @@ class Addition:
         return (codes, self.how, self.other) if self.leads else (self.other, self.how, codes)
 
 
-GATES = ("silu", "gelu_tanh")  # functions of gates
+GATES = ("silu", "gelu_tanh", "relu2")  # functions of gates
 
 
 @dataclass(frozen=True, eq=False, slots=True)

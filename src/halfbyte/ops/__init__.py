@@ -6,7 +6,8 @@ cpu.py        the ops on the CPU
 cuda.py       the ops on GPUs; replay.py: launches made again
 conv.py       convolutions, cpu_conv.py and cuda_conv.py on each device; pool.py, elementwise.py: what lies between them
 grouped.py    mixture of experts, on all devices; experts.py: few rows in one call on a CPU
-decoding.py   the steps of a decoder layer for one token, on all devices; routing.py: its half with experts; prompt.py: for many tokens
+decoding.py   the steps of a decoder layer for one token, on all devices; norms.py: norms between them; routing.py: its half with experts
+prompt.py     those for many tokens
 decoder.py    whole decoder layers in one call on a CPU; decoding_step.py: all of a model for one token
 encoder.py    whole encoder layers; embed.py: what is before them; layers.py: what these and decoder.py are made of
 attention.py  attention of whole sequences on a CPU

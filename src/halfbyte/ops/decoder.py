@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PAIRS = "", "once", "twice"  # what `Heads.pairs` may be
 
 
 class Norm(NamedTuple):
@@ -52,6 +53,15 @@ class Heads(NamedTuple):
     cap: float | None = None
     sinks: Tensor | None = None
     pairs: str = ""
+
+    @property
+    def width(self) -> int:
+        """R"""
+        return self.dim if self.turned is None else self.turned
+
+    def turns_by(self, width: int) -> bool:
+        """Whether a token's row of cosines, and of sines, may have so many elements."""
+        return self.width in (0, width) or (width == self.width // 2 and self.pairs != "twice")
 
 
 class Attention(NamedTuple):
@@ -216,7 +226,7 @@ class DecoderLayer:
 
     def turns_by(self, width: int) -> bool:
         """Whether a token's row of cosines, and of sines, may have so many elements."""
-        return self.rotary in (0, width) or (width == self.rotary // 2 and self.heads.pairs != "twice")
+        return self.heads.turns_by(width)
 
     def __call__(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None

@@ -1,5 +1,5 @@
 """The steps of a decoder layer for one token of each sequence, where they differ from plain layers: the custom ops
-`halfbyte::normed_linear`, `halfbyte::attend` and `halfbyte::add_normed`.
+`halfbyte::normed_linear` and `halfbyte::attend`; `norms.py` has norms by themselves.
 
 A language model's step for one token is a chain of short kernels. On NVIDIA GPUs each of these ops is one to three kernels, where they
 support it, that start while the previous one is still running; elsewhere the same formula in torch's operations.
@@ -24,8 +24,9 @@ from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import Norm
+from halfbyte.ops.decoder import PAIRS, Heads, Norm
 from halfbyte.ops.library import OPS
+from halfbyte.ops.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
 from halfbyte.ops.tensors import aligned
 
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
@@ -33,48 +34,42 @@ _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "normed_linear(Tensor x, Tensor? norm, float eps, bool plus_one, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
-    "float factor) -> Tensor"
+    "bool gated, float factor) -> Tensor"
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, float scale, float factor, int advance, bool ring) -> Tensor"
-)
-_library.define(
-    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps) -> (Tensor, Tensor)"
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, int query, float scale, int turned, str pairs, "
+    "float factor, int advance, bool ring) -> Tensor"
 )
 
 
 def normed_linear(
-    x: Tensor, norm: Norm | None, packed: Packed, bias: Tensor | None = None, *, gates: str = "", factor: float = 1.0
+    x: Tensor,
+    norm: Norm | None,
+    packed: Packed,
+    bias: Tensor | None = None,
+    *,
+    gates: str = "",
+    gated: bool = True,
+    factor: float = 1.0,
 ) -> Tensor:
     """(x / sqrt(mean(x², over the last dimension) + eps) * norm) · dequantize(packed)ᵀ + bias, x [..., K] -> [..., N] in x's dtype.
 
-    norm   an RMS norm (Zhang and Sennrich, 2019), its weight [K] of x's dtype; None: x as it is
+    norm   an RMS norm (Zhang and Sennrich, 2019), its weight [K] of x's dtype, or a layer norm, which is `normed` before the product;
+           None: x as it is
     bias   [N] or None
-    gates  "silu" or "gelu_tanh", f: the first half of the N outputs are gates for the second:
+    gates  "silu", "gelu_tanh" or "relu2", f: the first half of the N outputs are gates for the second:
            factor * f(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
+    gated  False: there are no gates, the result is factor * f(y), [..., N]
 
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     n, k = packed.shape
-    weight, eps, plus_one = _parts(norm)
-    settings = packed.name, n, k, gates, factor
-    return OPS.normed_linear.default(x, weight, eps, plus_one, packed.data, bias, *settings)  # type: ignore[no-any-return]
-
-
-def add_normed(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
-    (plus_one). x, residual and results [..., K] of one dtype. No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
-    """
-    weight, eps, _ = _parts(then)
-    h, z = OPS.add_normed.default(x, residual, *_parts(norm), weight, eps)
-    return h, None if then is None else z
-
-
-def _parts(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
     if norm is not None and norm.centred:
-        raise ArgumentError("a token's steps take RMS norms, got a layer norm: call torch.nn.functional.layer_norm before")
-    return (None, 0.0, False) if norm is None else norm[:3]
+        x, norm = normed(x, norm), None
+    weight, eps, plus_one = rms_parts(norm)
+    settings = packed.name, n, k, gates, gated, factor
+    return OPS.normed_linear.default(x, weight, eps, plus_one, packed.data, bias, *settings)  # type: ignore[no-any-return]
 
 
 def attend(
@@ -84,9 +79,8 @@ def attend(
     values: Tensor,
     length: Tensor,
     mask: Tensor | None,
-    scale: float,
+    heads: Heads,
     *,
-    norms: tuple[Norm, Norm] | None = None,
     factor: float = 1.0,
     advance: int = 1,
     ring: bool = False,
@@ -95,12 +89,14 @@ def attend(
 
     qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions
     rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
-                  head are rotated); None: nothing is
+                  head are rotated, or neighbours, where `heads.pairs` says so: by the first half of R, or by R numbers, each twice), or
+                  of R / 2 numbers where the other half is the same; None: nothing is
     keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T
     length        int64, one number: the tokens in the cache, or that a ring has seen; `advance`, 1 or 0, is added
-    mask          bool [B or 1, T]: which of the tokens may be seen, those of a ring by their age; None: all
-    norms         the RMS norms of queries and keys, before the rotation, which differ in nothing but their weights: [D] of each head, or
-                  [H * D] and [Hkv * D] of all heads together; None: no norms
+    mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
+                  None: all may be seen
+    heads         how many there are, the factor of scores, sinks and pairs; norms, if any, are RMS norms, before the rotation, which differ
+                  in nothing but their weights: [D] of each head, or [H * D] and [Hkv * D] of all heads together
     factor        of the result
     ring          the cache is a window that keeps the last T tokens
 
@@ -108,102 +104,23 @@ def attend(
     fit.
     """
     cos, sin = (None, None) if rotary is None else rotary
-    (q_norm, eps, plus_one), k_norm = _parts(norms and norms[0]), None if norms is None else norms[1].weight
-    settings = eps, plus_one, scale, factor, advance, ring
+    norms = heads.norms
+    (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
+    settings = eps, plus_one, heads.sinks, heads.query, heads.scale, heads.width, heads.pairs, factor, advance, ring
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
-
-
-# The norm
-
-
-def _check_norm(x: Tensor, weight: Tensor) -> None:
-    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
-        got = f"x {list(x.shape)} of {x.dtype}, norm {list(weight.shape)} of {weight.dtype}"
-        raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype, got {got}: convert them")
-
-
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """In torch's operations."""
-    _check_norm(x, norm.weight)
-    return wide_norm(x.float(), norm).to(x.dtype)
-
-
-def wide_norm(x: Tensor, norm: Norm) -> Tensor:
-    weight = norm.weight.float() + 1 if norm.plus_one else norm.weight.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
-
-
-def _rms_norm_cuda(x: Tensor, norm: Norm) -> Tensor:
-    _check_norm(x, norm.weight)
-    here = gpu(x.get_device())
-    if not x.numel() or why_not_norm(x.shape[-1], here) is not None:
-        return rms_norm(x, norm)
-    from halfbyte.kernels.gpu import norm as kernel
-
-    z = x.contiguous()
-    out = torch.empty_like(z)
-    with on(x):
-        kernel.launch(here, z.view(-1, z.shape[-1]), (norm.weight.contiguous(), *norm[1:3]), out.view(-1, z.shape[-1]))
-    return out
-
-
-def _check_added(x: Tensor, residual: Tensor, *weights: Tensor | None) -> None:
-    for weight in weights:
-        if weight is not None:
-            _check_norm(x, weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        got = f"{residual.dtype} {list(residual.shape)}"
-        raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
-
-
-def _add_normed(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
-) -> tuple[Tensor, Tensor]:
-    """In torch's operations."""
-    _check_added(x, residual, weight, then)
-    h = (wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()).to(x.dtype)
-    return h, h.new_empty(0) if then is None else rms_norm(h, Norm(then, then_eps, plus_one))
-
-
-def _add_normed_cuda(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
-) -> tuple[Tensor, Tensor]:
-    _check_added(x, residual, weight, then)
-    here, k = gpu(x.get_device()), x.shape[-1]
-    if not x.numel() or why_not_norm(k, here) is not None:
-        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps)
-    from halfbyte.kernels.gpu import norm as kernel
-
-    z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
-    h, second = torch.empty_like(z), None if then is None else torch.empty_like(z)
-    following = None if then is None or second is None else ((then.contiguous(), then_eps, plus_one), second)
-    with on(x):
-        kernel.launch_added(here, z, (weight.contiguous(), eps, plus_one), added, h, following)
-    return h.view(x.shape), h.new_empty(0) if second is None else second.view(x.shape)
-
-
-def why_not_norm(k: int, here: Gpu) -> str | None:
-    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/norm.py`."""
-    if (trouble := triton_trouble()) is not None:
-        return trouble
-    from halfbyte.kernels.gpu import norm
-
-    if here.backend != "cuda":
-        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
-    return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold" if k > norm.MOST else None
 
 
 # normed_linear
 
 
-def _check_normed(x: Tensor, norm: Tensor | None, n: int, k: int, gates: str) -> None:
+def _check_normed(x: Tensor, norm: Tensor | None, n: int, k: int, gates: str, *, gated: bool) -> None:
     if norm is not None:
-        _check_norm(x, norm)
+        check_norm(x, norm)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"a weight [{n}, {k}] takes x [..., {k}], got {list(x.shape)}: the last dimensions must agree")
     if gates not in ("", *GATES):
         raise ArgumentError(f"gates are one of {', '.join(GATES)}, got {gates!r}")
-    if gates and n % 2:
+    if gates and gated and n % 2:
         raise ArgumentError(f"half of {n} outputs cannot be gates of the others: their number is even")
 
 
@@ -218,17 +135,24 @@ def _normed(
     n: int,
     k: int,
     gates: str,
+    gated: bool,
     factor: float,
 ) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
-    _check_normed(x, norm, n, k, gates)
-    z = x if norm is None else rms_norm(x, Norm(norm, eps, plus_one))
+    _check_normed(x, norm, n, k, gates, gated=gated)
+    z = x if norm is None else norm_in_torch(x, Norm(norm, eps, plus_one))
     y = _product(z, weight, bias, format, n, k)
-    if not gates:
-        return y
-    gate, up = y.float().chunk(2, -1)
-    active = functional.silu(gate) if gates == "silu" else functional.gelu(gate, approximate="tanh")
-    return (active * up * factor).to(x.dtype)
+    return activated_in_torch(y, gates, factor, gated=gated) if gates else y
+
+
+def activated_in_torch(y: Tensor, gates: str, factor: float, *, gated: bool) -> Tensor:
+    """Of a product's result, as `normed_linear` has it, in float32, rounded once."""
+    gate, up = y.float().chunk(2, -1) if gated else (y.float(), None)
+    if gates == "relu2":
+        active = gate.relu().square()
+    else:
+        active = functional.silu(gate) if gates == "silu" else functional.gelu(gate, approximate="tanh")
+    return (active * factor if up is None else active * up * factor).to(y.dtype)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
@@ -248,48 +172,52 @@ def _normed_cuda(
     n: int,
     k: int,
     gates: str,
+    gated: bool,
     factor: float,
 ) -> Tensor:
-    _check_normed(x, norm, n, k, gates)
+    _check_normed(x, norm, n, k, gates, gated=gated)
     if norm is None and not gates:
         return _product(x, weight, bias, format, n, k)
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
     problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
-    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates), biased=bias is not None)
+    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=bias is not None)
     if isinstance(plan, str):
-        return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, factor)
+        return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, gated, factor)
     from halfbyte.kernels.gpu import gates as separate
     from halfbyte.kernels.gpu import skinny, skinny_hopper
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
         check_bias(bias, n, x.device)
-    out = torch.empty((*x.shape[:-1], n // 2 if gates else n), dtype=x.dtype, device=x.device)
+    shape = *x.shape[:-1], n // 2 if gates and gated else n
+    within = gates if gated and plan.config is not None else ""  # what the product has
+    y = x.new_empty(rows, shape[-1] if within else n)
     inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
     with on(x):
-        z = x.contiguous() if norm is None or inside is not None else _rms_norm_cuda(x, Norm(norm, eps, plus_one))
+        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
         z = z.view(rows, k)
         if plan.config is not None:
             views = gpu_tiles.views(aligned(weight), geo)
-            epilogue, y = Epilogue(bias, gates=gates, factor=factor), out.view(rows, -1)
+            epilogue = Epilogue(bias, gates=within, factor=factor)
             if plan.kernel == "skinny":
                 skinny.launch(plan.problem, plan.config, z, *views, y, epilogue, inside)
             else:
                 skinny_hopper.launch(plan.problem, plan.config, z, *views, y, epilogue)
         else:
-            product = _product(z, weight, bias, format, n, k)
-            if not gates:
-                return product.view(out.shape)
-            separate.launch(here, product, out.view(rows, -1), gates, factor)
-    return out
+            y = _product(z, weight, bias, format, n, k)
+        if gates and not within:
+            product, y = y, x.new_empty(rows, shape[-1])
+            separate.launch(here, product, y, gates, factor, gated=gated)
+    return y.view(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class NormedPlan:
     """How `normed_linear` is computed: with a `config`, by that `kernel` of kernels/gpu, gates included; otherwise the product by the
-    kernel of a plain linear layer, and the gates by a separate one. A norm outside of the product has a separate kernel before it."""
+    kernel of a plain linear layer, and the gates by a separate one, as a function without gates always is. A norm outside of the product
+    has a separate kernel before it."""
 
     problem: Problem
     kernel: str
@@ -351,7 +279,11 @@ class _Token(NamedTuple):
     k_norm: Tensor | None
     eps: float
     plus_one: bool
+    sinks: Tensor | None
+    query: int
     scale: float
+    turned: int
+    pairs: str
     factor: float
     advance: int
     ring: bool
@@ -359,7 +291,7 @@ class _Token(NamedTuple):
     @property
     def rows(self) -> tuple[Tensor, ...]:
         """The tensors whose last dimension must be contiguous."""
-        return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm) if t is not None)
+        return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm, self.sinks) if t is not None)
 
     @property
     def norms(self) -> tuple[Norm, Norm] | None:
@@ -383,13 +315,18 @@ class _Token(NamedTuple):
         if fits:
             batch, kv_heads, size, dim = keys.shape
             heads = qkv.shape[1] // dim - 2 * kv_heads
-            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
+            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads == self.query and heads % kv_heads == 0 and dim % 2 == 0
+            fits &= heads > 0 and self.pairs in PAIRS
             turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
-                fits = all(t.dim() == 2 and t.shape[0] in (1, batch) and t.shape[1] <= dim and t.shape[1] % 2 == 0 for t in self.rotary)
+                fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.turned % 2 == 0
+                fits &= 0 < self.turned <= dim
+                fits &= self.rotary[0].shape[1] in ([self.turned] if self.pairs == "twice" else [self.turned, self.turned // 2])
                 fits &= self.rotary[0].shape == self.rotary[1].shape
             fits &= (turns[0] is None) == (turns[1] is None)
-            fits &= mask is None or (mask.dtype == torch.bool and mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
+            fits &= mask is None or (mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
+            fits &= mask is None or mask.dtype == torch.bool or mask.is_floating_point()
+            fits &= self.sinks is None or (self.sinks.shape == (heads,) and self.sinks.is_floating_point())
             fits &= self.length.numel() == 1 and self.length.dtype == torch.int64
             fits &= (norms[0] is None) == (norms[1] is None)
             widths = [None if t is None else tuple(t.shape) for t in norms]
@@ -399,7 +336,7 @@ class _Token(NamedTuple):
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, self.values, self.length, *self.rows))
         raise ArgumentError(
             f"attend takes qkv [B, (H + 2 Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, one int64, cosines and sines [B, R], R <= D, "
-            f"a mask bool [B, T] and norms [D] or of all heads, got {got}"
+            f"a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
         )
 
 
@@ -416,29 +353,46 @@ def _attend(*args: Any) -> Tensor:
         q, k = (wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
     x = torch.cat((q, k), 1)
     if token.rotary is not None:
-        cos, sin = (t.float()[:, None] for t in token.rotary)
-        turned = cos.shape[2]
-        part = x[..., :turned]
-        part = part * cos + torch.cat((-part[..., turned // 2 :], part[..., : turned // 2]), -1) * sin
-        x = torch.cat((part, x[..., turned:]), -1)
+        x = _turned(x, token.rotary, token.turned, token.pairs)
     q, k = x.split((heads, kv_heads), 1)
     at = token.length.view(1)
     place = at % size if token.ring else at
     keys.index_copy_(2, place, k[:, :, None].to(keys.dtype))
     values.index_copy_(2, place, v[:, :, None].to(values.dtype))
     tokens = torch.arange(size, device=keys.device)[None]
-    seen = tokens <= at
-    if token.mask is not None:
+    seen, mask = tokens <= at, token.mask
+    if mask is not None:
         # By their age: what follows the new token in a ring that is full is the oldest.
         ages = torch.where(at >= size, (tokens - place - 1) % size, tokens) if token.ring else tokens
-        seen = seen & token.mask.gather(1, ages.expand(len(token.mask), -1))
+        mask = mask.gather(1, ages.expand(len(mask), -1))
+        seen = seen & mask if mask.dtype == torch.bool else seen
     token.length.add_(token.advance)
     q = q.view(batch, kv_heads, -1, dim) * token.scale
-    scores = (q @ keys.float().transpose(2, 3)).masked_fill(~seen[:, None, None], -torch.inf)
+    scores = q @ keys.float().transpose(2, 3)
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask.float()[:, None, None]
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    if token.sinks is not None:
+        scores = torch.cat((scores, token.sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1)), -1)
     # Unused entries of the cache may hold anything, NaN included.
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
-    y: Tensor = scores.softmax(-1) @ there * token.factor
+    y: Tensor = scores.softmax(-1)[..., :size] @ there * token.factor
     return y.to(qkv.dtype).view(batch, heads * dim)
+
+
+def _turned(x: Tensor, rotary: tuple[Tensor, Tensor], turned: int, pairs: str) -> Tensor:
+    """x [B, heads, D] with positions."""
+    cos, sin = (t.float()[:, None] for t in rotary)
+    part, half = x[..., :turned], turned // 2
+    if pairs == "once":
+        cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
+    elif cos.shape[2] < turned:
+        cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+    if pairs:
+        other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+    else:
+        other = torch.cat((-part[..., half:], part[..., :half]), -1)
+    return torch.cat((part * cos + other * sin, x[..., turned:]), -1)
 
 
 def _attend_cuda(*args: Any) -> Tensor:
@@ -461,8 +415,8 @@ def _attend_cuda(*args: Any) -> Tensor:
             qkv, of_heads = torch.empty_like(qkv), qkv
             norm.launch_parts(here, of_heads, norms, qkv)
             norms = None
-        settings = token.scale, token.advance, norms
-        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, *settings, factor=token.factor, ring=token.ring)
+        settings = token.scale, token.advance, norms, kernel.How(token.factor, token.ring, token.turned, token.pairs, token.sinks)
+        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, *settings)
     return out
 
 
@@ -496,25 +450,16 @@ def _normed_fake(
     n: int,
     k: int,
     gates: str,
+    gated: bool,
     factor: float,
 ) -> Tensor:
-    _check_normed(x, norm, n, k, gates)
-    return x.new_empty((*x.shape[:-1], n // 2 if gates else n))
-
-
-def _add_normed_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
-) -> tuple[Tensor, Tensor]:
-    _check_added(x, residual, weight, then)
-    return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)
+    _check_normed(x, norm, n, k, gates, gated=gated)
+    return x.new_empty((*x.shape[:-1], n // 2 if gates and gated else n))
 
 
 _library.impl("normed_linear", _normed, "CPU")
 _library.impl("normed_linear", _normed_cuda, "CUDA")
-_library.impl("add_normed", _add_normed, "CPU")
-_library.impl("add_normed", _add_normed_cuda, "CUDA")
 _library.impl("attend", _attend, "CPU")
 _library.impl("attend", _attend_cuda, "CUDA")
 torch.library.register_fake("halfbyte::normed_linear", _normed_fake, lib=_library)
 torch.library.register_fake("halfbyte::attend", _attend_fake, lib=_library)
-torch.library.register_fake("halfbyte::add_normed", _add_normed_fake, lib=_library)

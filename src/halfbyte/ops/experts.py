@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu import halves
 
 MOST_PAIRS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
+CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

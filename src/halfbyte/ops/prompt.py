@@ -1,41 +1,22 @@
-"""What a decoder layer does to many tokens of each sequence, as in prompts, beside its products: norms, positions, attention and gates.
+"""What a decoder layer does to many tokens of each sequence, as in prompts, beside its products and norms: positions, attention, gates.
 
 Plain functions: under torch.compile a layer takes other steps. On NVIDIA GPUs each is one kernel, or two, whose launches are replayed where
-only addresses differ (`replay.py`), as a prompt is a few hundred of them and Triton's own launcher takes the host longer than most take the
-GPU; elsewhere the same formula in torch's operations. No gradients.
+only addresses differ (`replay.py`); elsewhere the same formula in torch's operations. No gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import Heads, Norm
-from halfbyte.ops.decoding import rms_norm, why_not_norm, wide_norm
-from halfbyte.ops.replay import Replays
-
-_replays = Replays()
-
-
-def _run(launch: Callable[[], object], operands: Sequence[Tensor | None], *settings: Hashable) -> None:
-    """Makes launches that depend on nothing but the operands' shapes, types and addresses, and on the settings."""
-
-    def start() -> Callable[[], object]:
-        launch()
-        return launch
-
-    if any(t is not None and t.data_ptr() % 16 for t in operands):
-        launch()
-        return
-    alike = (None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands)
-    _replays.run((*settings, *alike), start, operands)  # type: ignore[arg-type]
+from halfbyte.ops.decoder import PAIRS, Heads
+from halfbyte.ops.decoding import activated_in_torch
+from halfbyte.ops.norms import why_not_norm, wide_norm
+from halfbyte.ops.replay import run_alike
 
 
 def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
@@ -50,67 +31,21 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
     return kernel.supports(heads.query, heads.key, heads.dim, dtype) or (None if normed is None else why_not_norm(normed, here))
 
 
-# Norms and gates
+# Gates
 
 
-def normed(x: Tensor, norm: Norm) -> Tensor:
-    """The RMS norm of x [..., K], in float32, rounded once."""
-    here = _here(x, norm.weight, columns=x.shape[-1])
-    if here is None:
-        return rms_norm(x, norm)
-    from halfbyte.kernels.gpu import norm as kernel
-
-    out = torch.empty_like(x)
-    rows = x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
-    with on(x):
-        _run(lambda: kernel.launch(here, rows[0], norm[:3], rows[1]), (x, norm.weight, out), "norm", norm.eps, norm.plus_one)
-    return out
-
-
-def added_normed(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(x), rounded to x's type, and then(h), if there is a norm `then`, of the same kind (`plus_one`)."""
-    weight = None if then is None else then.weight
-    here = _here(x, residual, norm.weight, weight, columns=x.shape[-1])
-    if here is None:
-        h = (wide_norm(x.float(), norm) + residual.float()).to(x.dtype)
-        return h, None if then is None else rms_norm(h, then)
-    from halfbyte.kernels.gpu import norm as kernel
-
-    h, z = torch.empty_like(x), None if then is None else torch.empty_like(x)
-
-    def launch() -> None:
-        flat, other, out = (t.view(-1, x.shape[-1]) for t in (x, residual, h))
-        following = None if then is None or z is None else (then[:3], z.view(-1, x.shape[-1]))
-        kernel.launch_added(here, flat, norm[:3], other, out, following)
-
-    operands, of_then = (x, norm.weight, residual, h, weight, z), None if then is None else then.eps
-    with on(x):
-        _run(launch, operands, "added", norm.eps, norm.plus_one, of_then)
-    return h, z
-
-
-def gated(y: Tensor, gates: str, factor: float = 1.0) -> Tensor:
-    """factor * f(y[..., : N / 2]) * y[..., N / 2 :], f being "silu" or "gelu_tanh"."""
-    here = _here(y)
-    if here is None:
-        gate, up = y.float().chunk(2, -1)
-        active = functional.silu(gate) if gates == "silu" else functional.gelu(gate, approximate="tanh")
-        return (active * up * factor).to(y.dtype)
+def activated(y: Tensor, gates: str, factor: float = 1.0, *, gated: bool = True) -> Tensor:
+    """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f: one of `problem.GATES`."""
+    here = gpu(y.get_device()) if y.is_cuda and y.numel() and y.is_contiguous() else None
+    if here is None or why_not_norm(1, here) is not None:
+        return activated_in_torch(y, gates, factor, gated=gated)
     from halfbyte.kernels.gpu import gates as kernel
 
-    out = y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
+    out = y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1]))
     rows = y.view(-1, y.shape[-1]), out.view(-1, out.shape[-1])
     with on(y):
-        _run(lambda: kernel.launch(here, *rows, gates, factor), (y, out), "gates", gates, factor)
+        run_alike(lambda: kernel.launch(here, *rows, gates, factor, gated=gated), (y, out), "gates", gates, factor, gated)
     return out
-
-
-def _here(x: Tensor, *others: Tensor | None, columns: int = 1) -> Gpu | None:
-    """The GPU whose kernels compute norms of so many columns, and gates; None: torch's operations do."""
-    if not x.is_cuda or not x.numel() or not all(t.is_contiguous() for t in (x, *others) if t is not None):
-        return None
-    here = gpu(x.get_device())
-    return here if why_not_norm(columns, here) is None else None
 
 
 # Positions
@@ -120,7 +55,7 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     """Queries [B, T, H, D] of qkv [B, T, (H + 2 Hkv) * D], heads after heads, with the norms and positions of `heads`; keys and values are
     written to `keys` and `values` [B, Hkv, S, D] from `length` on.
 
-    rotary  cosines and sines of the positions, each [B or 1, T, R], or R / 2 where `heads.pairs` is "once"; None: none
+    rotary  cosines and sines of the positions, each [B or 1, T, R], or their first R / 2, where these are for a pair each; None: none
     length  int64, one number; None: 0
 
     Where S is too small all queries are NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not fit.
@@ -138,17 +73,19 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     norms = None if heads.norms is None else (heads.norms[0][:3], heads.norms[1][:3])
     beside = torch.empty_like(flat) if norms is not None and heads.rows else None
 
+    turned = 0 if rotary is None else heads.width, heads.pairs
+
     def launch() -> None:
         if beside is not None and norms is not None:
             norm.launch_parts(here, flat, norms, beside)
-            kernel.launch(here, beside, rotary, queries, (keys, values), length, None, heads.pairs)
+            kernel.launch(here, beside, rotary, queries, (keys, values), length, None, *turned)
         else:
-            kernel.launch(here, flat, rotary, queries, (keys, values), length, norms, heads.pairs)
+            kernel.launch(here, flat, rotary, queries, (keys, values), length, norms, *turned)
 
     weights, settings = (None, None) if norms is None else (norms[0][0], norms[1][0]), None if norms is None else norms[0][1:]
     operands = (flat, *(rotary or (None, None)), keys, values, length, *weights, queries, beside)
     with on(qkv):
-        _run(launch, operands, "turn", heads.query, heads.key, heads.pairs, settings)
+        run_alike(launch, operands, "turn", heads.query, heads.key, *turned, settings)
     return queries
 
 
@@ -157,12 +94,11 @@ def _check_turn(
 ) -> None:
     shape, width = (keys.shape[0], heads.key, keys.shape[2], heads.dim), (heads.query + 2 * heads.key) * heads.dim
     fits = keys.shape == values.shape == shape and keys.dtype == values.dtype == qkv.dtype and qkv.dim() == 3
-    fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.pairs in ("", "once", "twice")
+    fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.pairs in PAIRS
     fits = fits and (length is None or (length.numel() == 1 and length.dtype == torch.int64))
     if fits and rotary is not None:
         cos, sin = rotary
-        turned = cos.shape[-1] * (2 if heads.pairs == "once" else 1)
-        fits = cos.dim() == 3 and cos.shape == sin.shape and turned <= heads.dim and turned % 2 == 0
+        fits = cos.dim() == 3 and cos.shape == sin.shape and heads.turns_by(cos.shape[-1]) and heads.width <= heads.dim
         fits = fits and cos.shape[0] in (1, len(qkv)) and cos.shape[1] == qkv.shape[1]
     if fits and heads.norms is not None:
         of_all = (heads.query * heads.dim, heads.key * heads.dim) if heads.rows else (heads.dim, heads.dim)
@@ -183,18 +119,19 @@ def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, value
         q, k = (wide_norm(t.flatten(2) if heads.rows else t, norm).view(t.shape) for t, norm in zip((q, k), heads.norms, strict=True))
     if rotary is not None:
         cos, sin = (t.float().unsqueeze(2) for t in rotary)
-        q, k = (_rotated(t, cos, sin, heads.pairs) for t in (q, k))
+        q, k = (_rotated(t, cos, sin, heads) for t in (q, k))
     places = torch.arange(tokens, device=qkv.device) + (0 if length is None else length)
     keys.index_copy_(2, places, k.transpose(1, 2).to(keys.dtype))
     values.index_copy_(2, places, v.transpose(1, 2).to(values.dtype))
     return q.to(qkv.dtype)  # type: ignore[no-any-return]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
-    if pairs == "once":
-        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-    part, rest = x.tensor_split([cos.shape[-1]], -1)
-    if pairs:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
+    if heads.pairs == "once" or cos.shape[-1] < heads.width:  # an element is for a pair
+        cos, sin = (t[..., : heads.width // 2] for t in (cos, sin))
+        cos, sin = (t.repeat_interleave(2, -1) if heads.pairs else torch.cat((t, t), -1) for t in (cos, sin))
+    part, rest = x.tensor_split([heads.width], -1)
+    if heads.pairs:
         turned = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
     else:
         first, second = part.chunk(2, -1)
@@ -241,7 +178,7 @@ def attend_many(
         kernel.launch(here, queries, keys, values, length, mask, out, scale, factor, sinks)
 
     with on(queries):
-        _run(launch, (queries, keys, values, length, mask, sinks, out), "attend", scale, factor)
+        run_alike(launch, (queries, keys, values, length, mask, sinks, out), "attend", scale, factor)
     return out
 
 

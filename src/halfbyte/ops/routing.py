@@ -1,5 +1,5 @@
 """The feed-forward half of a decoder layer with experts, for one token of each sequence: the custom op `halfbyte::add_experts`, five or six
-kernels on an NVIDIA GPU, and the same formula in torch's operations elsewhere."""
+kernels on an NVIDIA GPU and those of an expert that all tokens share, and the same formula in torch's operations elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import halfbyte.ops.decoding  # noqa: F401 - defines halfbyte::normed_linear
 from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
@@ -17,26 +18,37 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
-from halfbyte.ops.decoding import rms_norm, why_not_norm
-from halfbyte.ops.experts import Experts
+from halfbyte.ops.experts import CLAMPED, Experts
+from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import OPS
+from halfbyte.ops.norms import norm_in_torch, why_not_norm
 from halfbyte.ops.tensors import aligned
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, int chosen, bool normalized, Tensor gate_up, "
-    "str gate_up_format, Tensor down, str down_format, int inner) -> Tensor"
+    "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, Tensor? bias, int chosen, bool normalized, "
+    "Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, str down_format, Tensor? down_bias, int inner, "
+    "float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, Tensor? own_up_bias, Tensor? own_down, str own_down_format, "
+    "Tensor? own_down_bias, int own_inner) -> Tensor"
 )
 
 
 def add_experts(x: Tensor, half: Experts) -> Tensor:
-    """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype; without an expert that all tokens share.
+    """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype.
 
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
-    gate_up, down = half.gate_up.packed, half.down.packed
-    stacks = gate_up.data, gate_up.name, down.data, down.name, down.shape[2]
-    return OPS.add_experts.default(x, *half.before[:3], half.router, half.chosen, half.normalized, *stacks)  # type: ignore[no-any-return]
+    router, stacks = (half.router, half.bias, half.chosen, half.normalized), (*_parts(half.gate_up), *_parts(half.down))
+    inner, clamped = half.down.packed.shape[2], None if half.clamped is None else [*half.clamped]
+    shared = half.shared
+    own: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
+    if shared is not None:
+        own = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down), shared.down.packed.shape[1])
+    return OPS.add_experts.default(x, *half.before[:3], *router, *stacks, inner, clamped, *own)  # type: ignore[no-any-return]
+
+
+def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
+    return (None, "", None) if weight is None else (weight.packed.data, weight.packed.name, weight.bias)
 
 
 def why_not_experts(half: Experts, here: Gpu) -> str | None:
@@ -62,13 +74,25 @@ class _Arguments(NamedTuple):
     eps: float
     plus_one: bool
     router: Tensor
+    bias: Tensor | None
     chosen: int
     normalized: bool
     gate_up: Tensor
     gate_up_format: str
+    gate_up_bias: Tensor | None
     down: Tensor
     down_format: str
+    down_bias: Tensor | None
     inner: int
+    clamped: list[float] | None
+    own: Tensor | None  # the gate of the expert that all tokens share, and its weights, if there is one
+    own_up: Tensor | None
+    own_up_format: str
+    own_up_bias: Tensor | None
+    own_down: Tensor | None
+    own_down_format: str
+    own_down_bias: Tensor | None
+    own_inner: int
 
     @property
     def before(self) -> Norm:
@@ -79,19 +103,45 @@ class _Arguments(NamedTuple):
         x, router = self.x, self.router
         fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
         fits = fits and x.device == router.device == self.norm.device
+        for part, shape in ((self.bias, router.shape[:1]), (self.own, router.shape[1:])):
+            if part is not None:
+                fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
         if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
-            got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, self.norm, router))
+            tensors = x, self.norm, router, self.bias, self.own
+            got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
             raise ArgumentError(
-                "experts take x [..., K], a norm [K] of its type, a router [E, K], all on one device, and 1 to E of them, "
-                f"got {got}, {self.chosen}"
+                "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias [E] and a gate [K] of what is shared, all on "
+                f"one device, and 1 to E of them, got {got}, {self.chosen}"
             )
 
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
         """[M, T, N]"""
         experts, k = self.router.shape
-        weight, name = (self.down, self.down_format) if down else (self.gate_up, self.gate_up_format)
+        up = self.gate_up, self.gate_up_bias, self.gate_up_format
+        weight, bias, name = (self.down, self.down_bias, self.down_format) if down else up
         n, k = (k, self.inner) if down else (2 * self.inner, k)
-        y: Tensor = OPS.grouped_linear.default(x, weight, ids, None, name, experts, n, k, "float", "block")
+        y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, name, experts, n, k, "float", "block")
+        return y
+
+    def gated(self, x: Tensor) -> Tensor:
+        """What follows from gate and up, x [..., 2 I], in float32."""
+        if self.clamped is None:
+            gate, up = x.float().chunk(2, -1)
+            return functional.silu(gate) * up
+        alpha, limit = self.clamped
+        both = x.float()
+        gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2]
+        y: Tensor = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+        return y
+
+
+    def of_shared(self, z: Tensor) -> Tensor:
+        """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
+        k, infinite = z.shape[1], float("inf")
+        up = self.own_up, self.own_up_bias, self.own_up_format, 2 * self.own_inner, k
+        inner = OPS.normed_linear.default(z, None, 0.0, False, *up, "silu", True, 1.0)
+        down = self.own_down, self.own_down_bias, None, self.own_down_format, k, self.own_inner
+        y: Tensor = OPS.linear.default(inner, *down, "float", "block", -infinite, infinite)
         return y
 
 
@@ -99,13 +149,17 @@ def _add_experts(*args: Any) -> Tensor:
     """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
     a = _Arguments(*args)
     a.check()
-    z = rms_norm(a.x, a.before).view(-1, a.x.shape[-1])
+    z = norm_in_torch(a.x, a.before).view(-1, a.x.shape[-1])
     logits = z.float() @ a.router.float().T
+    if a.bias is not None:
+        logits += a.bias.float()
     best, ids = logits.topk(a.chosen, -1)
     weights = best.softmax(-1) if a.normalized else logits.softmax(-1).gather(1, ids)
-    gate, up = a.product(z, ids, down=False).float().chunk(2, -1)
-    y = a.product((functional.silu(gate) * up).to(z.dtype), ids, down=True)
-    return (a.x + (y.float() * weights.unsqueeze(-1)).sum(1).view(a.x.shape)).to(a.x.dtype)
+    y = a.product(a.gated(a.product(z, ids, down=False)).to(z.dtype), ids, down=True)
+    total = (y.float() * weights.unsqueeze(-1)).sum(1)
+    if a.own is not None:
+        total += torch.sigmoid(z.float() @ a.own.float()).unsqueeze(-1) * a.of_shared(z).float()
+    return (a.x + total.view(a.x.shape)).to(a.x.dtype)
 
 
 def _add_experts_cuda(*args: Any) -> Tensor:
@@ -123,17 +177,22 @@ def _add_experts_cuda(*args: Any) -> Tensor:
     ids = torch.empty(m, a.chosen, dtype=torch.int32, device=x.device)
     problem = Problem("grouped_linear", pairs, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
     with on(x):
-        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), a.router.contiguous(), z, logits)
+        own = None if a.own is None else (a.own.contiguous(), torch.empty(m, dtype=torch.float32, device=x.device))
+        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
+        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
         routing.launch_choice(here, logits, ids, weights, normalized=a.normalized)
-        config = _gated(problem, here)
+        plain = a.clamped is None and a.gate_up_bias is None
+        config = _gated(problem, here) if plain else None
         if config is not None:
             nbytes = experts * packed_bytes(a.gate_up_format, 2 * a.inner, k, "cuda")
             check_bytes(a.gate_up, nbytes, x.device, f"{a.gate_up_format} of shape [{experts}, {2 * a.inner}, {k}]")
             grouped.launch(problem, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
-        else:
+        elif a.clamped is None:
             gates.launch(here, a.product(z, ids, down=False).view(pairs, -1), inner)
+        else:
+            gates.launch_clamped(here, a.product(z, ids, down=False).view(pairs, -1), inner, *a.clamped)
         y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
-        routing.launch_sum(here, y.view(pairs, k), weights, x, out)
+        routing.launch_sum(here, y.view(pairs, k), weights, x, out, None if own is None else (own[1], a.of_shared(z)))
     return out.view(a.x.shape)
 
 
@@ -149,8 +208,13 @@ def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
     """What computes `half` for so many rows, of which none is in torch's operations."""
     experts, n, k = half.gate_up.packed.shape
     problem = Problem("grouped_linear", rows * half.chosen, n, k, half.gate_up.packed.format, dtype, experts=experts)
-    gates = "with silu(gate) * up" if _gated(problem, here) is not None else "before a kernel of silu(gate) * up"
-    return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights, with the residual added"
+    if half.clamped is None:
+        within = half.gate_up.bias is None and _gated(problem, here) is not None
+        gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
+    else:
+        gates = f"before a kernel of {CLAMPED}"
+    shared = "" if half.shared is None else ", what is shared"
+    return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights{shared} and the residual"
 
 
 def _fake(*args: Any) -> Tensor:

@@ -1,9 +1,10 @@
 """One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
 
     q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[R/2:], x[:R/2]) * sin     (Su et al., RoFormer, 2021)
-    in the first R elements of D; before that, where there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each
-    head alone (RMS norm: Zhang and Sennrich, 2019)
-    keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true
+    in the first R elements of D, or neighbours are turned: x[2 i], x[2 i + 1] -> x * cos + (-x[2 i + 1], x[2 i]) * sin; before that, where
+    there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and Sennrich, 2019)
+    keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true, or
+    of scale * q · keysᵀ + mask; a head may have a sink, a score that adds nothing but to the sum of exponentials (gpt-oss)
 
 keys, values [B, Hkv, T, D] are a cache of fixed size. `length` tokens of it are there, and the new one's place is after them. Or it is a
 ring, a window that has seen `length` tokens and keeps the last T: there the new one takes the place of the oldest, and the mask has tokens
@@ -24,6 +25,7 @@ nothing is written.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -49,7 +51,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
     take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
-    positions."""
+    positions; `pairs` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are added to scores."""
 
     dim: int
     wide: int
@@ -62,11 +64,37 @@ class Static:
     turned: int
     plus_one: bool = False
     ring: bool = False
+    pairs: str = ""
+    short: bool = False
+    added: bool = False
+
+    @property
+    def neighbours(self) -> bool:
+        """Whether they are turned together."""
+        return self.pairs != ""
 
     @property
     def group(self) -> int:
         """`heads` up to a power of two."""
         return int(triton.next_power_of_2(self.heads))
+
+
+class How(NamedTuple):
+    """What families differ in.
+
+    factor  of the result
+    ring    the cache is one
+    turned  elements of a head that have positions, R; None: as many as the tables have, which may have R / 2
+    pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by the first R / 2 numbers of the tables, or by R,
+            each twice
+    sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
+    """
+
+    factor: float = 1.0
+    ring: bool = False
+    turned: int | None = None
+    pairs: str = ""
+    sinks: Tensor | None = None
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -123,22 +151,22 @@ def launch(
     scale: float,
     advance: int = 1,
     norms: tuple[Norm, Norm] | None = None,
-    *,
-    factor: float = 1.0,
-    ring: bool = False,
+    how: How = How(),  # noqa: B008
 ) -> None:
     """
     qkv     [B, (H + 2 Hkv) * D], out [B, H * D], contiguous
-    rotary  cosines and sines [B or 1, R] of the positions, the last dimension contiguous; None: there are none
+    rotary  cosines and sines [B or 1, R or R / 2] of the positions, the last dimension contiguous; None: there are none
     cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; `length` int64, one number, of the same cache
-    mask    bool [B or 1, T], the last dimension contiguous; None: all true
+    mask    [B or 1, T], bool, or floating point, which is added; the last dimension contiguous; None: all true
     norms   of queries and of keys, weights [D], alike in what else they are; None: there are none
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim
     s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu)
-    turned = 0 if rotary is None else rotary[0].shape[1]
-    s = replace(s, turned=turned, plus_one=norms is not None and norms[0][2], ring=ring)
+    width = 0 if rotary is None else rotary[0].shape[1]
+    turned = width if how.turned is None or rotary is None else how.turned
+    s = replace(s, turned=turned, pairs=how.pairs, short=width < turned, added=mask is not None and mask.is_floating_point())
+    s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
@@ -154,7 +182,7 @@ def launch(
         rotary,
         cache,
         length,
-        None if mask is None else mask.view(torch.uint8),
+        mask if mask is None or s.added else mask.view(torch.uint8),
         parts,
         kv_heads,
         size,
@@ -167,7 +195,9 @@ def launch(
     )
     most = int(triton.next_power_of_2(splits))
     warps = 2 if most * s.wide <= 4096 else 4 if most * s.wide <= 8192 else 8  # all parts of a head are in registers at once
-    launcher.run(_add_up, (programs, s.heads), parts, length, out, splits, advance, factor, most, s, num_warps=warps, early=s.pdl)
+    sinks = None if how.sinks is None else (how.sinks, kv_heads)
+    numbers = splits, advance, how.factor
+    launcher.run(_add_up, (programs, s.heads), parts, length, out, sinks, *numbers, most, s, num_warps=warps, early=s.pdl)
 
 
 @triton.jit
@@ -190,7 +220,10 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     g = tl.arange(0, ROWS)
     inside = d < DIM
     turned = d < TURNED
-    half = tl.where(turned, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
+    if S.neighbours:
+        half = tl.where(turned, d ^ 1, d)
+    else:
+        half = tl.where(turned, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
     if norms is not None:
         q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
         q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
@@ -231,9 +264,16 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     k_half = tl.load(new + half, mask=inside, other=0.0)
     v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0)
     if TURNED > 0:
-        cos = tl.load(rotary[0] + batch * strides[0] + d, mask=turned, other=1.0)
-        sin = tl.load(rotary[1] + batch * strides[1] + d, mask=turned, other=0.0)
-        cos, sin = cos.to(tl.float32), tl.where(d < TURNED // 2, -1.0, 1.0) * sin.to(tl.float32)
+        if S.pairs == "once":
+            entry = d // 2
+        elif S.short:
+            entry = tl.where(d < TURNED // 2, d, d - TURNED // 2)
+        else:
+            entry = d
+        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=turned, other=1.0)
+        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=turned, other=0.0)
+        first_of_two = d % 2 == 0 if S.neighbours else d < TURNED // 2
+        cos, sin = cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
     else:
         cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
     q, q_half, k, k_half = q.to(tl.float32), q_half.to(tl.float32), k.to(tl.float32), k_half.to(tl.float32)
@@ -259,7 +299,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             keys_now = tl.where(new_here[:, None], k[None, :], keys)
             # What is not there yet may be anything.
             values_now = tl.where(new_here[:, None], v[None, :], tl.where((t < now)[:, None], values, 0.0))
-            seen_now = seen & (t <= now)
+            seen_now = _but(seen, t <= now, S)
             keys, values = _tile(cache, first, t + TOKENS * splits, end, inside, S)
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
@@ -275,20 +315,24 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
             t = step + tl.arange(0, TOKENS)
             keys, values = _tile(cache, first, t, end, inside, S)
-            seen_now = seen & (t != place) if S.ring else seen
+            seen_now = _but(seen, t != place, S) if S.ring else seen
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
         sees = fits
         if mask is not None:
-            sees &= tl.load(mask + row_mask + tl.minimum(now, size - 1)) != 0
+            own = tl.load(mask + row_mask + tl.minimum(now, size - 1))
+            if S.added:
+                score += _to_add(own)
+            else:
+                sees &= own != 0
         if mine_too & sees:
             larger = tl.maximum(most, score)
             weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
             most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
     if fits & mine_too:
-        entry = first + place * DIM + d
-        tl.store(cache[0] + entry, k, mask=inside)
-        tl.store(cache[1] + entry, v, mask=inside)
+        to = first + place * DIM + d
+        tl.store(cache[0] + to, k, mask=inside)
+        tl.store(cache[1] + to, v, mask=inside)
     part = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
@@ -301,7 +345,10 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
     ROWS: tl.constexpr = S.rows
     TOKENS: tl.constexpr = S.tokens
     scores = _product(q0, q1, tl.trans(keys), tl.zeros((ROWS, TOKENS), tl.float32))
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+    if S.added:
+        scores = tl.where(seen[None, :] == float("-inf"), float("-inf"), scores + seen[None, :])
+    else:
+        scores = tl.where(seen[None, :], scores, float("-inf"))
     larger = tl.maximum(most, tl.max(scores, axis=1))  # a NaN comes back by the weights
     base = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen so far
     weights = tl.exp2(scores - base[:, None])
@@ -339,14 +386,33 @@ def _tile(cache, first, t, end, inside, S: tl.constexpr):
 
 @triton.jit
 def _seen(mask, row, t, end, oldest, size, S: tl.constexpr):
-    """Which tokens may be seen."""
+    """Which tokens may be seen; where masks are `added`, what is added to scores, times log2 of e, -inf for tokens that there are not."""
     if mask is None:
         return t < end
     else:
         at = t
         if S.ring:
             at = tl.where(t < oldest, t + size, t) - oldest
-        return tl.load(mask + row + at, mask=t < end, other=0) != 0
+        if S.added:
+            return tl.where(t < end, _to_add(tl.load(mask + row + at, mask=t < end, other=0.0)), float("-inf"))
+        else:
+            return tl.load(mask + row + at, mask=t < end, other=0) != 0
+
+
+@triton.jit
+def _to_add(number):
+    """A mask's number times log2 of e, finite also for the least one of float32."""
+    number = number.to(tl.float32)
+    return tl.where(number < -1e38, -1e38, number) * 1.4426950408889634
+
+
+@triton.jit
+def _but(seen, there, S: tl.constexpr):
+    """What `_seen` gave, of these tokens alone."""
+    if S.added:
+        return tl.where(there, seen, float("-inf"))
+    else:
+        return seen & there
 
 
 @triton.jit
@@ -368,8 +434,9 @@ def _product(a0, a1, b, total):
 
 
 @triton.jit(do_not_specialize=["splits", "advance"])
-def _add_up(scratch, length, out, splits, advance, factor, MOST: tl.constexpr, S: tl.constexpr):
-    """The softmax of all parts of a query head, from the sums and maxima of each. MOST: `splits` up to a power of two."""
+def _add_up(scratch, length, out, sinks, splits, advance, factor, MOST: tl.constexpr, S: tl.constexpr):
+    """The softmax of all parts of a query head, from the sums and maxima of each. MOST: `splits` up to a power of two; sinks: where they
+    are, and how many key heads there are, or None."""
     if S.pdl:
         gdc_launch_dependents()
     program, head = tl.program_id(0), tl.program_id(1)
@@ -382,8 +449,14 @@ def _add_up(scratch, length, out, splits, advance, factor, MOST: tl.constexpr, S
     most = tl.load(scratch[1] + 2 * part + head, mask=there, other=float("-inf"))
     total = tl.load(scratch[1] + 2 * part + S.group + head, mask=there, other=0.0)
     largest = tl.max(most, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks[0] + program % sinks[1] * S.heads + head).to(tl.float32) * 1.4426950408889634
+        largest = tl.maximum(largest, sink)
     weights = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
-    y = tl.sum(sums * weights[:, None], axis=0) / tl.sum(total * weights, axis=0) * factor
+    whole = tl.sum(total * weights, axis=0)
+    if sinks is not None:
+        whole += tl.exp2(sink - largest)
+    y = tl.sum(sums * weights[:, None], axis=0) / whole * factor
     to = out + program.to(tl.int64) * (S.heads * S.dim) + head * S.dim + d
     tl.store(to, y.to(out.dtype.element_ty), mask=inside)
     if (program == 0) & (head == 0):

@@ -34,13 +34,29 @@ def write(total, out, added, rn, rm, M, N, low, high, CLAMP: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, factor, GATES: tl.constexpr):
-    """factor * f(gate) * up, float32, where f is what GATES names: silu, or gelu by a tanh, which is x * sigmoid(t) as well."""
-    if GATES == "gelu_tanh":
-        t = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    """factor * f(gate) * up, float32, where f is what GATES names."""
+    return activated(gate, GATES) * up * factor
+
+
+@triton.jit
+def activated(x, GATES: tl.constexpr):
+    """f(x), float32: silu, or gelu by a tanh, which is x * sigmoid(t) as well; or the square of what is above 0. A NaN stays NaN."""
+    if GATES == "relu2":
+        above = tl.where(x < 0, 0.0, x)
+        return above * above
     else:
-        t = gate
+        if GATES == "gelu_tanh":
+            t = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi)
+        else:
+            t = x
+        return times_sigmoid(x, t)
+
+
+@triton.jit
+def times_sigmoid(x, t):
+    """x * sigmoid(t), float32."""
     small = tl.exp(-tl.abs(t))
-    return gate * tl.where(t < 0, small, 1.0) / (1 + small) * up * factor
+    return x * tl.where(t < 0, small, 1.0) / (1 + small)
 
 
 @triton.jit

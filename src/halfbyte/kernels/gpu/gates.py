@@ -1,4 +1,7 @@
-"""y [M, N / 2] = factor * f(x[:, : N / 2]) * x[:, N / 2 :] of x [M, N], in float32, rounded once.
+"""y [M, N / 2] = factor * f(x[:, : N / 2]) * x[:, N / 2 :] of x [M, N], or without gates y [M, N] = factor * f(x), in float32,
+rounded once.
+
+    y [M, I] = (up + 1) * gate * sigmoid(alpha * gate) of x [M, 2 I], gate, up, gate, …, which are clamped before
 
 Where the product before it has gates, `skinny.py` computes them before it writes; this is for products of other kernels.
 """
@@ -11,27 +14,55 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.epilogue import gated
+from halfbyte.kernels.gpu.arithmetic import clamped
+from halfbyte.kernels.gpu.epilogue import activated, times_sigmoid
+from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.machine import Gpu
 
 _WIDE = 1024
 
 
-def launch(gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0) -> None:
-    """x [M, N], out [M, N / 2], contiguous; `gates` names f: one of `problem.GATES`."""
-    m, half = out.shape
+def launch(gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0, *, gated: bool = True) -> None:
+    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f: one of `problem.GATES`."""
+    m, n = out.shape
     pdl = launcher.starts_early(gpu)
-    launcher.run(_gates, (m, -(-half // _WIDE)), x, out, half, factor, _WIDE, gates, pdl, num_warps=4, early=pdl)
+    launcher.run(_gates, (m, -(-n // _WIDE)), x, out, n, factor, _WIDE, gates, gated, pdl, num_warps=4, early=pdl)
+
+
+def launch_clamped(gpu: Gpu, x: Tensor, out: Tensor, alpha: float, limit: float) -> None:
+    """x [M, 2 I], out [M, I], contiguous; gates are at most `limit`, and up between -limit and limit."""
+    m, n = out.shape
+    pdl = launcher.starts_early(gpu)
+    launcher.run(_clamped, (m, -(-n // _WIDE)), x, out, n, alpha, limit, _WIDE, pdl, num_warps=4, early=pdl)
 
 
 @triton.jit
-def _gates(x, out, half, factor, WIDE: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr):
+def _gates(x, out, N, factor, WIDE: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
-    gate = tl.load(x + 2 * row * half + i, mask=i < half, other=0.0).to(tl.float32)
-    up = tl.load(x + (2 * row + 1) * half + i, mask=i < half, other=0.0).to(tl.float32)
-    tl.store(out + row * half + i, gated(gate, up, factor, GATES).to(out.dtype.element_ty), mask=i < half)
+    if GATED:
+        gate = tl.load(x + 2 * row * N + i, mask=i < N, other=0.0).to(tl.float32)
+        up = tl.load(x + (2 * row + 1) * N + i, mask=i < N, other=0.0).to(tl.float32)
+        y = with_gates(gate, up, factor, GATES)
+    else:
+        y = activated(tl.load(x + row * N + i, mask=i < N, other=0.0).to(tl.float32), GATES) * factor
+    tl.store(out + row * N + i, y.to(out.dtype.element_ty), mask=i < N)
+
+
+@triton.jit
+def _clamped(x, out, N, alpha, limit, WIDE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    begin, row = tl.program_id(1) * WIDE, tl.program_id(0).to(tl.int64)
+    i, pairs = begin + tl.arange(0, WIDE), 2 * begin + tl.arange(0, 2 * WIDE)
+    if PDL:
+        gdc_wait()
+    both = tl.load(x + 2 * row * N + pairs, mask=pairs < 2 * N, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(both, (WIDE, 2)))
+    gate = clamped(gate, float("-inf"), limit)
+    y = times_sigmoid(gate, alpha * gate) * (clamped(up, -limit, limit) + 1)
+    tl.store(out + row * N + i, y.to(out.dtype.element_ty), mask=i < N)

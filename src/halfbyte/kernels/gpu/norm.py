@@ -1,7 +1,7 @@
 """RMS norms (Zhang and Sennrich, 2019) of the rows of x, in float32, rounded once: norm(x) = x / sqrt(mean(x²) + eps) * weight, or
-* (1 + weight), as Gemma has it.
+* (1 + weight), as Gemma has it; and layer norms (Ba, Kiros and Hinton, 2016): the same of x - mean(x), + shift where there is one.
 
-    y = norm(x)                                 or of parts of a row, each with a weight of its own
+    y = norm(x)                                 of either kind; or RMS norms of parts of a row, each with a weight of its own
     h = residual + norm(x), z = then(h)         where what a layer's half gives has a norm, and what follows has, too
 
 For the few rows of a decoding step, a block each: what matters there is that the next kernel may start, and read its weights, meanwhile.
@@ -28,6 +28,14 @@ def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
     launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), plus_one, pdl, num_warps=16, early=pdl)
+
+
+def launch_centred(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out: Tensor) -> None:
+    """A layer norm: x, out [M, K], contiguous, K at most MOST; shift [K] of x's type, or None."""
+    weight, eps, plus_one = norm
+    m, k = x.shape
+    pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
+    launcher.run(_layer_norm, (m,), x, weight, shift, eps, out, k, wide, plus_one, pdl, num_warps=16, early=pdl)
 
 
 def launch_parts(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
@@ -70,6 +78,21 @@ def _norm(x, weight, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PD
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
     tl.store(out + at, _normed(v, factor, K, eps).to(out.dtype.element_ty), mask=i < K)
+
+
+@triton.jit
+def _layer_norm(x, weight, shift, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    i = tl.arange(0, WIDE)
+    at = tl.program_id(0).to(tl.int64) * K + i
+    factor = _factor(weight, i, K, PLUS_ONE)
+    added = tl.zeros((WIDE,), tl.float32) if shift is None else _factor(shift, i, K, False)
+    if PDL:
+        gdc_wait()
+    v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
+    v = tl.where(i < K, v - tl.sum(v) / K, 0.0)
+    tl.store(out + at, (_normed(v, factor, K, eps) + added).to(out.dtype.element_ty), mask=i < K)
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """What lies around the products of a mixture of experts, for the few rows of a decoding step. With h [M, K], in float32:
 
     z = norm(h), rounded to its type           norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
-    logits = z · routerᵀ                       [M, E]
+    logits = z · routerᵀ + bias                [M, E]
     ids, weights                               the T largest logits of a row, the first of equal ones, and their softmax: among them, or
                                                their share of that of all
-    y = h + sum over t of weights[t] * of_experts[t], rounded once
+    y = h + sum over t of weights[t] * of_experts[t] + sigmoid(z · own) * of_shared, rounded once
+                                               the last part where all tokens share an expert, which the same kernels make room for
 
 What takes time is that one kernel waits for another: a block has the logit of one expert, whose row of the router it reads while the
 kernel before is still running, and finds the norm of the whole row by itself.
@@ -12,26 +13,38 @@ kernel before is still running, and finds the norm of the whole row by itself.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.epilogue import times_sigmoid
 from halfbyte.machine import Gpu
 
 MOST_EXPERTS = 1024  # logits of a row in the registers of a warp
 _WIDE = 512
 
 
-def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Tensor, z: Tensor, logits: Tensor) -> None:
-    """x, z [M, K], router [E, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
+class Router(NamedTuple):
+    """weight [E, K], bias [E] or None, contiguous. own: [K], contiguous, of the gate of an expert that all tokens share, and where its
+    logits go, float32 [M]; or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    own: tuple[Tensor, Tensor] | None = None
+
+
+def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Router, z: Tensor, logits: Tensor) -> None:
+    """x, z [M, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
     weight, eps, plus_one = norm
     m, k = x.shape
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
     warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
-    grid = m, len(router)
-    launcher.run(_logits, grid, x, weight, eps, router, z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
+    grid = m, len(router.weight) + (router.own is not None)
+    launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
 
 
 def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, *, normalized: bool) -> None:
@@ -41,11 +54,14 @@ def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, *, nor
     launcher.run(_choose, (m,), logits, ids, weights, experts, chosen, *sizes, normalized, pdl, num_warps=1, early=pdl)
 
 
-def launch_sum(gpu: Gpu, y: Tensor, weights: Tensor, residual: Tensor, out: Tensor) -> None:
-    """y [M * T, K], weights float32 [M, T], residual, out [M, K], contiguous."""
+def launch_sum(
+    gpu: Gpu, y: Tensor, weights: Tensor, residual: Tensor, out: Tensor, shared: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """y [M * T, K], weights float32 [M, T], residual, out [M, K], contiguous; shared: logits float32 [M] of what all tokens share, and what
+    it gives [M, K]."""
     (m, k), pdl = out.shape, launcher.starts_early(gpu)
     grid = m, -(-k // _WIDE)
-    launcher.run(_sum, grid, y, weights, residual, out, k, weights.shape[1], _WIDE, pdl, num_warps=4, early=pdl)
+    launcher.run(_sum, grid, y, weights, residual, shared, out, k, weights.shape[1], _WIDE, pdl, num_warps=4, early=pdl)
 
 
 @triton.jit
@@ -55,17 +71,32 @@ def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: 
     row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, WIDE)
     inside = i < K
-    mine = tl.load(router + expert.to(tl.int64) * K + i, mask=inside, other=0.0)
+    experts = tl.num_programs(1)
+    of_router = inside
+    if router[2] is not None:
+        experts -= 1
+        of_router = inside & (expert < experts)
+    mine = tl.load(router[0] + expert.to(tl.int64) * K + i, mask=of_router, other=0.0)
     factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     if PLUS_ONE:
         factor += 1
     if PDL:
         gdc_wait()
+    if router[2] is not None:  # not before: it may have been dequantized
+        own = tl.load(router[2][0] + i, mask=inside & (expert == experts), other=0.0)
+        mine = mine.to(tl.float32) + own.to(tl.float32)
     v = tl.load(x + row * K + i, mask=inside, other=0.0).to(tl.float32)
     y = (v * tl.rsqrt(tl.sum(v * v) / K + eps) * factor).to(z.dtype.element_ty)
     if expert == 0:
         tl.store(z + row * K + i, y, mask=inside)
-    tl.store(logits + row * tl.num_programs(1) + expert, tl.sum(y.to(tl.float32) * mine.to(tl.float32)))
+    logit = tl.sum(y.to(tl.float32) * mine.to(tl.float32))
+    if router[1] is not None:
+        logit += tl.load(router[1] + expert, mask=expert < experts, other=0.0).to(tl.float32)
+    if router[2] is None:
+        tl.store(logits + row * experts + expert, logit)
+    else:
+        tl.store(logits + row * experts + expert, logit, mask=expert < experts)
+        tl.store(router[2][1] + row, logit, mask=expert == experts)
 
 
 @triton.jit
@@ -96,7 +127,7 @@ def _choose(
 
 
 @triton.jit
-def _sum(y, weights, residual, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _sum(y, weights, residual, shared, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -108,5 +139,8 @@ def _sum(y, weights, residual, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr,
     for t in tl.static_range(CHOSEN):
         part = tl.load(y + (row * CHOSEN + t) * K + i, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weights + row * CHOSEN + t) * part
+    if shared is not None:
+        part = tl.load(shared[1] + row * K + i, mask=inside, other=0.0).to(tl.float32)
+        total += times_sigmoid(part, tl.load(shared[0] + row))
     total += tl.load(residual + row * K + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * K + i, total.to(out.dtype.element_ty), mask=inside)

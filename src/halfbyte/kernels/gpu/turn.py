@@ -32,7 +32,7 @@ class Static:
 
     wide, beside  pairs of those that have, and elements that have not, up to powers of two
     neighbours    elements of a pair are
-    once          tables have an element for each pair, not two
+    once          an element of the tables, of which the first half counts, is for a pair
     """
 
     heads: int
@@ -54,18 +54,20 @@ def launch(
     cache: tuple[Tensor, Tensor],
     length: Tensor | None,
     norms: tuple[Norm, Norm] | None = None,
+    turned: int = 0,
     pairs: str = "",
 ) -> None:
     """
     qkv      [B * T, (H + 2 Hkv) * D], queries [B, T, H, D], contiguous
-    rotary   cosines and sines [B or 1, T, R], the last dimension contiguous (`pairs` "once": R / 2); None: there are no positions
+    rotary   cosines and sines [B or 1, T, R], or their first R / 2, the last dimension contiguous; None: there are no positions
     cache    keys and values [B, Hkv, S, D] of qkv's type, the last dimension contiguous, both with the same strides
     length   int64, one number, where new tokens begin; None: 0
     norms    of queries and of keys, weights [D], alike in what else they are; None: there are none
+    turned   R; 0 where there are no positions
+    pairs    as `ops.decoder.Heads` has it
     """
     batch, tokens, heads, dim = queries.shape
     kv_heads, size = cache[0].shape[1:3]
-    turned = 0 if rotary is None else rotary[0].shape[2] * (2 if pairs == "once" else 1)
     beside = dim - turned
     s = Static(
         max(1, _ELEMENTS // triton.next_power_of_2(dim)),
@@ -74,7 +76,7 @@ def launch(
         triton.next_power_of_2(max(turned // 2, 1)),
         triton.next_power_of_2(max(beside, 1)),
         pairs != "",
-        pairs == "once",
+        pairs == "once" or (rotary is not None and rotary[0].shape[2] < turned),
         norms is not None and norms[0][2],
         launcher.starts_early(gpu),
     )

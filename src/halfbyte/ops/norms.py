@@ -1,0 +1,168 @@
+"""Norms between the products of a decoder layer, for few rows: the custom ops `halfbyte::normed` and `halfbyte::add_normed`, a kernel each
+on NVIDIA GPUs that starts while the previous one is still running, and the same formula in torch's operations elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.errors import ArgumentError
+from halfbyte.machine import Gpu, gpu
+from halfbyte.ops.cuda import on
+from halfbyte.ops.decoder import Norm
+from halfbyte.ops.library import OPS, plain
+from halfbyte.ops.replay import run_alike
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define("normed(Tensor x, Tensor norm, float eps, bool plus_one, bool centred, Tensor? shift) -> Tensor")
+_library.define(
+    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps) -> (Tensor, Tensor)"
+)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """norm(x), an RMS norm or a layer norm over the last dimension: x [..., K] -> [..., K], computed in float32 and rounded once to x's
+    dtype, which is that of the norm's weight and shift [K]. No gradients. Raises ArgumentError for shapes and dtypes that do not fit."""
+    if plain(x):
+        return norm_on_gpu(x, norm) if x.is_cuda else norm_in_torch(x, norm)
+    y: Tensor = OPS.normed.default(x, *norm)
+    return y
+
+
+def add_normed(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor, Tensor | None]:
+    """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
+    (plus_one). x, residual and results [..., K] of one dtype. No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    """
+    weight, eps, _ = rms_parts(then)
+    run: Callable[..., tuple[Tensor, Tensor]] = _add_normed_cuda if x.is_cuda else _add_normed
+    if not plain(x):
+        run = OPS.add_normed.default
+    h, z = run(x, residual, *rms_parts(norm), weight, eps)
+    return h, None if then is None else z
+
+
+def rms_parts(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
+    """The weight of an RMS norm, its eps and whether 1 + weight is multiplied by. Raises ArgumentError for a layer norm."""
+    if norm is not None and norm.centred:
+        raise ArgumentError("a norm within another step is an RMS norm, got a layer norm: call `normed` before")
+    return (None, 0.0, False) if norm is None else norm[:3]
+
+
+def check_norm(x: Tensor, weight: Tensor) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        got = f"x {list(x.shape)} of {x.dtype}, norm {list(weight.shape)} of {weight.dtype}"
+        raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype, got {got}: convert them")
+
+
+def norm_in_torch(x: Tensor, norm: Norm) -> Tensor:
+    """In torch's operations."""
+    _check(x, norm)
+    return wide_norm(x.float(), norm).to(x.dtype)
+
+
+def wide_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Of float32 x, not rounded."""
+    weight = norm.weight.float() + 1 if norm.plus_one else norm.weight.float()
+    if norm.centred:
+        x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
+    return y if norm.shift is None else y + norm.shift.float()
+
+
+def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
+    """By a kernel, where it supports that."""
+    _check(x, norm)
+    here = gpu(x.get_device())
+    if not x.numel() or why_not_norm(x.shape[-1], here) is not None:
+        return norm_in_torch(x, norm)
+    from halfbyte.kernels.gpu import norm as kernel
+
+    z = x.contiguous()
+    out, rows = torch.empty_like(z), (-1, z.shape[-1])
+    weight, shift = norm.weight.contiguous(), None if norm.shift is None else norm.shift.contiguous()
+
+    def launch() -> None:
+        parts = weight, norm.eps, norm.plus_one
+        if norm.centred:
+            kernel.launch_centred(here, z.view(rows), parts, shift, out.view(rows))
+        else:
+            kernel.launch(here, z.view(rows), parts, out.view(rows))
+
+    with on(x):
+        run_alike(launch, (z, weight, shift, out), "normed", *norm[1:4])
+    return out
+
+
+def why_not_norm(k: int, here: Gpu) -> str | None:
+    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/norm.py`."""
+    if (trouble := triton_trouble()) is not None:
+        return trouble
+    from halfbyte.kernels.gpu import norm
+
+    if here.backend != "cuda":
+        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
+    return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold" if k > norm.MOST else None
+
+
+def _check(x: Tensor, norm: Norm) -> None:
+    for part in (norm.weight, norm.shift):
+        if part is not None:
+            check_norm(x, part)
+
+
+def _check_added(x: Tensor, residual: Tensor, *weights: Tensor | None) -> None:
+    for weight in weights:
+        if weight is not None:
+            check_norm(x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        got = f"{residual.dtype} {list(residual.shape)}"
+        raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
+
+
+def _add_normed(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+) -> tuple[Tensor, Tensor]:
+    """In torch's operations."""
+    _check_added(x, residual, weight, then)
+    h = (wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()).to(x.dtype)
+    return h, h.new_empty(0) if then is None else norm_in_torch(h, Norm(then, then_eps, plus_one))
+
+
+def _add_normed_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+) -> tuple[Tensor, Tensor]:
+    _check_added(x, residual, weight, then)
+    here, k = gpu(x.get_device()), x.shape[-1]
+    if not x.numel() or why_not_norm(k, here) is not None:
+        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps)
+    from halfbyte.kernels.gpu import norm as kernel
+
+    z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
+    h, second = torch.empty_like(z), None if then is None else torch.empty_like(z)
+    weight, then = weight.contiguous(), None if then is None else then.contiguous()
+
+    def launch() -> None:
+        following = None if then is None or second is None else ((then, then_eps, plus_one), second)
+        kernel.launch_added(here, z, (weight, eps, plus_one), added, h, following)
+
+    with on(x):
+        run_alike(launch, (z, weight, added, then, h, second), "add_normed", eps, plus_one, then_eps)
+    return h.view(x.shape), h.new_empty(0) if second is None else second.view(x.shape)
+
+
+def _add_normed_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+) -> tuple[Tensor, Tensor]:
+    _check_added(x, residual, weight, then)
+    return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)
+
+
+_library.impl("normed", lambda x, *norm: norm_in_torch(x, Norm(*norm)), "CPU")
+_library.impl("normed", lambda x, *norm: norm_on_gpu(x, Norm(*norm)), "CUDA")
+_library.impl("add_normed", _add_normed, "CPU")
+_library.impl("add_normed", _add_normed_cuda, "CUDA")
+torch.library.register_fake("halfbyte::normed", lambda x, *_: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake("halfbyte::add_normed", _add_normed_fake, lib=_library)
