@@ -23,11 +23,12 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.decoding_cpu import all_norms, linears_of, norms_of, parts_of, settings_of, visible
+from halfbyte.integrations.decoding_cpu import all_norms, groups_of, linears_of, norms_of, parts_of, settings_of, visible
 from halfbyte.integrations.families import other
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.parallel import part_of
 from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.functions import linear
 from halfbyte.ops.library import plain
@@ -97,6 +98,12 @@ def _found(layer: Any) -> _Parts | None:
     first, second = decoding_gpu.halves(layer)
     if decoding_gpu.why_not_attention(layer, linears, first) is not None:
         return None
+    if any(part_of(product) is not None for product in linears[0]):  # a part of the heads is here
+        _, own = groups_of(layer)[0]
+        if len(own) != 3 or first.heads.sinks is not None:
+            return None
+        query, key = (linear.out_features // first.heads.dim for linear in own[:2])
+        first = first._replace(heads=first.heads._replace(query=query, key=key))
     if not isinstance(second, Dense):
         return _Parts(first, None, linears[1], None)
     return None if decoding_gpu.why_not_dense(first, second) is not None else _Parts(first, second, linears[1], linears[2][-1])

@@ -27,6 +27,7 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import PAIRS, Heads, Norm
 from halfbyte.ops.library import OPS
 from halfbyte.ops.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
+from halfbyte.ops.replay import run_alike
 from halfbyte.ops.tensors import aligned
 
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
@@ -199,17 +200,22 @@ def _normed_cuda(
         z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
         z = z.view(rows, k)
         if plan.config is not None:
-            views = gpu_tiles.views(aligned(weight), geo)
-            epilogue = Epilogue(bias, gates=within, factor=factor)
-            if plan.kernel == "skinny":
-                skinny.launch(plan.problem, plan.config, z, *views, y, epilogue, inside)
-            else:
-                skinny_hopper.launch(plan.problem, plan.config, z, *views, y, epilogue)
+            weight, bias = aligned(weight), None if bias is None else bias.contiguous()
+
+            def launch() -> None:
+                views, epilogue = gpu_tiles.views(weight, geo), Epilogue(bias, gates=within, factor=factor)
+                if plan.kernel == "skinny":
+                    skinny.launch(plan.problem, plan.config, z, *views, y, epilogue, inside)
+                else:
+                    skinny_hopper.launch(plan.problem, plan.config, z, *views, y, epilogue)
+
+            run_alike(launch, (z, weight, bias, inside and inside[0], y), "normed_linear", plan, within, factor, inside and inside[1:])
         else:
             y = _product(z, weight, bias, format, n, k)
         if gates and not within:
             product, y = y, x.new_empty(rows, shape[-1])
-            separate.launch(here, product, y, gates, factor, gated=gated)
+            alike = "gates", gates, factor, gated
+            run_alike(lambda: separate.launch(here, product, y, gates, factor, gated=gated), (product, y), *alike)
     return y.view(shape)
 
 
@@ -409,14 +415,18 @@ def _attend_cuda(*args: Any) -> Tensor:
 
     out = torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device)
     norms = None if token.norms is None else (token.norms[0][:3], token.norms[1][:3])
-    rotary, cache = token.rotary, (keys, values)
+    normed = torch.empty_like(qkv) if norms is not None and token.of_all_heads else None
+
+    def launch() -> None:
+        if normed is not None and norms is not None:
+            norm.launch_parts(here, qkv, norms, normed)
+        read, within = (qkv, norms) if normed is None else (normed, None)
+        how = kernel.How(token.factor, token.ring, token.turned, token.pairs, token.sinks)
+        kernel.launch(here, read, token.rotary, (keys, values), token.length, token.mask, out, token.scale, token.advance, within, how)
+
+    tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]
     with on(qkv):
-        if norms is not None and token.of_all_heads:
-            qkv, of_heads = torch.empty_like(qkv), qkv
-            norm.launch_parts(here, of_heads, norms, qkv)
-            norms = None
-        settings = token.scale, token.advance, norms, kernel.How(token.factor, token.ring, token.turned, token.pairs, token.sinks)
-        kernel.launch(here, qkv, rotary, cache, token.length, token.mask, out, *settings)
+        run_alike(launch, (*tensors, out, normed), "attend", *settings)
     return out
 
 
