@@ -181,15 +181,17 @@ def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, boo
     assert count(alone, "prefetch[a-z0-9]+") == (outputs if panels == 1 else 0) + (lines if in_turn else 0)
 
 
-@pytest.mark.parametrize(
-    ("core", "bits", "asked"),
-    [("zen4", 4, [None, None, 2, 2]), ("zen4", 8, [None, None, None, 2]), ("zen5", 4, [0, 0, 0, 3]), ("intel", 8, [3, 3, 3, 3])],
-)
-def test_zen_4_reads_the_weights_of_few_rows_by_itself(core: Core, bits: int, asked: list[int | None]) -> None:
-    isa = AVX512VNNI(core)
-    assert [isa.near(m, "int8", bits) for m in (1, 2, 3, 6)] == asked
-    assert isa.near(1, "float", bits) == (2 if core == "zen4" else asked[0])
-    assert isa.ahead % 4096 == (1024 if core == "zen4" else 0)
+def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
+    def asked(core: Core, bits: int, zero: str, inner: Inner = "int8") -> list[int | None]:
+        return [AVX512VNNI(core).near(m, inner, geometry(bits, zero)) for m in (1, 2, 3, 5, 6, 100)]
+
+    assert asked("zen4", 4, "none") == asked("zen4", 4, "offset") == [None, None, 2, 2, 2, 2]
+    assert asked("zen4", 4, "point") == [None, 0, 2, 2, 2, 2]
+    assert asked("zen4", 8, "point") == [None, None, None, None, 2, 2]
+    assert asked("zen4", 8, "none", "float") == [2] * 6
+    assert asked("zen5", 4, "none") == asked("zen5", 8, "none", "float") == [0, 0, 0, 3, 3, 3]
+    assert asked("intel", 4, "none") == [3] * 6
+    assert [AVX512VNNI(core).ahead for core in ("zen4", "zen5", "intel")] == [7168, 8192, 4096]
 
 
 def test_whose_rules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_shares_of_a_panel_are_all_of_it(tiles: int) -> None:
         for tile in range(tiles + 1):
             weights = start + tile * 3 * panel * 64
             numbers = [f.value("i64", number) for number in (64 * panel, 64 * panel, tile, tiles * (tile < tiles))]
-            prefetcher = SharingPrefetcher(RUNNABLE[0], f, numbers[0], weights, *numbers[1:])
+            prefetcher = SharingPrefetcher(RUNNABLE[0], f, numbers[0], 3, weights, *numbers[1:])
             for unit in f.loop(units):
                 prefetcher.issue(weights + unit * (lines * 64), lines * 64)
 

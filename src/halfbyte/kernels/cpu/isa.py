@@ -85,8 +85,6 @@ class ISA:
     reads_tight = True  # puts codes of 5 and 6 bits together from their planes
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
-    near_cache = 3  # into which it asks for it: 3 is the first-level cache, 2 the second
-    unasked = 0  # products a byte of weights up to which int8 tiles read them faster without asking
     once = 0  # rows up to which one tile for all asks for weights that need not stay in a cache
     asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
     all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
@@ -122,11 +120,10 @@ class ISA:
             return Tiling(min(m, 2), 2)
         return Tiling(1, 8) if m == 1 else Tiling(2, 4)
 
-    def near(self, m: int, inner: str, bits: int) -> int | None:
-        """The locality (as LLVM has it) with which tiles of M rows ask for their own weights; None if the CPU finds out by itself."""
-        if inner == "int8" and 8 * m <= self.unasked * bits:
-            return None
-        return 0 if m <= self.once else self.near_cache
+    def near(self, m: int, inner: str, geo: Geometry) -> int | None:
+        """Where tiles of M rows ask for their own weights: in the first-level cache (3), in the second (2), in the first and not to be kept
+        (0); None if they do not ask, since the CPU finds out by itself."""
+        return 0 if m <= self.once else 3
 
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of K that a tile takes at a time."""

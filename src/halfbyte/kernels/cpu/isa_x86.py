@@ -284,9 +284,9 @@ class AVX512VNNI(AVXVNNI):
         else:
             self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
-            self.once, self.brackets = 0 if zen4 else 3, 48
-        if zen4:  # a distance of whole pages is up to a fifth slower, and so is the first-level cache
-            self.ahead, self.near_cache, self.unasked = 9 << 10, 2, 5
+            self.once, self.brackets = 3, 48
+        if zen4:
+            self.ahead = 7 << 10  # a distance of whole pages is up to a third slower
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
@@ -311,6 +311,15 @@ class AVX512VNNI(AVXVNNI):
         if m <= 24 and (block > 32 or (geo.format.bits == 8 and m <= 16)):
             return Tiling(min(m, 10 if m <= 10 else 8), 2)
         return Tiling(min(m, 8 if m <= 8 else 7 if m <= 24 else 6), 2)
+
+    def near(self, m: int, inner: str, geo: Geometry) -> int | None:
+        if self.core != "zen4":
+            return super().near(m, inner, geo)
+        four = geo.bits == 4
+        rows = m + (four and geo.format.zero == "point")  # to take points off is as much work as a row
+        if inner == "int8" and rows <= (2 if four else 5):
+            return None
+        return 0 if inner == "int8" and m <= 2 else 2
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
