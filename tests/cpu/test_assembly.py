@@ -192,6 +192,7 @@ def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
     assert asked("zen5", 4, "none") == asked("zen5", 8, "none", "float") == [0, 0, 0, 3, 3, 3]
     assert asked("intel", 4, "none") == [3] * 6
     assert [AVX512VNNI(core).ahead for core in ("zen4", "zen5", "intel")] == [7168, 8192, 4096]
+    assert [AVX512VNNI(core).chunk_bytes for core in ("zen4", "zen5", "intel")] == [1 << 20, 1 << 62, 1 << 62]
 
 
 def test_whose_rules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

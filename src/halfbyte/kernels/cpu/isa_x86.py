@@ -286,7 +286,7 @@ class AVX512VNNI(AVXVNNI):
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
             self.once, self.brackets = 3, 48
         if zen4:
-            self.ahead = 7 << 10  # a distance of whole pages is up to a third slower
+            self.ahead, self.chunk_bytes = 7 << 10, 1 << 20  # a distance of whole pages is up to a third slower
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
