@@ -9,11 +9,11 @@ import pytest
 from support import RUNNABLE, pairwise
 
 from halfbyte.formats import Format, as_format
-from halfbyte.kernels.cpu import activations, bracketed, dequantize, driver, expanded, jit, probe, quantize, runtime, tile
+from halfbyte.kernels.cpu import activations, bracketed, dequantize, driver, expanded, isa_x86, jit, probe, quantize, runtime, tile
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, AVX512VNNI
+from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, AVX512VNNI, Core
 from halfbyte.kernels.cpu.isas import ISAS
 from halfbyte.kernels.cpu.quantize import QuantizeSpec
 from halfbyte.kernels.cpu.tile_spec import Inner, TileSpec
@@ -63,7 +63,7 @@ def spills(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize(("zero", "shifted"), [("none", False), ("point", False), ("offset", True)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, shifted: bool, unit: tuple[int, bool]) -> None:
-    for isa, m in itertools.product((AVX512VNNI(intel=False), AVX512VNNI(intel=True)), (1, 6, 8, 10, 20)):
+    for isa, m in itertools.product((AVX512VNNI("zen5"), AVX512VNNI("intel")), (1, 6, 8, 10, 20)):
         if m == 10 and unit[1]:
             continue  # such tiles are for long blocks
         spec = spec_of(isa, "int8", bits, zero, unit, m, shifted)
@@ -84,7 +84,7 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
 
 @pytest.mark.parametrize("zero", ["none", "point", "offset"])
 def test_on_zen_5_up_to_14_rows_of_8_bits_are_one_tile_in_registers(zero: str) -> None:
-    isa, long = AVX512VNNI(intel=False), geometry(8, zero, 128)
+    isa, long = AVX512VNNI("zen5"), geometry(8, zero, 128)
     assert [isa.tile(m, "int8", long).rows for m in (11, 14, 15)] == [11, 14, 8]
     assert isa.tile(14, "int8", geometry(8, zero, 1024)).rows == 14
     assert isa.tile(14, "int8", geometry(4, zero, 128)).rows == isa.tile(14, "int8", geometry(8, zero)).rows == 8
@@ -99,7 +99,7 @@ def test_on_zen_5_up_to_14_rows_of_8_bits_are_one_tile_in_registers(zero: str) -
     ("name", "lookup"), [("avx512_vnni", "vpermb"), ("avx512", "vpshufb"), ("avx2", "vpshufb"), ("neon_dotprod", "tbl")]
 )
 def test_codes_of_a_table_are_looked_up_once_a_byte(name: str, lookup: str) -> None:
-    isa = AVX512VNNI(intel=True) if name == "avx512_vnni" else BY_NAME[name]
+    isa = AVX512VNNI("intel") if name == "avx512_vnni" else BY_NAME[name]
     for m in (1, 6, 20):
         tiling = isa.tile(m, "int8", Geometry(as_format("mxfp4"), 32, 4096))
         spec = replace(spec_of(isa, "int8", 8, "none", (32, True), m), rows=min(m, tiling.rows), vectors=tiling.vectors, table="fp4")
@@ -110,7 +110,7 @@ def test_codes_of_a_table_are_looked_up_once_a_byte(name: str, lookup: str) -> N
 
 @pytest.mark.parametrize("zero", ["none", "point", "offset"])
 def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> None:
-    isa = AVX512VNNI(intel=True)
+    isa = AVX512VNNI("intel")
     for bits, block in ((4, 32), (4, 128), (8, 32)):
         spec = replace(spec_of(isa, "int8", bits, zero, (32, block == 32), 6), biased=True)
         geo = geometry(bits, zero, block)
@@ -128,7 +128,7 @@ def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> No
 
 
 def test_scales_and_offsets_at_once_take_two_multiplications() -> None:
-    isa = AVX512VNNI(intel=False)
+    isa = AVX512VNNI("zen5")
     spec = replace(spec_of(isa, "int8", 4, "offset", (32, True), isa.brackets), bracketed=True)
     products = spec.rows * spec.vectors
     for module, pairs, multiplications in ((bracketed.build(spec, isa), products, products), (tile.build(spec, isa), 0, 3 * products)):
@@ -142,7 +142,7 @@ def test_scales_and_offsets_at_once_take_two_multiplications() -> None:
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("zero", ["none", "point", "offset"])
 def test_avx512_bfloat16_tiles_are_dot_products_in_registers(zero: str, unit: tuple[int, bool]) -> None:
-    isa = AVX512BF16(intel=False)
+    isa = AVX512BF16("zen5")
     for m in (1, 6, 8):
         spec = spec_of(isa, "bf16", 4, zero, unit, m)
         text = assembly(isa, spec)
@@ -152,28 +152,70 @@ def test_avx512_bfloat16_tiles_are_dot_products_in_registers(zero: str, unit: tu
         assert not spills(loop)
 
 
+@pytest.mark.parametrize("zero", ["none", "point", "offset"])
+@pytest.mark.parametrize("unit", UNITS)
+def test_zen_4_multiplies_floats_in_tiles_of_one_vector(zero: str, unit: tuple[int, bool]) -> None:
+    isa, products = AVX512BF16("zen4"), {"float": "vfmadd231ps", "bf16": "vdpbf16ps"}
+    for (inner, product), bits in (*itertools.product(products.items(), (4,)), (("float", "vfmadd231ps"), 8)):
+        two = 6 if inner == "bf16" else 4  # rows from which on it is one
+        assert [isa.tile(m, inner, geometry(bits, zero))[:2] for m in (two - 1, two, 12, 30)] == [(two - 1, 2), (two, 1), (12, 1), (12, 1)]
+        loop = between(assembly(isa, spec_of(isa, inner, bits, zero, unit, 30)), product)
+        assert count(loop, product) >= 12 * unit[0] // (2 if inner == "bf16" else 1)
+        assert sum("{1to16}" in line for line in loop if product in line) >= 12 * unit[0] // (4 if inner == "bf16" else 2)
+        assert not spills(loop)
+
+
 @pytest.mark.parametrize("unit", [(32, True), (32, False)])
 @pytest.mark.parametrize(("panels", "in_turn"), [(1, False), (1, True), (4, False)])
 def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, bool], panels: int, in_turn: bool) -> None:
-    isa = AVX512VNNI(intel=True)
+    isa = AVX512VNNI("intel")
     spec = replace(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels, in_turn=in_turn)
     text, outputs = assembly(isa, spec), spec.rows * spec.vectors  # a line each, asked for by tiles of one panel
     lines = (PANEL * 32 // 2 + tail_bytes(2, 1, pairs=False)) // 64  # of a unit, and of what is behind its block
     assert count(text.splitlines(), "prefetcht0") == lines + (outputs if panels == 1 else 0)
     assert count(text.splitlines(), "prefetcht1") == (lines if in_turn else 0)
-    once = assembly(isa, replace(spec, once=True)).splitlines()
+    once = assembly(isa, replace(spec, near=0)).splitlines()
     assert count(once, "prefetchnta") == lines
     assert count(once, "prefetcht0") == (outputs if panels == 1 else 0)
+    alone = assembly(isa, replace(spec, near=None)).splitlines()
+    assert count(alone, "prefetch[a-z0-9]+") == (outputs if panels == 1 else 0) + (lines if in_turn else 0)
+
+
+def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
+    def asked(core: Core, bits: int, zero: str, inner: Inner = "int8") -> list[int | None]:
+        return [AVX512VNNI(core).near(m, inner, geometry(bits, zero)) for m in (1, 2, 3, 5, 6, 100)]
+
+    assert asked("zen4", 4, "none") == asked("zen4", 4, "offset") == [None, None, 2, 2, 2, 2]
+    assert asked("zen4", 4, "point") == [None, 0, 2, 2, 2, 2]
+    assert asked("zen4", 8, "point") == [None, None, None, None, 2, 2]
+    assert asked("zen4", 8, "none", "float") == [2] * 6
+    assert asked("zen5", 4, "none") == asked("zen5", 8, "none", "float") == [0, 0, 0, 3, 3, 3]
+    assert asked("intel", 4, "none") == [3] * 6
+    assert [AVX512VNNI(core).ahead for core in ("zen4", "zen5", "intel")] == [7168, 8192, 4096]
+    assert [AVX512VNNI(core).chunk_bytes for core in ("zen4", "zen5", "intel")] == [1 << 20, 1 << 62, 1 << 62]
+
+
+def test_whose_rules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for vendor, llvm, core in (
+        ("Intel", "sapphirerapids", "intel"),
+        ("AMD", "znver4", "zen4"),
+        ("AMD", "znver5", "zen5"),
+        (None, "x86-64", "zen5"),
+    ):
+        here = replace(machine(), vendor=vendor, llvm_cpu=llvm)
+        monkeypatch.setattr(isa_x86, "machine", lambda here=here: here)
+        assert isa_x86.core_at_hand() == AVX512VNNI().core == core
 
 
 def test_avx512_float_tiles_look_nibbles_up() -> None:
-    isa = BY_NAME["avx512_vnni"]
-    text = assembly(isa, spec_of(isa, "float", 4, "none", (32, True), 4))
-    loop = between(text, "vfmadd231ps")
-    lookups = sum(bool(re.search(r"\tvperm(ps|d)\t", line)) for line in text.splitlines())  # the same lookup, whatever its name
-    assert lookups == 2 * 32
-    assert not spills(loop)
-    assert "vcvtph2ps" in text
+    for core, vectors in (("intel", 2), ("zen5", 2), ("zen4", 1)):
+        isa = AVX512VNNI(core)
+        text = assembly(isa, spec_of(isa, "float", 4, "none", (32, True), 4))
+        loop = between(text, "vfmadd231ps")
+        lookups = sum(bool(re.search(r"\tvperm(ps|d)\t", line)) for line in text.splitlines())  # the same lookup, whatever its name
+        assert lookups == vectors * 32
+        assert not spills(loop)
+        assert "vcvtph2ps" in text
 
 
 @pytest.mark.parametrize("unit", LOOPED)

@@ -54,7 +54,7 @@ def test_shares_of_a_panel_are_all_of_it(tiles: int) -> None:
         for tile in range(tiles + 1):
             weights = start + tile * 3 * panel * 64
             numbers = [f.value("i64", number) for number in (64 * panel, 64 * panel, tile, tiles * (tile < tiles))]
-            prefetcher = SharingPrefetcher(RUNNABLE[0], f, numbers[0], weights, *numbers[1:])
+            prefetcher = SharingPrefetcher(RUNNABLE[0], f, numbers[0], 3, weights, *numbers[1:])
             for unit in f.loop(units):
                 prefetcher.issue(weights + unit * (lines * 64), lines * 64)
 
@@ -66,10 +66,10 @@ def test_shares_of_a_panel_are_all_of_it(tiles: int) -> None:
     assert by_tile[:, 1:].sum() <= panel + tiles * lines  # few twice
 
 
-@pytest.mark.skipif(machine().arch != "x86_64" or AVX512VNNI(intel=False).missing() is not None, reason="for AVX-512 VNNI")
+@pytest.mark.skipif(machine().arch != "x86_64" or AVX512VNNI("zen5").missing() is not None, reason="for AVX-512 VNNI")
 def test_who_asks_on_zen_5() -> None:
     def asking(name: str, k: int, m: int) -> int:
-        kernel = LinearKernel(as_format(name), 4096, k, torch.float32, "int8", "block", isa=AVX512VNNI(intel=False))
+        kernel = LinearKernel(as_format(name), 4096, k, torch.float32, "int8", "block", isa=AVX512VNNI("zen5"))
         return kernel.asking(m, -(-m // kernel.isa.tile(m, "int8", kernel.geometry).rows))
 
     assert [asking("q4_0", 4096, m) for m in (8, 16, 40, 64, 128)] == [0, 3, 7, 8, 0]

@@ -199,6 +199,6 @@ def test_left_over_lines_are_short_tiles() -> None:
 
 
 def test_groups_of_tiles_are_nearly_full() -> None:
-    isa = AVX512VNNI(intel=True)
+    isa = AVX512VNNI("intel")
     groups = {side: winograd.group_of((side // 4) ** 2, isa) for side in (16, 28, 56)}
     assert groups == {16: 8, 28: 10, 56: 11}

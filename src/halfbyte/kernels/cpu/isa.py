@@ -120,6 +120,11 @@ class ISA:
             return Tiling(min(m, 2), 2)
         return Tiling(1, 8) if m == 1 else Tiling(2, 4)
 
+    def near(self, m: int, inner: str, geo: Geometry) -> int | None:
+        """Where tiles of M rows ask for their own weights: in the first-level cache (3), in the second (2), in the first and not to be kept
+        (0); None if they do not ask, since the CPU finds out by itself."""
+        return 0 if m <= self.once else 3
+
     def unit(self, geo: Geometry, inner: str) -> int:
         """Elements of K that a tile takes at a time."""
         return geo.unit

@@ -54,7 +54,7 @@ class AMXTiles(AVX512BF16):
     units_ahead = 1  # how far unpacking is ahead of multiplying
 
     def __init__(self) -> None:
-        super().__init__(intel=True)
+        super().__init__("intel")
         self.expands, self.spreads, self.ahead, self.asks_in_turn, self.bf16_pays = False, False, 8192, 0, True
 
     def missing(self) -> str | None:
@@ -130,7 +130,7 @@ class AMXInt8(AVX512BF16):
     matrix_rows = 9  # up to eight are one tile of dot products
 
     def __init__(self) -> None:
-        super().__init__(intel=True)
+        super().__init__("intel")
         # Sparse and tight weights are not unpacked for tile registers.
         self.expands, self.spreads, self.reads_tight, self.bf16_pays = False, False, False, True
 

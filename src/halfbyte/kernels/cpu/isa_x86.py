@@ -6,7 +6,7 @@ import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit, Tiling
@@ -19,6 +19,7 @@ _SPREADS = frozenset({"avx512vbmi", "avx512vbmi2"})  # all from Ice Lake and Zen
 _LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
 _ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
 _ONE_TILE = 14  # rows whose sums fit in registers, on Zen 5: two tiles do not overlap with memory as one does
+Core = Literal["intel", "zen4", "zen5"]  # of CPUs with AVX-512 VNNI, as far as rules differ
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
 
@@ -251,7 +252,10 @@ class AVX512VNNI(AVXVNNI):
 
     On Intel's CPUs masks and shifts take slots that dot products could have, so that it pays to unpack by one affine map of bits a
     vector (GFNI, which all but the first of them have), and to have more rows share what is unpacked, with totals in memory. On AMD's
-    the former are free and stores are not.
+    the former are free and stores are not. Zen 4 makes a product of 512 bits a cycle, half as many as Zen 5 and beside as much else; its
+    rules are those of Zen 5, but for how memory is read and for products of floats.
+
+    core   whose rules are followed; None for those of the CPU at hand, to which others that are not Intel's are like a Zen 5
     """
 
     name = "avx512_vnni"
@@ -265,13 +269,14 @@ class AVX512VNNI(AVXVNNI):
     direct_tile = (12, 2)
     minimal = 112, 58  # on Sapphire Rapids
 
-    def __init__(self, intel: bool | None = None) -> None:
-        self.intel = machine().vendor == "Intel" if intel is None else intel
-        self.affine = self.intel and (intel is not None or "gfni" in machine().features)
+    def __init__(self, core: Core | None = None) -> None:
+        self.core = core or core_at_hand()
+        self.intel, zen4 = self.core == "intel", self.core == "zen4"
+        self.affine = self.intel and (core is not None or "gfni" in machine().features)
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
             self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 18 << 10, 3 << 18
-        self.spreads = intel is not None or machine().features >= _SPREADS
+        self.spreads = core is not None or machine().features >= _SPREADS
         if self.spreads:
             self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
         if self.intel:
@@ -280,12 +285,17 @@ class AVX512VNNI(AVXVNNI):
             self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
             self.once, self.brackets = 3, 48
+        if zen4:
+            self.ahead, self.chunk_bytes = 7 << 10, 1 << 20  # a distance of whole pages is up to a third slower
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
 
     def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
         block, few = geo.padded, m <= (3 if inner == "int8" else 2)
         panels = 4 if self.intel and few and geo.panel_bytes >= LONG_PANEL else 1
         if inner != "int8":
+            # Zen 4: products read activations themselves, for nothing, and their sums stay in registers.
+            if self.core == "zen4" and m >= (6 if inner == "bf16" else 4):
+                return Tiling(min(m, 12), 1)
             # vdpbf16ps takes 6 cycles on Zen 5: 12 sums in turn keep its two ports just busy, if nothing else ever takes one.
             most = 6 if self.intel else 10 if inner == "bf16" else 8 if m <= 8 else 6
             return Tiling(min(m, most), 2, panels)
@@ -301,6 +311,15 @@ class AVX512VNNI(AVXVNNI):
         if m <= 24 and (block > 32 or (geo.format.bits == 8 and m <= 16)):
             return Tiling(min(m, 10 if m <= 10 else 8), 2)
         return Tiling(min(m, 8 if m <= 8 else 7 if m <= 24 else 6), 2)
+
+    def near(self, m: int, inner: str, geo: Geometry) -> int | None:
+        if self.core != "zen4":
+            return super().near(m, inner, geo)
+        four = geo.bits == 4
+        rows = m + (four and geo.format.zero == "point")  # to take points off is as much work as a row
+        if inner == "int8" and rows <= (2 if four else 5):
+            return None
+        return 0 if inner == "int8" and m <= 2 else 2
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
@@ -360,8 +379,8 @@ class AVX512BF16(AVX512VNNI):
     needs = AVX512VNNI.needs | {"avx512bf16"}
     bf16_dot = True
 
-    def __init__(self, intel: bool | None = None) -> None:
-        super().__init__(intel)
+    def __init__(self, core: Core | None = None) -> None:
+        super().__init__(core)
         self.bf16_pays = not self.intel  # on Emerald Rapids it takes 1.6 times as long as the products of float32 that it stands for
 
     # The two k that each shift of a lane of eight nibbles delivers, in its low and its high half.
@@ -377,6 +396,12 @@ class AVX512BF16(AVX512VNNI):
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, pair: Value) -> Value:
         both = [v.bits("<32 x bfloat>") for v in (weights, pair)]
         return f.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", acc, *both)
+
+
+def core_at_hand() -> Core:
+    """By whose rules this machine multiplies."""
+    here = machine()
+    return "intel" if here.vendor == "Intel" else "zen4" if here.llvm_cpu == "znver4" else "zen5"
 
 
 def expandable(isa: ISA, geo: Geometry) -> bool:

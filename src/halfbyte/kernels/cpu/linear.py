@@ -231,7 +231,8 @@ class LinearKernel:
         rows, more = divmod(m, count)
         at_once = min(panels, most_at_once) if count == 1 else 1
         in_turn = at_once == 1 and self.asking(m, count) > 0
-        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, in_turn=in_turn, once=m <= self.isa.once)
+        near = self.isa.near(m, spec.inner, geo)
+        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, in_turn=in_turn, near=near)
         build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
         tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
         return {

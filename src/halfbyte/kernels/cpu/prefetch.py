@@ -21,7 +21,7 @@ class Prefetcher:
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
-    once          no other tile reads these weights: they need not stay in a cache
+    locality      of what is near, as `ISA.near` has it
     turn, turns   its number, and of how many that ask in turn for what comes next; of none, or unless `all_ask_near`, number 0 alone asks
                   for its own
     """
@@ -34,14 +34,14 @@ class Prefetcher:
         panels: int,
         in_turn: bool,
         record: int,
-        once: bool,
+        locality: int | None,
         ahead: Value,
         turn: Value,
         turns: Value,
     ) -> None:
         self.f, self.panel_bytes, self.record, self.ahead, self.turns = f, panel_bytes, record, ahead, turns
-        self.several, self.in_turn, self.locality = panels > 1, in_turn, 0 if once else 3
-        self.distance = isa.streams_ahead if self.several else isa.ahead
+        self.several, self.in_turn, self.locality = panels > 1, in_turn, locality or 0
+        self.distance = 0 if locality is None else isa.streams_ahead if self.several else isa.ahead
         self.asks = turn.equals(0) | (turns > 0) if isa.all_ask_near else turn.equals(0)  # near
         self.left = f.variable(turn)
         self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
@@ -83,13 +83,15 @@ class Prefetcher:
 class SharingPrefetcher(Prefetcher):
     """One whose share of what comes next lies side by side, not in every second, third, … unit: it asks for as much of it with each unit.
 
-    weights   what its tile reads, of one panel at a time
+    size, weights   of a panel; what its tile reads, of one panel at a time
     """
 
-    def __init__(self, isa: ISA, f: Function, panel_bytes: Value, weights: Value, ahead: Value, turn: Value, turns: Value) -> None:
-        super().__init__(isa, f, panel_bytes, 1, False, 0, False, ahead, turn, turns)
+    def __init__(
+        self, isa: ISA, f: Function, size: Value, locality: int | None, weights: Value, ahead: Value, turn: Value, turns: Value
+    ) -> None:
+        super().__init__(isa, f, size, 1, False, 0, locality, ahead, turn, turns)
         asks = (turns > 0) & (ahead > 0)
-        lines, tiles = panel_bytes // _LINE, asks.select(turns, 1)
+        lines, tiles = size // _LINE, asks.select(turns, 1)
         self.coming, self.part = weights + ahead, f.value("i64", 1 << 32) // tiles  # of 2^32: dividing with each unit would take long
         self.line, self.stop = f.variable(lines * turn // tiles), asks.select(lines * (turn + 1) // tiles, 0)
 

@@ -17,6 +17,7 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.machine import machine
+from halfbyte.memory import in_huge_pages
 
 _CHAINS = 12  # independent accumulators: more than latency times units on the CPUs at hand
 _TILE_CHAINS = 4
@@ -92,7 +93,7 @@ def _phases() -> dict[str, int]:
 
 @functools.cache
 def _buffer(size: int) -> torch.Tensor:
-    return torch.randint(0, 100, (size // 4,), dtype=torch.int32, device="cpu")
+    return in_huge_pages(torch.empty(size // 4, dtype=torch.int32, device="cpu")).random_(100)  # as weights are
 
 
 def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float:

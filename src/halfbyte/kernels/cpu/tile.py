@@ -81,9 +81,9 @@ class Tile(BlockEnd):
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
         record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
         size = LINEAR.load(self.args, "panel_bytes")
-        self.prefetcher = Prefetcher(isa, f, size, spec.panels, spec.in_turn, record, spec.once, *ahead) if ahead else None
+        self.prefetcher = Prefetcher(isa, f, size, spec.panels, spec.in_turn, record, spec.near, *ahead) if ahead else None
         if self.prefetcher and spec.in_turn and isa.asks_for_shares and self.unit_bytes == PANEL * spec.unit:
-            self.prefetcher = SharingPrefetcher(isa, f, size, self.weights, *ahead)
+            self.prefetcher = SharingPrefetcher(isa, f, size, spec.near, self.weights, *ahead)
         self.count = spec.rows * spec.vectors
         self.row_unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
         self.in_registers = self.count <= isa.register_totals

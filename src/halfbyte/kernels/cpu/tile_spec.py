@@ -26,7 +26,7 @@ class TileSpec:
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
     in_turn  may be called as one of row tiles that ask in turn for what comes next
-    once     no other tile reads the weights of this one, which has few rows
+    near     as `ISA.near` has it
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
     points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
     bracketed    the activation's scale is multiplied last: by scale * sum of products + offset * sum of codes, rounded once
@@ -49,7 +49,7 @@ class TileSpec:
     folded: bool = False
     panels: int = 1
     in_turn: bool = False
-    once: bool = False
+    near: int | None = 3
     biased: bool = False
     points_off: bool = False
     bracketed: bool = False
