@@ -76,8 +76,9 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
         return "the norm of what its mlp adds is a layer norm"
     elif first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
         return "what it adds has a factor and a bias"
+    of_all = first.heads.rows or first.heads.sinks is not None  # what belongs to all heads
     parts = [part_of(linear) for linear in (*qkv, *second[:-1])]
-    if any(part is not None and (part.cut.before or part.cut.after or first.heads.rows) for part in parts):
+    if any(part is not None and (part.cut.before or part.cut.after or of_all) for part in parts):
         return "its weights are distributed over processes in a way that takes steps between products"
     return None
 
