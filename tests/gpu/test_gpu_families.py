@@ -27,7 +27,7 @@ from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 
-EAGER = "gemma2, eager without a cap", "gpt_oss"
+EAGER = "gemma2, eager without a cap", "gpt_oss", "gpt_oss, no windows"
 SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
@@ -66,6 +66,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=6, num_experts_per_tok=2),
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, sliding_window=16),
     "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
+    "gpt_oss, no windows": partial(transformers.GptOssConfig, **SIZES, layer_types=["full_attention"] * 2, num_local_experts=8),
     "qwen2_moe": partial(transformers.Qwen2MoeConfig, **WITHOUT, **EXPERTS, shared_expert_intermediate_size=192),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen3_moe, shares of all": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, mlp_only_layers=[1]),
@@ -190,6 +191,34 @@ def test_prompts_that_are_left_to_transformers(device: torch.device, prompts: li
         short.model.layers[1].mlp.down_proj = torch.nn.Linear(128, 96, bias=False, device=device)
         short(input_ids=ids)
         assert prompts[-2:] == [True, False]
+
+
+OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe"  # what Llama's steps are not enough for
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_same_text(kind: str, device: torch.device, calls: list[bool]) -> None:
+    plain, short = pair(kind, device)
+    ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2)).to(device)
+    how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    mine = short.generate(ids, past_key_values=static_cache(short, 40), **how)
+    assert any(calls)
+    assert torch.equal(mine, plain.generate(ids, past_key_values=StaticCache(config=plain.config, max_cache_len=40), **how))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_under_torch_compile(kind: str, device: torch.device, calls: list[bool]) -> None:
+    _, short = pair(kind, device)
+    expected = logits(short, static_cache(short, 40), (5, 1, 1))
+    torch._dynamo.reset()
+    step: Any = torch.compile(short.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    cache: Any = StaticCache(config=short.config, max_cache_len=40)
+    assert close(logits(short, cache, (5,)), expected[:, :5])
+    ids = torch.randint(3, 99, (1, 7), generator=torch.Generator().manual_seed(1)).to(device)
+    with torch.no_grad():
+        for at in (5, 6):
+            assert close(step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits, expected[:, at : at + 1])
+    assert calls[-2:] == [True] * 2, "as they were traced"
 
 
 def test_values_of_another_format_than_queries(device: torch.device, calls: list[bool]) -> None:

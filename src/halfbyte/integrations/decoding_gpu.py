@@ -69,8 +69,9 @@ def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
         return "its attention is not transformers' eager one, which alone has its sinks"
     if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
+    of_all = first.heads.rows or first.heads.sinks is not None  # what belongs to all heads
     parts = [part_of(linear) for linear in (*qkv, *second[:-1])]
-    if any(part is not None and (part.cut.before or part.cut.after or first.heads.rows) for part in parts):
+    if any(part is not None and (part.cut.before or part.cut.after or of_all) for part in parts):
         return "its weights are distributed over processes in a way that takes steps between products"
     return None
 

@@ -39,7 +39,7 @@ _library.define(
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, int query, float scale, int turned, str pairs, "
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
     "float factor, int advance, bool ring) -> Tensor"
 )
 
@@ -96,8 +96,9 @@ def attend(
     length        int64, one number: the tokens in the cache, or that a ring has seen; `advance`, 1 or 0, is added
     mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
                   None: all may be seen
-    heads         how many there are, the factor of scores, sinks and pairs; norms, if any, are RMS norms, before the rotation, which differ
-                  in nothing but their weights: [D] of each head, or [H * D] and [Hkv * D] of all heads together
+    heads         the factor of scores, sinks and pairs; how many heads there are follows from qkv and the cache, as a process may have a
+                  part of them. Norms, if any, are RMS norms, before the rotation, which differ in nothing but their weights: [D] of each
+                  head, or [H * D] and [Hkv * D] of all heads together
     factor        of the result
     ring          the cache is a window that keeps the last T tokens
 
@@ -107,7 +108,7 @@ def attend(
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.norms
     (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
-    settings = eps, plus_one, heads.sinks, heads.query, heads.scale, heads.width, heads.pairs, factor, advance, ring
+    settings = eps, plus_one, heads.sinks, heads.scale, heads.width, heads.pairs, factor, advance, ring
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
 
@@ -286,7 +287,6 @@ class _Token(NamedTuple):
     eps: float
     plus_one: bool
     sinks: Tensor | None
-    query: int
     scale: float
     turned: int
     pairs: str
@@ -321,8 +321,8 @@ class _Token(NamedTuple):
         if fits:
             batch, kv_heads, size, dim = keys.shape
             heads = qkv.shape[1] // dim - 2 * kv_heads
-            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads == self.query and heads % kv_heads == 0 and dim % 2 == 0
-            fits &= heads > 0 and self.pairs in PAIRS
+            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
+            fits &= self.pairs in PAIRS
             turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
                 fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.turned % 2 == 0

@@ -453,10 +453,11 @@ def _add_up(scratch, length, out, sinks, splits, advance, factor, MOST: tl.const
         sink = tl.load(sinks[0] + program % sinks[1] * S.heads + head).to(tl.float32) * 1.4426950408889634
         largest = tl.maximum(largest, sink)
     weights = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
+    y = tl.sum(sums * weights[:, None], axis=0)
     whole = tl.sum(total * weights, axis=0)
     if sinks is not None:
         whole += tl.exp2(sink - largest)
-    y = tl.sum(sums * weights[:, None], axis=0) / whole * factor
+    y = y / whole * factor
     to = out + program.to(tl.int64) * (S.heads * S.dim) + head * S.dim + d
     tl.store(to, y.to(out.dtype.element_ty), mask=inside)
     if (program == 0) & (head == 0):
