@@ -26,6 +26,7 @@ from halfbyte.machine import GPUS
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
+from halfbyte.ops import replay
 
 EAGER = "gemma2, eager without a cap", "gpt_oss", "gpt_oss, no windows"
 SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
@@ -191,6 +192,29 @@ def test_prompts_that_are_left_to_transformers(device: torch.device, prompts: li
         short.model.layers[1].mlp.down_proj = torch.nn.Linear(128, 96, bias=False, device=device)
         short(input_ids=ids)
         assert prompts[-2:] == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite", "glm4", "cohere", "starcoder2", "gemma", "phi3", "mixtral", "olmo2"])
+def test_prompts_by_one_call_for_a_layer(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches of a layer at once: the same bits, for other tokens, too, and with a mask."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    monkeypatch.setattr(replay, "_wholes", replay.Bounded(64))
+    _, short = pair(kind, device)
+    short.to(torch.bfloat16)
+    mask = torch.ones(2, 20, dtype=torch.long, device=device)
+    mask[0, :3] = 0
+    for seen in (None, mask):
+        first, *more = (logits(short, static_cache(short, 64), (20,), seen, 2) for _ in range(4))
+        assert all(torch.equal(first, found) for found in more)
+        ids, cache = torch.randint(3, 99, (2, 20), device=device), static_cache(short, 64)
+        with torch.no_grad():
+            once = short(input_ids=ids, attention_mask=seen, past_key_values=cache).logits
+            replay._wholes.clear()
+            again = short(input_ids=ids, attention_mask=seen, past_key_values=static_cache(short, 64)).logits
+        assert torch.equal(once, again)
+        found = [whole for whole in replay._wholes.values() if whole is not None]
+        assert bool(found) == (kind != "olmo2"), "norms of all heads together are made on the way"
 
 
 OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe"  # what Llama's steps are not enough for

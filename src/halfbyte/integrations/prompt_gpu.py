@@ -7,11 +7,13 @@
     y    = linear(f(gate) * up, down, residual=h)            a kernel of the norm, gate | up = linear(norm(h)), a kernel of the gates
 
 With any cache, or none: others than static ones take keys and values by their `update`. Experts take transformers' steps behind the
-attention half.
+attention half. With a static cache all launches of a layer are made by one call, once layers alike have computed as many tokens (`whole`):
+a prompt is a few hundred kernels, and one by one they would take the host longer than the GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,32 +23,44 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, StaticLayer
 
+from halfbyte.bounded import Bounded
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.ahead import watched
 from halfbyte.integrations.decoding_cpu import all_norms, groups_of, linears_of, norms_of, parts_of, settings_of, visible
 from halfbyte.integrations.families import other
 from halfbyte.integrations.unchanged import Unchanged
-from halfbyte.machine import Gpu
+from halfbyte.machine import Gpu, gpu
 from halfbyte.nn.modules import QuantLinear
-from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import Attention, Dense
+from halfbyte.nn.parallel import linear_added, part_of
+from halfbyte.ops.cuda import is_replayed, on
+from halfbyte.ops.decoder import Attention, Dense, Norm
 from halfbyte.ops.functions import linear
+from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import plain
-from halfbyte.ops.norms import normed
+from halfbyte.ops.norms import add_normed, normed
 from halfbyte.ops.prompt import activated, attend_many, turn, why_not_many
+from halfbyte.ops.replay import MOST_REPLAYS, whole
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Of a layer, as they are now: what its halves compute, the second None where its own steps do, and the linear layers that add."""
+    """Of a layer, as they are now: what its halves compute, the second None where its own steps do, and the linear layers that add.
+
+    alike     equal for layers that launch the same kernels; None where they do something else besides
+    tensors   what these kernels read, beside x, positions, mask and cache
+    """
 
     first: Attention
     second: Dense | None
     o: QuantLinear
     down: QuantLinear | None
+    alike: Hashable = None
+    tensors: tuple[Tensor | None, ...] = ()
 
 
 _known: WeakKeyDictionary[nn.Module, tuple[_Parts | None, Unchanged]] = WeakKeyDictionary()
+_chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether all products' launches can be made again
+_Enter = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor | None]]  # qkv -> queries, keys, values and, of a static cache, its length
 
 
 def tokens(
@@ -59,20 +73,91 @@ def tokens(
     seen = _seen(layer, mask)
     if isinstance(seen, str):
         return None
+    heads, index = parts.first.heads, layer.self_attn.layer_idx
+    x, turns = x.contiguous(), (rotary[0], rotary[1]) if heads.turned != 0 else None
+    cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
+    if isinstance(cache, StaticLayer) and not cache.is_initialized:
+        cache.cumulative_length = torch.zeros((), dtype=torch.int64, device=x.device)  # a copy from the host would wait for the GPU
+    if type(cache) is StaticLayer:
+        y = _with_static(parts, x, seen, turns, cache)
+    else:
+
+        def enter(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+            keys, values = (qkv.new_empty(len(qkv), heads.key, qkv.shape[1], heads.dim) for _ in range(2))
+            queries = turn(qkv, turns, keys, values, None, heads)
+            return queries, *((keys, values) if past is None else past.update(keys, values, index)), None
+
+        y = _steps(parts, x, seen, enter, [])
+    if parts.second is not None:
+        return y
+    found = layer.mlp(norms_of(layer)[2](y))
+    of_experts: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's tells its router's weights, too
+    return y + of_experts
+
+
+def _with_static(parts: _Parts, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None, cache: Any) -> Tensor:
+    heads = parts.first.heads
+    if not cache.is_initialized:
+        new = x.new_empty(len(x), heads.key, 0, heads.dim)
+        cache.lazy_initialization(new, new)
+    keys, values, length = cache.keys, cache.values, cache.cumulative_length
+
+    def enter(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return turn(qkv, turns, keys, values, length, heads), keys, values, length
+
+    y = None
+    if parts.alike is not None:
+        operands = x, mask, *(turns or (None, None)), keys, values, length
+        kinds = (None if t is None else (t.shape, t.stride(), t.dtype) for t in operands)
+        key = parts.alike, x.get_device(), *kinds
+        if all(t is None or t.data_ptr() % 16 == 0 for t in operands) and _is_chained(key, parts, x):
+            with on(x):
+                y = whole(key, lambda made: _steps(parts, x, mask, enter, made), (*operands, *parts.tensors))
+    if y is None:
+        y = _steps(parts, x, mask, enter, [])
+    length.add_(x.shape[1])
+    return y
+
+
+def _is_chained(key: Hashable, parts: _Parts, x: Tensor) -> bool:
+    found = _chained.get(key)
+    if found is None and x.is_cuda and why_not_many(parts.first.heads, x.dtype, gpu(x.get_device())) is None:
+        rows = x.shape[0] * x.shape[1]
+        found = all(is_replayed(rows, weight.packed, x.dtype) for weight in _weights(parts.first, parts.second))
+        _chained[key] = found
+    return bool(found)
+
+
+def _steps(parts: _Parts, x: Tensor, mask: Tensor | None, enter: _Enter, made: list[Tensor]) -> Tensor:
+    """The layer's output, or, where the second half is its own, that of the first; appended to `made` behind what is made on the way."""
+
+    def keep(tensor: Tensor) -> Tensor:
+        made.append(tensor)
+        return tensor
+
+    def add(half: Attention | Dense, product: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None) -> tuple[Tensor, Tensor | None]:
+        """h = residual + norm(product(x)), and then(h) where that takes no further kernel."""
+        if half.after is None:
+            return keep(linear_added(product, x, residual)), None
+        h, z = add_normed(keep(product(x)), residual, half.after, then)
+        return keep(h), z if z is None else keep(z)
+
     first, second = parts.first, parts.second
-    x = x.contiguous()
-    z = x if first.before is None else normed(x, first.before)
-    read = _attended(first, z, seen, past, layer.self_attn.layer_idx, rotary)
-    h, then = decoding_gpu.added(first, parts.o, read, x, None if second is None else second.before)
+    heads = first.heads
+    z = x if first.before is None else keep(normed(x, first.before))
+    products = [keep(linear(z, weight.packed, weight.bias, compute="float")) for weight in first.qkv]
+    queries, keys, values, length = enter(torch.cat(products, -1) if len(products) > 1 else products[0])
+    keep(queries)
+    seen = None if mask is None else mask[:, 0, :, : keys.shape[2]]
+    read = keep(attend_many(queries, keys, values, length, seen, heads.scale, factor=first.factor, sinks=heads.sinks))
+    h, then = add(first, parts.o, read, x, None if second is None or second.parallel else second.before)
     if second is None or parts.down is None:
-        found = layer.mlp(norms_of(layer)[2](h))
-        y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's tells its router's weights, too
-        return h + y
+        return h
     if not second.parallel:
-        z = then if then is not None else h if second.before is None else normed(h, second.before)
-    product = linear(z, second.gate_up.packed, second.gate_up.bias, compute="float")
-    inner = activated(product, second.gates, second.factor, gated=second.gated)
-    return decoding_gpu.added(second, parts.down, inner, h)[0]
+        z = then if then is not None else h if second.before is None else keep(normed(h, second.before))
+    product = keep(linear(z, second.gate_up.packed, second.gate_up.bias, compute="float"))
+    inner = keep(activated(product, second.gates, second.factor, gated=second.gated))
+    return add(second, parts.down, inner, h, None)[0]
 
 
 def why_not_prompts(layer: Any, here: Gpu) -> str | None:
@@ -104,39 +189,32 @@ def _found(layer: Any) -> _Parts | None:
             return None
         query, key = (linear.out_features // first.heads.dim for linear in own[:2])
         first = first._replace(heads=first.heads._replace(query=query, key=key))
-    if not isinstance(second, Dense):
-        return _Parts(first, None, linears[1], None)
-    return None if decoding_gpu.why_not_dense(first, second) is not None else _Parts(first, second, linears[1], linears[2][-1])
+    dense = second if isinstance(second, Dense) else None
+    if dense is not None and decoding_gpu.why_not_dense(first, dense) is not None:
+        return None
+    linked = _linked(first, dense) if all(part_of(product) is None for product in (*linears[0], linears[1], *linears[2])) else (None, ())
+    return _Parts(first, dense, linears[1], linears[2][-1] if dense is not None else None, *linked)
 
 
-def _attended(half: Attention, z: Tensor, mask: Tensor | None, past: Cache | None, index: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[B, T, H * D] for z [B, T, K]"""
-    heads = half.heads
-    products = [linear(z, weight.packed, weight.bias, compute="float") for weight in half.qkv]
-    qkv = torch.cat(products, -1) if len(products) > 1 else products[0]
-    turns = (rotary[0], rotary[1]) if heads.turned else None
-    cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
-    length: Tensor | None = None
-    keys: Any
-    values: Any
-    if isinstance(cache, StaticLayer) and not cache.is_initialized:
-        cache.cumulative_length = torch.zeros((), dtype=torch.int64, device=z.device)  # a copy from the host would wait for the GPU
-    if type(cache) is StaticLayer:
-        if not cache.is_initialized:
-            new = qkv.new_empty(len(z), heads.key, 0, heads.dim)
-            cache.lazy_initialization(new, new)
-        keys, values, length = cache.keys, cache.values, cache.cumulative_length
-        queries = turn(qkv, turns, keys, values, length, heads)
-    else:
-        keys, values = (qkv.new_empty(len(z), heads.key, z.shape[1], heads.dim) for _ in range(2))
-        queries = turn(qkv, turns, keys, values, None, heads)
-        if past is not None:
-            keys, values = past.update(keys, values, index)
-    seen = None if mask is None else mask[:, 0, :, : keys.shape[2]]
-    y = attend_many(queries, keys, values, length, seen, heads.scale, factor=half.factor, sinks=heads.sinks)
-    if length is not None:
-        length.add_(z.shape[1])
-    return y
+def _linked(first: Attention, second: Dense | None) -> tuple[Hashable, tuple[Tensor | None, ...]]:
+    """`alike` and `tensors` of _Parts."""
+    heads, weights = first.heads, _weights(first, second)
+    norms = [first.before, first.after, *(heads.norms or ()), *([] if second is None else [second.before, second.after])]
+    of_norms = [None if norm is None else norm[1:4] for norm in norms]
+    tensors = [t for weight in weights for t in (weight.packed.data, weight.bias)]
+    tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.shift))]
+    tensors.append(heads.sinks)
+    if len(first.qkv) > 1 or heads.rows or any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in tensors):
+        return None, ()  # what is joined by torch, or lies where kernels leave it to themselves
+    numbers = heads._replace(norms=None, sinks=None), first.factor
+    of_second = None if second is None else (second.factor, second.gates, second.gated, second.parallel)
+    names = [(weight.packed.name, weight.packed.shape) for weight in weights]
+    kinds = [None if t is None else (t.shape, t.dtype) for t in tensors]
+    return (numbers, of_second, *names, *of_norms, *kinds), tuple(tensors)
+
+
+def _weights(first: Attention, second: Dense | None) -> list[Weight]:
+    return [*first.qkv, first.o, *([] if second is None else [second.gate_up, second.down])]
 
 
 _masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and when

@@ -27,7 +27,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import why_not_sparse
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
-from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, recorded, run_first
+from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, empty, is_recording, recorded, run_first
 from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
 
 # A repeated call: replays the launches; returns None if the layout of the operands differs.
@@ -72,7 +72,7 @@ def linear_again(
 ) -> Tensor:
     """`linear` with a weight that has been validated."""
     key = _call_key(x, bias, residual, (compute, activation, low, high))
-    again = packed.calls.get(key)
+    again = None if is_recording() else packed.calls.get(key)
     if again is not None and (y := again(x, packed.data, bias, residual)) is not None:
         return y  # type: ignore[no-any-return]
     settings, weight = (packed.name, *packed.shape, compute, activation, low, high), packed.data
@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
     key = (weight.shape, weight.dtype, weight.get_device(), _call_key(x, bias, residual, settings))
-    again = _calls.get(key)
+    again = None if is_recording() else _calls.get(key)
     if again is not None and weight.is_contiguous() and (y := again(x, weight, bias, residual)) is not None:
         return y
     return _linear(key, x, weight, bias, residual, *settings)
@@ -131,7 +131,7 @@ def _linear(
         return sum_of_nothing(x, shape, bias, residual).clamp_(low, high).to(x.dtype)
     x, weight = aligned(x), aligned(weight)
     bias, residual = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
-    again = _calls.get(key)
+    again = None if is_recording() else _calls.get(key)
     with on(x):
         if again is not None and (y := again(x, weight, bias, residual)) is not None:
             return y
@@ -148,6 +148,15 @@ def _linear(
     return out
 
 
+def is_replayed(rows: int, packed: Packed, dtype: torch.dtype) -> bool:
+    """Whether launches of a product of so many rows can be made again: not where torch computes it."""
+    n, k = packed.shape
+    geo = gpu_tiles.geometry_of(packed.format, n, k, packed.data.numel())
+    problem = Problem("linear", rows, n, k, geo.format, dtype, sparse=geo.sparse, paired=geo.paired)
+    taken = choose_gpu(problem, gpu(packed.data.get_device())).taken
+    return taken is not None and taken.candidate.replayable
+
+
 def _run(
     problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry], out: Tensor, epilogue: Epilogue
 ) -> Callable[[], None] | None:
@@ -160,16 +169,6 @@ def _run(
         plain.linear(problem, x, weight[0], out, epilogue)
         return None
     return run_first(problem, here, choice.options, (x, *gpu_tiles.views(*weight), out, epilogue))
-
-
-def _public_empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-
-
-# On the current device. The private function takes 1.2 us, the public one 3.4.
-empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty
-)
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:

@@ -38,7 +38,7 @@ from halfbyte.ops.images import (
     nothing,
     out_shape,
 )
-from halfbyte.ops.replay import Replay, Replays
+from halfbyte.ops.replay import Replay, Replays, empty
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
@@ -153,11 +153,11 @@ def _again(plan: _Plan, replay: Replay, x: Tensor, made: Tensor | None, scratch:
         p1, p2 = 0 if first is None else first.data_ptr(), 0 if second is None else second.data_ptr()
         if (px | pw | p1 | p2) & 15 or weight.get_device() != device or torch._C._cuda_getDevice() != device:
             return None
-        out = cuda.empty(plan.shape, stride, dtype)
+        out = empty(plan.shape, stride, dtype)
         if memory is None:
             replay(px, pw, out.data_ptr(), p1, p2)
         else:
-            held = cuda.empty(*memory, dtype)
+            held = empty(*memory, dtype)
             replay(px, pw, out.data_ptr(), p1, p2, held.data_ptr())
         return out
 
