@@ -214,7 +214,7 @@ def test_prompts_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
             again = short(input_ids=ids, attention_mask=seen, past_key_values=static_cache(short, 64)).logits
         assert torch.equal(once, again)
         found = [whole for whole in replay._wholes.values() if whole is not None]
-        assert bool(found) == (kind != "olmo2"), "norms of all heads together are made on the way"
+        assert len(found) == {"olmo2": 0, "phi3": 2, "mixtral": 2}.get(kind, 1), "norms of all heads are made on the way; windows"
 
 
 OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe"  # what Llama's steps are not enough for

@@ -7,14 +7,15 @@
     y    = linear(f(gate) * up, down, residual=h)            a kernel of the norm, gate | up = linear(norm(h)), a kernel of the gates
 
 With any cache, or none: others than static ones take keys and values by their `update`. Experts take transformers' steps behind the
-attention half. With a static cache all launches of a layer are made by one call, once layers alike have computed as many tokens (`whole`):
-a prompt is a few hundred kernels, and one by one they would take the host longer than the GPU.
+attention half. All launches of a layer are made by one call, before and after a cache's `update` by one each, once layers alike have
+computed as many tokens (`whole`): a prompt is a few hundred kernels, and one by one they would take the host longer than the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,7 +61,7 @@ class _Parts:
 
 _known: WeakKeyDictionary[nn.Module, tuple[_Parts | None, Unchanged]] = WeakKeyDictionary()
 _chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether all products' launches can be made again
-_Enter = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor | None]]  # qkv -> queries, keys, values and, of a static cache, its length
+_Turns = tuple[Tensor, Tensor] | None  # cosines and sines
 
 
 def tokens(
@@ -73,21 +74,15 @@ def tokens(
     seen = _seen(layer, mask)
     if isinstance(seen, str):
         return None
-    heads, index = parts.first.heads, layer.self_attn.layer_idx
-    x, turns = x.contiguous(), (rotary[0], rotary[1]) if heads.turned != 0 else None
+    index, x = layer.self_attn.layer_idx, x.contiguous()
+    turns = None if parts.first.heads.turned == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
         cache.cumulative_length = torch.zeros((), dtype=torch.int64, device=x.device)  # a copy from the host would wait for the GPU
     if type(cache) is StaticLayer:
         y = _with_static(parts, x, seen, turns, cache)
     else:
-
-        def enter(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-            keys, values = (qkv.new_empty(len(qkv), heads.key, qkv.shape[1], heads.dim) for _ in range(2))
-            queries = turn(qkv, turns, keys, values, None, heads)
-            return queries, *((keys, values) if past is None else past.update(keys, values, index)), None
-
-        y = _steps(parts, x, seen, enter, [])
+        y = _with_any(parts, x, seen, turns, None if past is None else partial(past.update, layer_idx=index))
     if parts.second is not None:
         return y
     found = layer.mlp(norms_of(layer)[2](y))
@@ -95,28 +90,59 @@ def tokens(
     return y + of_experts
 
 
-def _with_static(parts: _Parts, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None, cache: Any) -> Tensor:
+def _in_rows(table: Tensor) -> Tensor:
+    return table if table.stride(-1) == 1 else table.contiguous()
+
+
+def _with_static(parts: _Parts, x: Tensor, mask: Tensor | None, turns: _Turns, cache: Any) -> Tensor:
     heads = parts.first.heads
     if not cache.is_initialized:
         new = x.new_empty(len(x), heads.key, 0, heads.dim)
         cache.lazy_initialization(new, new)
-    keys, values, length = cache.keys, cache.values, cache.cumulative_length
+    place = cache.keys, cache.values, cache.cumulative_length
 
-    def enter(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return turn(qkv, turns, keys, values, length, heads), keys, values, length
+    def steps(made: list[Tensor]) -> None:
+        z, queries = _before(parts.first, x, turns, place, made)
+        _after(parts, x, z, queries, place, mask, made)
 
-    y = None
-    if parts.alike is not None:
-        operands = x, mask, *(turns or (None, None)), keys, values, length
-        kinds = (None if t is None else (t.shape, t.stride(), t.dtype) for t in operands)
-        key = parts.alike, x.get_device(), *kinds
-        if all(t is None or t.data_ptr() % 16 == 0 for t in operands) and _is_chained(key, parts, x):
-            with on(x):
-                y = whole(key, lambda made: _steps(parts, x, mask, enter, made), (*operands, *parts.tensors))
-    if y is None:
-        y = _steps(parts, x, mask, enter, [])
-    length.add_(x.shape[1])
+    y = _chain("layer", parts, steps, x, (mask, *(turns or (None, None)), *place))[-1]
+    cache.cumulative_length.add_(x.shape[1])
     return y
+
+
+def _with_any(parts: _Parts, x: Tensor, mask: Tensor | None, turns: _Turns, update: Callable[..., Any] | None) -> Tensor:
+    """With a cache that takes keys and values by itself, or none."""
+    first, heads = parts.first, parts.first.heads
+
+    def begin(made: list[Tensor]) -> None:
+        keys, values = (x.new_empty(len(x), heads.key, x.shape[1], heads.dim) for _ in range(2))
+        made += keys, values
+        _before(first, x, turns, (keys, values, None), made)
+
+    keys, values, *rest = _chain("before", parts, begin, x, turns or (None, None))
+    z, queries = x if first.before is None else rest[0], rest[-1]
+    if update is not None:
+        keys, values = update(keys, values)
+    seen = None if mask is None else mask[..., : keys.shape[2]]
+
+    def end(made: list[Tensor]) -> None:
+        _after(parts, x, z, queries, (keys, values, None), seen, made)
+
+    return _chain("after", parts, end, x, (None if z is x else z, queries, keys, values, seen))[-1]
+
+
+def _chain(name: str, parts: _Parts, steps: Callable[[list[Tensor]], None], x: Tensor, others: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """What steps append to a list, which depend on x and others, where this is possible by one call."""
+    operands = x, *others
+    if parts.alike is not None and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
+        kinds = (None if t is None else (t.shape, t.stride(), t.dtype) for t in operands)
+        key = name, parts.alike, x.get_device(), *kinds
+        if _is_chained(key, parts, x):
+            with on(x):
+                return whole(key, steps, (*operands, *parts.tensors))
+    made: list[Tensor] = []
+    steps(made)
+    return made
 
 
 def _is_chained(key: Hashable, parts: _Parts, x: Tensor) -> bool:
@@ -128,8 +154,30 @@ def _is_chained(key: Hashable, parts: _Parts, x: Tensor) -> bool:
     return bool(found)
 
 
-def _steps(parts: _Parts, x: Tensor, mask: Tensor | None, enter: _Enter, made: list[Tensor]) -> Tensor:
-    """The layer's output, or, where the second half is its own, that of the first; appended to `made` behind what is made on the way."""
+def _before(
+    half: Attention, x: Tensor, turns: _Turns, place: tuple[Tensor, Tensor, Tensor | None], made: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What the products read, and queries; keys and values are written to their place. Appended to `made`: what is made."""
+    z = x
+    if half.before is not None:
+        made.append(z := normed(x, half.before))
+    products = [linear(z, weight.packed, weight.bias, compute="float") for weight in half.qkv]
+    made += products
+    queries = turn(torch.cat(products, -1) if len(products) > 1 else products[0], turns, *place, half.heads)
+    made.append(queries)
+    return z, queries
+
+
+def _after(
+    parts: _Parts,
+    x: Tensor,
+    z: Tensor,
+    queries: Tensor,
+    place: tuple[Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
+    made: list[Tensor],
+) -> None:
+    """Appends what is made to `made`, and last the layer's output, or, where the second half is its own, that of the first."""
 
     def keep(tensor: Tensor) -> Tensor:
         made.append(tensor)
@@ -143,21 +191,16 @@ def _steps(parts: _Parts, x: Tensor, mask: Tensor | None, enter: _Enter, made: l
         return keep(h), z if z is None else keep(z)
 
     first, second = parts.first, parts.second
-    heads = first.heads
-    z = x if first.before is None else keep(normed(x, first.before))
-    products = [keep(linear(z, weight.packed, weight.bias, compute="float")) for weight in first.qkv]
-    queries, keys, values, length = enter(torch.cat(products, -1) if len(products) > 1 else products[0])
-    keep(queries)
-    seen = None if mask is None else mask[:, 0, :, : keys.shape[2]]
-    read = keep(attend_many(queries, keys, values, length, seen, heads.scale, factor=first.factor, sinks=heads.sinks))
+    heads, seen = first.heads, None if mask is None else mask[:, 0]
+    read = keep(attend_many(queries, *place, seen, heads.scale, factor=first.factor, sinks=heads.sinks))
     h, then = add(first, parts.o, read, x, None if second is None or second.parallel else second.before)
     if second is None or parts.down is None:
-        return h
+        return
     if not second.parallel:
         z = then if then is not None else h if second.before is None else keep(normed(h, second.before))
     product = keep(linear(z, second.gate_up.packed, second.gate_up.bias, compute="float"))
     inner = keep(activated(product, second.gates, second.factor, gated=second.gated))
-    return add(second, parts.down, inner, h, None)[0]
+    add(second, parts.down, inner, h, None)
 
 
 def why_not_prompts(layer: Any, here: Gpu) -> str | None:
