@@ -42,16 +42,16 @@ def test_models_of_shortened_layers_are_called_once(tmp_path: Path, monkeypatch:
     layers = open_model(make_language_model(tmp_path), config=Config("q4_0"))[0].model.layers
     short = Elsewhere(layers)
     for _ in range(2):
-        compile_ahead(short, 2, 7, None)
+        compile_ahead(short, 2, 7, lambda: None)
     assert short.seen == [(2, 7), (2, 1)]
     assert not launch.is_compiling()
     unknown = nn.Module()
     unknown.self_attn, unknown.mlp = nn.Identity(), nn.Identity()
     for parts in ([], [*layers, unknown], [nn.Linear(2, 2)]):
         model = Elsewhere(nn.ModuleList(parts))
-        compile_ahead(model, 1, 3, None)
+        compile_ahead(model, 1, 3, lambda: None)
         assert not model.seen
     here = Elsewhere(layers)
     here.device = torch.device("cpu")
-    compile_ahead(here, 1, 3, None)
+    compile_ahead(here, 1, 3, lambda: None)
     assert not here.seen

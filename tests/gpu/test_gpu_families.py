@@ -194,7 +194,7 @@ def test_prompts_that_are_left_to_transformers(device: torch.device, prompts: li
         assert prompts[-2:] == [True, False]
 
 
-@pytest.mark.parametrize("kind", ["llama", "granite", "glm4", "cohere", "starcoder2", "gemma", "phi3", "mixtral", "olmo2"])
+@pytest.mark.parametrize("kind", ["llama", "granite", "glm4", "cohere", "phi", "starcoder2", "gemma", "phi3", "mixtral", "olmo2"])
 def test_prompts_by_one_call_for_a_layer(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launches of a layer at once: the same bits, for other tokens, too, and with a mask."""
     if device.type != "cuda":

@@ -3,6 +3,7 @@ them, they take several times as long."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -18,14 +19,14 @@ _MOST_THREADS = 16
 _done: WeakSet[Any] = WeakSet()
 
 
-def compile_ahead(model: Any, batch: int, tokens: int, cache: Any) -> None:
+def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any]) -> None:
     """Compiles what a language model on a GPU runs for prompts [batch, tokens] and for the token after them, the first time that it is
     called for a model; does nothing on other devices, and where kernels are tuned as they are met.
 
     The model is called, and all of it runs but this package's kernels. As their results are undefined, a model must not find addresses in
     them, as a mixture of experts does: only those are compiled ahead of which `shorten_` has changed all layers.
 
-    cache  an empty one, of the kind and size that will be used; this one is used up
+    cache  makes an empty one, of the kind and size that will be used
     """
     device = model.device
     if device.type != "cuda" or model in _done or triton_trouble() is not None or env.tune():
@@ -39,6 +40,7 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Any) -> None:
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
     with torch.inference_mode(), torch.cuda.device(device):
         relaunch.broken(device)
+        kept = cache()
         with launch.compiling(device, min(_MOST_THREADS, machine().cores)):
             for each in (ids, ids[:, :1]):
-                model(input_ids=each, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(input_ids=each, past_key_values=kept, use_cache=True, logits_to_keep=1)

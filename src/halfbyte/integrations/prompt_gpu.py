@@ -242,7 +242,8 @@ def _found(layer: Any) -> _Parts | None:
 def _linked(first: Attention, second: Dense | None) -> tuple[Hashable, tuple[Tensor | None, ...]]:
     """`alike` and `tensors` of _Parts."""
     heads, weights = first.heads, _weights(first, second)
-    norms = [first.before, first.after, *(heads.norms or ()), *([] if second is None else [second.before, second.after])]
+    of_mlp = [] if second is None else [None if second.parallel else second.before, second.after]  # a tensor stands once
+    norms = [first.before, first.after, *(heads.norms or ()), *of_mlp]
     of_norms = [None if norm is None else norm[1:4] for norm in norms]
     tensors = [t for weight in weights for t in (weight.packed.data, weight.bias)]
     tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.shift))]

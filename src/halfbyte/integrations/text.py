@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +181,7 @@ def generate(
         if not known and not compiled and (cache is None or isinstance(cache, StaticCache)):
             there = 0 if cache is None else capacity(cache, model)
             size = there if there > count else first_size(count, count + settings.get("max_new_tokens", 20))  # transformers' default
-            compile_ahead(model, 1, count, new_cache(model, size))
+            compile_ahead(model, 1, count, partial(new_cache, model, size))
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings
