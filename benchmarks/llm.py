@@ -7,10 +7,11 @@
     python benchmarks/llm.py --family gemma3 --contenders halfbyte llama-bench --gguf gemma3.gguf    CPU: another family; makes the file
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte halfbyte-compiled
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte llama-bench --gguf model.gguf
-    python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-compiled
+    python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-fused     what shorten_ gains
 
 "llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
 for this CPU (--llama-bench names it).
+"halfbyte-fused" has transformers' layers, with the products of `fuse_` and the loop that writes.
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
 after it, as a user's calls do. Of compiled contenders on a GPU only the "step" is told: one decoding step of `--batch` sequences after the
 prompt, as a CUDA graph.
@@ -37,7 +38,7 @@ from typing import Any
 from llm_models import FAMILIES, SIZES, make_config, make_file, make_model, make_tokenizer
 
 CONTENDERS = (
-    *("halfbyte", "halfbyte-compiled", "halfbyte-2:4", "halfbyte-int8-cache"),
+    *("halfbyte", "halfbyte-compiled", "halfbyte-fused", "halfbyte-2:4", "halfbyte-int8-cache"),
     *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench"),
 )
 
@@ -232,7 +233,8 @@ class Torch:
         opening = {} if self.model is None else {"open_seconds": time.perf_counter() - begin}
         if self.model is None:
             form = args.format if args.worker.startswith("halfbyte") else None
-            self.model = make_model(config(args), args.device, form, sparse=args.worker.endswith("2:4"))
+            how = {"sparse": args.worker.endswith("2:4"), "shortened": not args.worker.endswith("fused")}
+            self.model = make_model(config(args), args.device, form, **how)
         if "int4" in args.worker:
             with_int4pack(self.model)
         self.tokenizer = make_tokenizer(vocabulary(args))

@@ -131,20 +131,25 @@ def make_config(family: str, size: str, longest: int = 2048, layers: int | None 
     return getattr(transformers, found.config)(**sizes, **tokens, max_position_embeddings=max(2048, longest))
 
 
-def make_model(config: Any, device: str = "cpu", format: str | None = None, *, sparse: bool = False, mesh: Any = None) -> Any:
+def make_model(
+    config: Any, device: str = "cpu", format: str | None = None, *, sparse: bool = False, shortened: bool = True, mesh: Any = None
+) -> Any:
     """A causal model with random weights on the device, made layer by layer, the same for every contender.
 
-    format  of the linear layers, and of an embedding that is not tied to the head, else q8_0, as in files of llama.cpp; None: floats
-    sparse  linear layers are pruned first, to 2:4
-    mesh    of processes that share it
+    format     of the linear layers, and of an embedding that is not tied to the head, else q8_0, as in files of llama.cpp; None: floats
+    sparse     linear layers are pruned first, to 2:4
+    shortened  `shorten_` is called, as `optimize_` does
+    mesh       of processes that share it
     """
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
 
+    from halfbyte.integrations.generating import generate_fast
     from halfbyte.integrations.text import ready
     from halfbyte.nn.config import Config
     from halfbyte.nn.convert import quantize_
+    from halfbyte.nn.fused import fuse_
     from halfbyte.nn.parallel import parallelize_
     from halfbyte.nn.sparsity import prune_
 
@@ -169,6 +174,9 @@ def make_model(config: Any, device: str = "cpu", format: str | None = None, *, s
                 model.set_submodule(name, made)
     if mesh is not None:
         parallelize_(model, mesh)
+    if not shortened:
+        generate_fast(fuse_(model))
+        return model.eval()
     model = ready(model, device)
     if format is None and model.config._attn_implementation == "halfbyte":
         model.set_attn_implementation("sdpa")  # transformers' own
