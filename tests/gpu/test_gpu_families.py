@@ -147,10 +147,10 @@ def test_prompts(kind: str, widths: tuple[int, ...], device: torch.device, promp
     plain, short = pair(kind, device)
     found = logits(short, static_cache(short, 64), widths)
     several = 2 * sum(width > 1 for width in widths)
-    assert prompts == [True] * several
+    assert prompts == [takes_prompts(device)] * several
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths))
     found = logits(short, DynamicCache(config=short.config), widths)
-    assert prompts.count(True) == 2 * several
+    assert prompts.count(True) == 2 * several * takes_prompts(device)
     assert close(found, logits(plain, DynamicCache(config=plain.config), widths))
     ids = torch.randint(3, 99, (2, 20), device=device)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_prompts_with_padding(kind: str, device: torch.device, prompts: list[boo
     widths, mask = (20, 3, 9), torch.ones(3, 32, dtype=torch.long, device=device)
     mask[0, :3] = mask[2, :9] = 0
     found = logits(short, static_cache(short, 64), widths, mask, 3)
-    assert prompts == [True] * 6
+    assert prompts == [takes_prompts(device)] * 6
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
 
 
@@ -185,13 +185,78 @@ def test_prompts_that_are_left_to_transformers(device: torch.device, prompts: li
         assert not any(prompts)
         assert close(short(input_ids=ids).logits, expected)
         assert seen == [1]
-        assert prompts[-2:] == [False, True]
+        assert prompts[-2:] == [False, takes_prompts(device)]
         handle.remove()
         assert close(short(input_ids=ids).logits, expected)
-        assert prompts[-2:] == [True, True]
+        assert prompts[-2:] == [takes_prompts(device)] * 2
         short.model.layers[1].mlp.down_proj = torch.nn.Linear(128, 96, bias=False, device=device)
         short(input_ids=ids)
-        assert prompts[-2:] == [True, False]
+        assert prompts[-2:] == [takes_prompts(device), False]
+
+
+def takes_prompts(device: torch.device) -> bool:
+    """In float32, on a GPU, they go transformers' way."""
+    return device.type == "cpu"
+
+
+class Shifted(torch.nn.Module):
+    """What a norm may be replaced by."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x) + 1
+        return y
+
+
+def test_what_changes_attention_is_left_to_transformers(device: torch.device, prompts: list[bool]) -> None:
+    """Masks for all tokens alike, other implementations and settings of attention, and norms that were replaced."""
+    plain, short = pair("mistral", device)
+    ids, seen = torch.randint(3, 99, (2, 30), device=device), torch.ones(2, 1, 1, 30, dtype=torch.bool, device=device)
+    seen[0, :, :, :2] = False
+    with torch.no_grad():
+        assert close(short(ids, attention_mask=seen).logits, plain(ids, attention_mask=seen).logits)
+        assert close(short(ids, is_causal=False).logits, plain(ids, is_causal=False).logits)
+        for model in (plain, short):
+            model.model.layers[1].input_layernorm = Shifted(model.model.layers[1].input_layernorm)
+        assert not any(prompts)
+        assert close(short(ids).logits, plain(ids).logits)
+        assert prompts[-2:] == [takes_prompts(device), False]
+    transformers.AttentionInterface.register("of_ones_own", of_ones_own)
+    transformers.AttentionMaskInterface.register("of_ones_own", lambda *_, **__: None)
+    plain, short = pair("mistral", device)
+    for model in (plain, short):
+        model.set_attn_implementation("of_ones_own")
+    prompts.clear()
+    with torch.no_grad():
+        assert close(short(ids).logits, plain(ids).logits)
+    assert not any(prompts)
+    assert decoding.why_not_short(short.model.layers[0]) == "its attention is of_ones_own, not sdpa or halfbyte or eager"
+
+
+def of_ones_own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> tuple[Tensor, None]:
+    """Masks what it masks by itself."""
+    assert mask is None
+    age = torch.arange(key.shape[2], device=query.device)[:, None] - torch.arange(key.shape[2], device=query.device)
+    seen = ((age >= 0) & (age < how["sliding_window"]))[-query.shape[2] :]
+    y = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=how["scaling"], enable_gqa=True)
+    return y.transpose(1, 2), None
+
+
+def test_a_mask_that_is_added_may_change(device: torch.device, prompts: list[bool]) -> None:
+    """In place, from one call to the next, also where nothing counts changes."""
+    plain, short = pair("llama", device)
+    for model in (plain, short):
+        model.set_attn_implementation("eager")
+    ids = torch.randint(3, 99, (1, 12), device=device)
+    with torch.inference_mode():
+        mask = torch.zeros(1, 1, 12, 12, device=device).masked_fill(~torch.ones(12, 12, dtype=torch.bool, device=device).tril(), -torch.inf)
+        for hidden in (0, 3):
+            mask[..., 4:, :hidden] = torch.finfo(torch.float32).min
+            assert close(short(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits)
+    assert prompts == [takes_prompts(device)] * 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "glm4", "cohere", "phi", "starcoder2", "gemma", "phi3", "mixtral", "olmo2"])

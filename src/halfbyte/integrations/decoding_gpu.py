@@ -41,6 +41,7 @@ from halfbyte.ops.routing import add_experts, describe, why_not_experts
 
 DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring)
+_ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compute, and by which masks, is known
 _TORCH = "torch's operations"
 
 
@@ -63,6 +64,9 @@ def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
     for linear in (*qkv, o, *second):
         if linear.compute not in ("auto", "float"):
             return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
+    kind = layer.self_attn.config._attn_implementation
+    if kind not in _ATTENTIONS:
+        return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
     if is_eager(layer) and first.heads.cap is not None:
         return "scores of its attention, transformers' eager one, have a cap"
     if first.heads.sinks is not None and not is_eager(layer):
@@ -204,6 +208,7 @@ def _fits(x: Tensor, layers: list[Any], index: int, settings: dict[str, Any]) ->
         and type(layers[index]) in _CACHES
         and layers[index].is_initialized
         and layers[index].keys.dtype == x.dtype
+        and layers[index].keys.device == x.device
         and not settings.get("output_attentions")
         and not torch.is_grad_enabled()
     )

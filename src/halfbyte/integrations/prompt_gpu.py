@@ -60,6 +60,7 @@ class _Parts:
 
 
 _known: WeakKeyDictionary[nn.Module, tuple[_Parts | None, Unchanged]] = WeakKeyDictionary()
+_NORMS = ("torch.", "transformers.")  # modules of the classes of norms that families.py knows
 _chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether all products' launches can be made again
 _Turns = tuple[Tensor, Tensor] | None  # cosines and sines
 
@@ -71,14 +72,17 @@ def tokens(
     parts = _parts(layer) if _fits(layer, x, past, rotary, settings) else None
     if parts is None or not parts.first.heads.turns_by(rotary[0].shape[2]):
         return None
-    seen = _seen(layer, mask)
+    if x.is_cuda and why_not_many(parts.first.heads, x.dtype, gpu(x.get_device())) is not None:
+        return None
+    seen = _seen(layer, mask, x.shape[1])
     if isinstance(seen, str):
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
     turns = None if parts.first.heads.turned == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
-        cache.cumulative_length = torch.zeros((), dtype=torch.int64, device=x.device)  # a copy from the host would wait for the GPU
+        # A copy from the host would wait for the GPU.
+        cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
     if type(cache) is StaticLayer:
         y = _with_static(parts, x, seen, turns, cache)
     else:
@@ -147,7 +151,7 @@ def _chain(name: str, parts: _Parts, steps: Callable[[list[Tensor]], None], x: T
 
 def _is_chained(key: Hashable, parts: _Parts, x: Tensor) -> bool:
     found = _chained.get(key)
-    if found is None and x.is_cuda and why_not_many(parts.first.heads, x.dtype, gpu(x.get_device())) is None:
+    if found is None and x.is_cuda:
         rows = x.shape[0] * x.shape[1]
         found = all(is_replayed(rows, weight.packed, x.dtype) for weight in _weights(parts.first, parts.second))
         _chained[key] = found
@@ -204,7 +208,7 @@ def _after(
 
 
 def why_not_prompts(layer: Any, here: Gpu) -> str | None:
-    """Why a layer of which one token takes few kernels computes the attention of prompts in torch's operations; None if by a kernel."""
+    """Why prompts take transformers' steps in a layer of which one token takes few kernels; None if they take few, too."""
     return why_not_many(decoding_gpu.halves(layer)[0].heads, all_norms(layer)[0].weight.dtype, here)
 
 
@@ -213,6 +217,8 @@ def _parts(layer: Any) -> _Parts | None:
     known = _known.get(layer)
     if known is None or not known[1].is_still():
         if any(watched(part) or "forward" in vars(part) for part in layer.modules() if part is not layer):
+            return None
+        if not all(type(norm).__module__.startswith(_NORMS) for norm in all_norms(layer)):  # replaced by what computes something else
             return None
         of_config = [(layer.self_attn.config, "_attn_implementation")]
         known = _known[layer] = _found(layer), Unchanged(layer, parts_of(layer), [*settings_of(layer), *of_config])
@@ -261,22 +267,24 @@ def _weights(first: Attention, second: Dense | None) -> list[Weight]:
     return [*first.qkv, first.o, *([] if second is None else [second.gate_up, second.down])]
 
 
-_masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and when
+_masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and the last layer that asked
 
 
-def _seen(layer: Any, mask: Tensor | None) -> Tensor | str | None:
+def _seen(layer: Any, mask: Tensor | None, tokens: int) -> Tensor | str | None:
     """The mask as `attend_many` takes it; or why it takes none like it."""
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens):
+        return "its mask is not one of all heads for each token"
     if not decoding_gpu.is_eager(layer):
-        fits = mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
-        return mask if fits else "a mask of another kind"
-    if mask is None or mask.dim() != 4 or mask.shape[1] != 1:
+        return mask if mask is None or mask.dtype == torch.bool else "its mask is not of booleans"
+    if mask is None:
         return "eager attention without a mask is not causal"
-    known = _masks.get(mask)
-    version = None if mask.is_inference() else mask._version
-    if known is None or known[1] != version:
-        known = _masks[mask] = visible(mask), version  # waits for the GPU, once for all layers
-    found: Tensor = known[0]
-    return found if found.dtype == torch.bool else "a mask that adds other numbers"
+    index, (found, last) = layer.self_attn.layer_idx, _masks.get(mask, (None, -1))
+    if found is None or index <= last:  # another call of the model, since when the mask may have changed
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "to look at the mask waits for the GPU"
+        found = visible(mask)
+    _masks[mask] = found, index
+    return found if found.dtype == torch.bool else "its mask adds other numbers"
 
 
 def _fits(layer: Any, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
@@ -287,6 +295,9 @@ def _fits(layer: Any, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tenso
         and plain(x)
         and rotary[0].dim() == 3
         and not settings.get("output_attentions")
+        and settings.get("is_causal") in (None, True)
+        and settings.get("cache") is None
+        and not getattr(past, "offloading", False)
         and layer.self_attn.is_causal
         and not layer.training
         and not torch.is_grad_enabled()

@@ -359,7 +359,8 @@ def _attend(*args: Any) -> Tensor:
         q, k = (wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
     x = torch.cat((q, k), 1)
     if token.rotary is not None:
-        x = _turned(x, token.rotary, token.turned, token.pairs)
+        cos, sin = (t.float()[:, None] for t in token.rotary)
+        x = turned_in_torch(x, cos, sin, token.turned, token.pairs)
     q, k = x.split((heads, kv_heads), 1)
     at = token.length.view(1)
     place = at % size if token.ring else at
@@ -386,13 +387,12 @@ def _attend(*args: Any) -> Tensor:
     return y.to(qkv.dtype).view(batch, heads * dim)
 
 
-def _turned(x: Tensor, rotary: tuple[Tensor, Tensor], turned: int, pairs: str) -> Tensor:
-    """x [B, heads, D] with positions."""
-    cos, sin = (t.float()[:, None] for t in rotary)
+def turned_in_torch(x: Tensor, cos: Tensor, sin: Tensor, turned: int, pairs: str) -> Tensor:
+    """x [..., D] with positions in the first elements, `turned`, by tables [..., R] or of the first R / 2."""
     part, half = x[..., :turned], turned // 2
     if pairs == "once":
         cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
-    elif cos.shape[2] < turned:
+    elif cos.shape[-1] < turned:
         cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
     if pairs:
         other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)

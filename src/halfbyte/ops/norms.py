@@ -1,4 +1,4 @@
-"""Norms between the products of a decoder layer, for few rows: the custom ops `halfbyte::normed` and `halfbyte::add_normed`, a kernel each
+"""Norms between the products of a decoder layer: the custom ops `halfbyte::normed` and `halfbyte::add_normed`, a kernel each
 on NVIDIA GPUs that starts while the previous one is still running, and the same formula in torch's operations elsewhere."""
 
 from __future__ import annotations

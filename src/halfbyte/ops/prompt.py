@@ -14,7 +14,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import PAIRS, Heads
-from halfbyte.ops.decoding import activated_in_torch
+from halfbyte.ops.decoding import activated_in_torch, turned_in_torch
 from halfbyte.ops.norms import why_not_norm, wide_norm
 from halfbyte.ops.replay import run_alike
 
@@ -119,24 +119,11 @@ def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, value
         q, k = (wide_norm(t.flatten(2) if heads.rows else t, norm).view(t.shape) for t, norm in zip((q, k), heads.norms, strict=True))
     if rotary is not None:
         cos, sin = (t.float().unsqueeze(2) for t in rotary)
-        q, k = (_rotated(t, cos, sin, heads) for t in (q, k))
+        q, k = (turned_in_torch(t, cos, sin, heads.width, heads.pairs) for t in (q, k))
     places = torch.arange(tokens, device=qkv.device) + (0 if length is None else length)
     keys.index_copy_(2, places, k.transpose(1, 2).to(keys.dtype))
     values.index_copy_(2, places, v.transpose(1, 2).to(values.dtype))
     return q.to(qkv.dtype)  # type: ignore[no-any-return]
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
-    if heads.pairs == "once" or cos.shape[-1] < heads.width:  # an element is for a pair
-        cos, sin = (t[..., : heads.width // 2] for t in (cos, sin))
-        cos, sin = (t.repeat_interleave(2, -1) if heads.pairs else torch.cat((t, t), -1) for t in (cos, sin))
-    part, rest = x.tensor_split([heads.width], -1)
-    if heads.pairs:
-        turned = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = part.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    return torch.cat((part * cos + turned * sin, rest), -1)
 
 
 # Attention
@@ -178,7 +165,7 @@ def attend_many(
         kernel.launch(here, queries, keys, values, length, mask, out, scale, factor, sinks)
 
     with on(queries):
-        run_alike(launch, (queries, keys, values, length, mask, sinks, out), "attend", scale, factor)
+        run_alike(launch, (queries, keys, values, length, mask, sinks, out), "attend_many", scale, factor)
     return out
 
 

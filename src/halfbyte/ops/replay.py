@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
@@ -52,12 +53,14 @@ def run_first(problem: Problem, gpu: Gpu, options: Sequence[GpuOption], argument
 def can_record(operands: Operands) -> bool:
     """Whether launches on these operands can be recorded: not while a graph is captured or kernels are only compiled, nor where two share
     memory, so that an address does not tell them apart."""
-    if triton_trouble() is None:
-        from halfbyte.kernels.gpu import launch
+    if triton_trouble() is not None:
+        return False
+    from halfbyte.kernels.gpu import launch
+    from halfbyte.kernels.gpu.relaunch import reach
 
-        if launch.is_compiling():
-            return False
-    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in operands if t is not None)
+    if launch.is_compiling():
+        return False
+    ranges = sorted(reach(t) for t in operands if t is not None)
     overlap = any(start < end for (_, end), (start, _) in pairwise(ranges))
     return not overlap and not torch.cuda.is_current_stream_capturing()
 
@@ -95,9 +98,8 @@ class Replays(Bounded[Hashable, Replay | None]):
         return self.get(key)
 
 
-# Within `whole`: what is launched is recorded, and must not be replayed.
-_recording: ContextVar[bool] = ContextVar("_recording", default=False)
-is_recording = _recording.get
+_plainly: ContextVar[bool] = ContextVar("_plainly", default=False)
+is_launched_plainly = _plainly.get  # whether launches are not replayed, and none is kept, as those of a chain will be, together
 _alike = Bounded[Hashable, Replay | None](MOST_REPLAYS)
 _failed = Bounded[Hashable, int](MOST_REPLAYS)  # how often
 
@@ -109,7 +111,7 @@ def run_alike(launch: Callable[[], object], operands: Operands, *settings: Hasha
     addresses = [0 if t is None else t.data_ptr() for t in operands]
     key = (*settings, *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands))
     replay = _alike.get(key)
-    if is_recording() or any(address % 16 for address in addresses):  # kernels are compiled for what is aligned
+    if is_launched_plainly() or any(address % 16 for address in addresses):  # kernels are compiled for what is aligned
         launch()
     elif replay is not None:
         replay(*addresses)
@@ -139,6 +141,15 @@ def _alike_first(key: Hashable, launch: Callable[[], object], operands: Operands
         _failed[key] = 1
 
 
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    token = _plainly.set(True)
+    try:
+        yield
+    finally:
+        _plainly.reset(token)
+
+
 class _Whole(NamedTuple):
     """The launches of a chain of steps, and the shapes, strides and types of what they make."""
 
@@ -154,7 +165,7 @@ class _Whole(NamedTuple):
         return made
 
 
-_wholes = Bounded[Hashable, _Whole | None](MOST_REPLAYS)
+_wholes = Bounded[Hashable, _Whole | None](MOST_REPLAYS // 8)  # each has the text of a function
 
 
 def whole(key: Hashable, steps: Callable[[list[Tensor]], object], operands: Operands) -> list[Tensor]:
@@ -174,18 +185,16 @@ def whole(key: Hashable, steps: Callable[[list[Tensor]], object], operands: Oper
         steps(made)
         return made
     if (tried := _failed.get(key, 0)) == 0:  # kernels may be compiled, and scratch memory become larger
-        steps(made)
+        with _one_by_one():
+            steps(made)
         _failed[key] = 1
         return made
     from halfbyte.kernels.gpu import launch, relaunch
 
-    token = _recording.set(True)
-    try:
-        with launch.recording() as calls:
-            steps(made)
-    finally:
-        _recording.reset(token)
-    replay = relaunch.bind(calls, (*operands, *made), made[-1].device)
+    with _one_by_one(), launch.recording() as calls:
+        steps(made)
+    device = made[-1].device
+    replay = relaunch.broken(device) or relaunch.bind(calls, (*operands, *made), device)
     if not isinstance(replay, str):
         found = _Whole(replay, tuple((tuple(t.shape), t.stride(), t.dtype) for t in made))
         # Whether there was more than launches: what has no part in them stays as it was.

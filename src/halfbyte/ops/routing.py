@@ -134,7 +134,6 @@ class _Arguments(NamedTuple):
         y: Tensor = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
         return y
 
-
     def of_shared(self, z: Tensor) -> Tensor:
         """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
         k, infinite = z.shape[1], float("inf")

@@ -98,7 +98,7 @@ def launch(
         told = seen, stride, mask.stride(1), flags, beyond, pieces
     launcher.run(
         _attend,
-        (tiles, batch * heads),
+        (batch * heads, tiles),
         queries,
         keys,
         values,
@@ -140,7 +140,7 @@ def _attend(queries, keys, values, strides, length, told, sinks, out, sizes, fac
         gdc_launch_dependents()
         gdc_wait()
     tokens, heads, group, size = sizes[0], sizes[1], sizes[2], sizes[3]
-    tile, batch, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    tile, batch, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0) // heads, tl.program_id(0) % heads
     t, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     at = ((batch.to(tl.int64) * tokens + t) * heads + head) * S.dim
     inside = (t < tokens)[:, None] & (d < S.dim)[None, :]

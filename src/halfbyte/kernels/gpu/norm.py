@@ -4,7 +4,7 @@
     y = norm(x)                                 of either kind; or RMS norms of parts of a row, each with a weight of its own
     h = residual + norm(x), z = then(h)         where what a layer's half gives has a norm, and what follows has, too
 
-For the few rows of a decoding step, a block each: what matters there is that the next kernel may start, and read its weights, meanwhile.
+A block takes a row: of the few of a decoding step what matters is that the next kernel may start, and read its weights, meanwhile.
 """
 
 from __future__ import annotations

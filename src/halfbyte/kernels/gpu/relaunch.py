@@ -42,6 +42,13 @@ class _Descriptor(NamedTuple):
     padding: str
 
 
+def reach(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from its first byte to behind its last. (Of a tensor that repeats rows, `nbytes` tells more.)"""
+    first = tensor.data_ptr()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.itemsize if tensor.numel() else first
+
+
 def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch.device) -> Replay | str:
     """A function that makes `calls` again for the addresses of other operands, one argument each (0 for None); or why there is none.
 
@@ -52,7 +59,7 @@ def bind(calls: Sequence[Call], operands: Sequence[Tensor | None], device: torch
     """
     scratch = (launch.workspace, launch.spread_codes, launch.locks, launch.turns)
     places = [*operands, *(memory(device, 0) for memory in scratch)]
-    source = _Source([(0, 0) if place is None else (place.data_ptr(), place.data_ptr() + place.nbytes) for place in places])
+    source = _Source([(0, 0) if place is None else reach(place) for place in places])
     try:
         launches = [source.launch(call) for call in calls]
     except _Unbindable as reason:

@@ -124,7 +124,7 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
     there = h < count
     source = qkv + row.to(tl.int64) * ((heads + 2 * kv_heads) * DIM) + (before + h) * DIM
     written = there & (fits | (kind == 0))
-    of_cache = batch.to(tl.int64) * strides[0] + h * strides[1] + place.to(tl.int64) * strides[2]
+    of_cache = batch.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + place.to(tl.int64) * strides[2]
     offset = tl.where(kind == 0, row.to(tl.int64) * (heads * DIM) + h * DIM, of_cache)
     target = tl.where(kind == 0, queries, tl.where(kind == 1, cache[0], cache[1]))
     i = tl.arange(0, S.wide)
@@ -148,7 +148,8 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
         if rotary is not None:
             at_first = i if S.once else first
             at_second = i if S.once else second
-            cos, sin = rotary[0] + batch * rotary[2] + token * rotary[3], rotary[1] + batch * rotary[4] + token * rotary[5]
+            cos, sin = rotary[0] + batch.to(tl.int64) * rotary[2], rotary[1] + batch.to(tl.int64) * rotary[4]
+            cos, sin = cos + token.to(tl.int64) * rotary[3], sin + token.to(tl.int64) * rotary[5]
             c0 = tl.load(cos + at_first, mask=i < TURNED // 2, other=1.0).to(tl.float32)[None, :]
             s0 = tl.load(sin + at_first, mask=i < TURNED // 2, other=0.0).to(tl.float32)[None, :]
             c1 = tl.load(cos + at_second, mask=i < TURNED // 2, other=1.0).to(tl.float32)[None, :]
