@@ -83,7 +83,7 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
         assert not bool(got.sum.any())
     elif fmt.zero == "point" and spec.biased:  # int16, beside a 0
         assert torch.equal(got.sum[good].view(torch.int32), wanted.sums[good] & 0xFFFF)
-    elif fmt.zero == "point" or (fmt.zero == "offset" and way == "row"):
+    elif fmt.zero == "point" or (fmt.zero == "offset" and (way == "row" or spec.bracketed)):  # short blocks: bracketed.py
         assert torch.equal(got.sum[good], wanted.sums.float()[good])
     elif fmt.zero == "offset":  # sum(x as quantized) = scale * sum(q) + size * offset: a product, then perhaps one fused multiply-add
         product = wanted.sums.float() * wanted.scale
