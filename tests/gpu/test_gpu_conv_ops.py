@@ -222,7 +222,7 @@ def test_the_op_in_the_interpreter(
     monkeypatch.setattr(relaunch, "broken", lambda device: None)
     monkeypatch.setattr(relaunch, "bind", lambda calls, operands, device: lambda *addresses: seen.append(addresses))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(cuda, "empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
+    monkeypatch.setattr(cuda_conv, "empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fmt, channels, outputs, kernel, groups, stride, padding = setting
     if kernel == 1 and activation != "image" and channels % 32 == 0:
