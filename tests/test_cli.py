@@ -483,7 +483,9 @@ def test_explain_for_a_gpu_that_is_not_here(run: Run) -> None:
     assert found["arch"] == "sm_80"
     assert found["measured_seconds"] is None
     assert found["kernel"] not in found["rejected"]
-    assert "compute='float' was asked for" in found["rejected"].values()
+    assert "compute='auto' is 'float' on a GPU" in found["rejected"].values()
+    asked = run("explain", "--device", "sm_80", "--compute", "int8", "--json").json
+    assert "compute='int8' was asked for" in asked["rejected"].values()
     assert "predicted" in run("explain", "--device", "sm_90").out
     run("explain", "--device", "abacus").refuses("'abacus'")
     run("explain", "--device", "sm_90", "--compute", "guess").refuses("'guess'")

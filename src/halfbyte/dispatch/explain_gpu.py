@@ -133,6 +133,10 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
     if problem.op == "linear" and not problem.sparse:
         problem = replace(problem, paired=packs_pairs(problem.format, (problem.n, problem.k), found))
     choice = choose_gpu(problem, found)
+    if compute == "auto":  # nobody asked for what that is
+        auto = f"compute='auto' is {problem.compute!r} on a GPU"
+        told = ((candidate, auto if candidate.compute != problem.compute else reason) for candidate, reason in choice.rejected)
+        choice = choice._replace(rejected=tuple(told))
     nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse, paired=problem.paired).nbytes
     ceilings = gpu_ceilings(found)
     rate = ceilings.integer if problem.compute == "int8" else ceilings.half

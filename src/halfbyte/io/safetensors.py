@@ -102,7 +102,8 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
             check_is_fetched(path, first)
             length = int.from_bytes(first, "little")
             if size < 8 or length > min(_HEADER_LIMIT, size - 8):
-                raise CheckpointError(f"{path} has {size} bytes, its header {length}: it is not a safetensors file or is truncated")
+                what = f"{path} has {size} bytes, and does not begin with the size of a header in these"
+                raise CheckpointError(f"{what}: it is not a safetensors file or is truncated")
             header = parse_json(file.read(length), f"the header of {path}")
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
