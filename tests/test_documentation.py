@@ -68,7 +68,7 @@ def test_names_and_arguments_exist(place: str, code: str) -> None:
 def test_the_first_code_of_the_readme_runs(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [code for place, code in _blocks() if place.startswith("README.md:")]
     code = "\n\n".join(blocks[block].split("\n\n")[:2])  # imports, and a model from disk to disk
-    assert code.count("path/to/model") == 1
+    assert "path/to/model" in code
     monkeypatch.chdir(tmp_path)
     exec(compile(code.replace("path/to/model", str(ROOT / "models" / "tiny-llama")), "README.md", "exec"), {})
     assert (tmp_path / "small" / "config.json").is_file()
