@@ -26,6 +26,7 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import decoding_cpu, decoding_step
 from halfbyte.integrations.cache import Int8Cache
+from halfbyte.integrations.decoding import why_not_short
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
@@ -433,3 +434,27 @@ def test_arguments() -> None:
         DecoderLayer(attention, odd)
     with pytest.raises(ArgumentError, match="have one width, got 32 and 64"):
         DecoderLayer(attention, wide)
+
+
+class Shifted(torch.nn.Module):
+    """What a norm may be replaced by."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x) + 1
+        return y
+
+
+def test_a_norm_that_was_replaced() -> None:
+    """By an adapter, say: it is called, before and after the layer was once computed without."""
+    plain, short = pair()
+    ids = torch.randint(99, (1, 7))
+    with torch.no_grad():
+        assert close(short(ids).logits, plain(ids).logits)
+        for model in (plain, short):
+            model.model.layers[1].post_attention_layernorm = Shifted(model.model.layers[1].post_attention_layernorm)
+        assert close(steps(short, DynamicCache(config=short.config), ids), steps(plain, DynamicCache(config=plain.config), ids))
+    assert why_not_short(short.model.layers[1], "cpu") == "one of its norms was replaced"

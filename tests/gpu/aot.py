@@ -212,6 +212,22 @@ def launch_families(gpu: Gpu) -> None:
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (own[1], empty(1, k)))
 
 
+def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
+    """What lies between the products of so many tokens; `masked`: also with norms of heads and sinks."""
+    from halfbyte.kernels.gpu import attend_many, turn
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, kv_heads, size = 32, 8, tokens + 1024
+    cache, queries = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), empty(1, tokens, heads, dim)
+    length, norms = empty(1, dtype=torch.int64), ((empty(dim), 1e-6, False), (empty(dim), 1e-6, False))
+    rotary = (empty(1, tokens, dim), empty(1, tokens, dim))
+    turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, dim)
+    mask = empty(1, tokens, size, dtype=torch.bool) if masked else None
+    attend_many.launch(gpu, queries, *cache, length, mask, empty(1, tokens, heads * dim), dim**-0.5, 1.0, empty(heads) if masked else None)
+
+
 def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
     """For each job the binaries of what it launched, in order. Raises AssertionError with the compiler's words where one fails."""
     found: list[list[Binary]] = [[] for _ in jobs]

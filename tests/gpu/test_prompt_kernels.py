@@ -260,25 +260,11 @@ def test_what_does_not_fit() -> None:
 # Compiled
 
 
-def launch_on_meta(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
-    def empty(*shape: int, dtype: torch.dtype = B) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    heads, kv_heads, size = 32, 8, tokens + 1024
-    cache, queries = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), empty(1, tokens, heads, dim)
-    length, norms = empty(1, dtype=torch.int64), ((empty(dim), 1e-6, False), (empty(dim), 1e-6, False))
-    rotary = (empty(1, tokens, dim), empty(1, tokens, dim))
-    turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, dim)
-    mask = empty(1, tokens, size, dtype=torch.bool) if masked else None
-    attend_many.launch(gpu, queries, *cache, length, mask, empty(1, tokens, heads * dim), dim**-0.5, 1.0, empty(heads) if masked else None)
-
-
 def test_compiled_for_every_gpu() -> None:
     """Matrix units, copies to shared memory beside them, and registers for all, or nearly."""
-    name = "tests/gpu/test_prompt_kernels.py:launch_on_meta"
     calls = [(64, 512, False), (128, 4096, True), (128, 512, False), (256, 4096, True), (256, 48, False)]
     wanted = [(arch, dict(zip(("dim", "tokens", "masked"), call, strict=True))) for arch in GPUS for call in calls]
-    jobs = [Job(name, arch, how) for arch, how in wanted if arch == "sm_90" or how["dim"] != 64]
+    jobs = [Job("aot:launch_prompt", arch, how) for arch, how in wanted if arch == "sm_90" or how["dim"] != 64]
     for job, binaries in zip(jobs, compile_all(jobs), strict=True):
         kernels: dict[str, Binary] = {binary.kernel: binary for binary in binaries}
         assert set(kernels) == ({"_turn", "_find", "_attend"} if job.kwargs["masked"] else {"_turn", "_attend"})

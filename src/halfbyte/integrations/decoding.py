@@ -105,6 +105,8 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         return f"its activation is {activation}, not {' or '.join(taken) if len(taken) > 2 else 'silu'}"
     if routed is not None and (reason := why_not_routed(layer, routed)) is not None:
         return reason
+    if not decoding_cpu.has_own_norms(layer):
+        return "one of its norms was replaced"
     return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if on_cpu else decoding_gpu.why_not_few_kernels(layer))
 
 

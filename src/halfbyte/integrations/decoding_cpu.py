@@ -29,6 +29,7 @@ from halfbyte.nn.parallel import part_of
 from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, FeedForward, Heads, Norm, run_layers, why_not
 from halfbyte.ops.library import OPS
 
+_NORMS = ("torch.", "transformers.")  # modules of the classes of norms that families.py knows
 _FEW_ROWS = 64  # of more, layers are computed one by one: what they give takes memory
 _CACHES = (*growing.LAYERS, StaticLayer)
 
@@ -338,7 +339,7 @@ def computed(layer: Any) -> DecoderLayer | None:
         inner = [part for part in layer.modules() if part is not layer]
         if any(watched(part) or "forward" in vars(part) for part in inner):
             return None
-        if linears_of(layer) is None or why_not_one_call(layer) is not None or other(layer) is not None:
+        if linears_of(layer) is None or not has_own_norms(layer) or why_not_one_call(layer) is not None or other(layer) is not None:
             return None
         made = _made[layer] = DecoderLayer(*halves_of(layer)), Unchanged(layer, parts_of(layer), settings_of(layer))
     return made[0]
@@ -352,6 +353,11 @@ def norms_of(layer: Any) -> tuple[Any, ...]:
 def all_norms(layer: Any) -> list[Any]:
     """All that there are."""
     return [norm for norm in (*norms_of(layer), *_of_heads(layer)) if norm is not None]
+
+
+def has_own_norms(layer: Any) -> bool:
+    """Whether no norm was replaced by what computes something else, as adapters do."""
+    return all(type(norm).__module__.startswith(_NORMS) for norm in all_norms(layer))
 
 
 def _of_heads(layer: Any) -> tuple[Any, ...]:

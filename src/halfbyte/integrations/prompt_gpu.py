@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from halfbyte.bounded import Bounded
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.decoding_cpu import all_norms, groups_of, linears_of, norms_of, parts_of, settings_of, visible
+from halfbyte.integrations.decoding_cpu import all_norms, groups_of, has_own_norms, linears_of, norms_of, parts_of, settings_of, visible
 from halfbyte.integrations.families import other
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.machine import Gpu, gpu
@@ -60,7 +60,6 @@ class _Parts:
 
 
 _known: WeakKeyDictionary[nn.Module, tuple[_Parts | None, Unchanged]] = WeakKeyDictionary()
-_NORMS = ("torch.", "transformers.")  # modules of the classes of norms that families.py knows
 _chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether all products' launches can be made again
 _Turns = tuple[Tensor, Tensor] | None  # cosines and sines
 
@@ -218,7 +217,7 @@ def _parts(layer: Any) -> _Parts | None:
     if known is None or not known[1].is_still():
         if any(watched(part) or "forward" in vars(part) for part in layer.modules() if part is not layer):
             return None
-        if not all(type(norm).__module__.startswith(_NORMS) for norm in all_norms(layer)):  # replaced by what computes something else
+        if not has_own_norms(layer):
             return None
         of_config = [(layer.self_attn.config, "_attn_implementation")]
         known = _known[layer] = _found(layer), Unchanged(layer, parts_of(layer), [*settings_of(layer), *of_config])
