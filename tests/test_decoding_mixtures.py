@@ -31,6 +31,17 @@ from halfbyte.ops.experts import Mixture
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
 SPARSE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 GPT_OSS = {**SIZES, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64}
+SCORED = {
+    **SIZES,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "head_dim": 24,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GLM = {**SCORED, "n_routed_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 1.5}
+FULL = {"layer_types": ["full_attention"] * 2}
 KINDS: dict[str, Callable[..., Any]] = {
     "mixtral": partial(make_decoder, "Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": partial(make_decoder, "Qwen2Moe", **SPARSE, shared_expert_intermediate_size=32),
@@ -39,7 +50,19 @@ KINDS: dict[str, Callable[..., Any]] = {
         make_decoder, "Qwen3Moe", **SPARSE, head_dim=16, num_hidden_layers=3, norm_topk_prob=False, mlp_only_layers=[1]
     ),
     "olmoe": partial(make_decoder, "Olmoe", **SPARSE | {"intermediate_size": 64}, pad_token_id=0, eos_token_id=2),
-    "gpt-oss": partial(make_decoder, "GptOss", **GPT_OSS, layer_types=["full_attention"] * 2, pad_token_id=0, eos_token_id=2),
+    "gpt-oss": partial(make_decoder, "GptOss", **GPT_OSS, **FULL, pad_token_id=0, eos_token_id=2),
+    "glm4": partial(make_decoder, "Glm4Moe", **GLM | {"head_dim": 32}, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True),
+    "glm4, without norms of heads": partial(make_decoder, "Glm4Moe", **GLM | {"head_dim": 32}, first_k_dense_replace=0),
+    "dots1": partial(make_decoder, "Dots1", **GLM, **FULL, norm_topk_prob=False),
+    "solar_open": partial(make_decoder, "SolarOpen", **GLM),
+    "exaone": partial(
+        make_decoder, "ExaoneMoe", **SCORED, **FULL, num_experts=8, mlp_layer_types=["dense", "sparse"], routed_scaling_factor=2.5
+    ),
+    "minimax_m2": partial(make_decoder, "MiniMaxM2", **SCORED | {"head_dim": 32, "intermediate_size": 64}, num_local_experts=8),
+    "hy_v3": partial(make_decoder, "HYV3", **SCORED, num_local_experts=8, router_scaling_factor=2.0, mlp_layer_types=["dense", "sparse"]),
+    "ernie4_5": partial(
+        make_decoder, "Ernie4_5_Moe", **SIZES, moe_num_experts=8, moe_k=3, moe_intermediate_size=64, moe_num_shared_experts=2
+    ),
 }
 LENGTH = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -48,9 +71,9 @@ def pair(kind: str, compute: str = "float", fmt: str = "q4_0", **more: Any) -> t
     """(as transformers computes it, in one call)"""
     torch.manual_seed(7)
     model = KINDS[kind](**more).eval()
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if any(part in name for part in ("norm", "bias", "sinks")):
-            torch.nn.init.normal_(parameter, 1.0, 0.3)
+            torch.nn.init.normal_(tensor, 1.0, 0.3)
     model.set_attn_implementation("eager" if kind.startswith("gpt-oss") else "sdpa")  # sdpa has no sinks
     quantize_(model, Config(fmt, compute=compute))
     return beside(model)
@@ -317,6 +340,48 @@ def test_changes_of_gpt_oss_are_seen(calls: list[tuple[int, ...]]) -> None:
         # bfloat16 rounds a number by 2^-9 of it: dozens of them in turn, in transformers' layers.
         assert float((mine - theirs).norm()) <= 0.1 * float(theirs.norm())
         assert float((mine - before).norm()) > 0.2 * float(before.norm())
+
+
+CORRECTED = {
+    "glm4": lambda mlp: mlp.gate.e_score_correction_bias,
+    "minimax_m2": lambda mlp: mlp.e_score_correction_bias,
+    "ernie4_5": lambda mlp: mlp.gate.moe_statics.e_score_correction_bias,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", CORRECTED)
+def test_changes_of_corrections_are_seen(kind: str, dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
+    """In bfloat16 they are copies in float32; which experts there are is all that is compared then, as hidden states are rounded."""
+    models = [model.to(dtype) for model in pair(kind)]
+    found = []
+    for favourites in ([0, 1, 2], [3, 4, 5]):  # of each token
+        for model in models:
+            correction = CORRECTED[kind](model.model.layers[1].mlp)
+            correction.zero_()
+            correction.view(-1)[favourites] = 8
+        calls.clear()
+        plain, short = (steps(model, DynamicCache(config=model.config), (3, 1, 1)).float() for model in models)
+        assert float((short - plain).norm()) <= (1e-4 if dtype == torch.float32 else 0.1) * float(plain.norm())
+        assert len(calls) == 3
+        found.append(short)
+    assert float((found[0] - found[1]).norm()) > 0.2 * float(found[0].norm())
+
+
+@torch.no_grad()
+def test_factors_and_groups_are_seen(calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair("glm4")
+    for model in (plain, short):
+        model.model.layers[1].mlp.gate.routed_scaling_factor = 0.25
+    assert close(*(steps(model, DynamicCache(config=plain.config), (3, 1)) for model in (short, plain)))
+    assert calls == [(1, 3, 2), (1, 1, 2)]
+    for model in (plain, short):
+        model.model.layers[1].mlp.gate.num_group, model.model.layers[1].mlp.gate.topk_group = 4, 2
+    calls.clear()
+    assert close(*(steps(model, DynamicCache(config=plain.config), (3, 1)) for model in (short, plain)))
+    assert calls == [(1, 3, 1), (1, 1, 1)], "the first layer, which has no experts"
+    assert "its router chooses among groups of experts" in short.model.layers[1].halfbyte_remark
 
 
 def test_olmoe_that_clips_is_left() -> None:

@@ -35,6 +35,7 @@ ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in 
 GEMMA = {**SIZES, "query_pre_attn_scalar": 10}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)]}
 LONGROPE |= {"long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 70}
+GLM = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
 KINDS: dict[str, Callable[[], Any]] = {
     "gemma": partial(transformers.GemmaConfig, **SIZES),
     "gemma2": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
@@ -55,8 +56,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "stablelm": partial(transformers.StableLmConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
     "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, sliding_window=9),
     "cwm": partial(transformers.CwmConfig, **SIZES, **MIXED),
+    "dots1": partial(transformers.Dots1Config, **GLM, **MIXED, n_routed_experts=8, n_shared_experts=1),
     "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
     "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
+    "exaone_moe": partial(transformers.ExaoneMoeConfig, **GLM, **MIXED, mlp_layer_types=["dense", "sparse", "sparse"]),
     "glm4": partial(transformers.Glm4Config, **SIZES),
     "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 96}),
@@ -88,9 +91,9 @@ def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any
     # That of Gemma 2: older versions of transformers have another default, which leaves the cap out.
     how_to_attend = {"attn_implementation": "eager"} if kind.startswith("gemma2") else {}
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind](), **how_to_attend).eval()
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if any(part in name for part in ("norm", "bias", "sinks")):
-            torch.nn.init.normal_(parameter, 0.5, 0.3)
+            torch.nn.init.normal_(tensor, 0.5, 0.3)
     quantize_(model.to(dtype), Config("q4_0", **{"compute": "float"} | how))
     return model, shorten_(copy.deepcopy(fuse_(model)))
 

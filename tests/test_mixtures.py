@@ -67,11 +67,16 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
     for r, row in enumerate(x):
         logits = router @ row + (0 if half.bias is None else half.bias.double())
         wrong = 2 * ROUNDING * (len(row) + 8) * float((router.abs() @ row.abs()).max())  # of a logit, generously
-        chosen = logits.topk(half.chosen).indices
-        others = logits.clone()
+        steepest = 0.5 if half.scores else 2  # what scores change by with two logits
+        scores = {"": logits, "sigmoid": logits.sigmoid(), "softmax": logits.softmax(0)}[half.scores]
+        others = scores if half.correction is None else scores + half.correction
+        chosen = others.topk(half.chosen).indices
+        least = float(others[chosen].min())
+        others = others.clone()
         others[chosen] = -torch.inf
-        assert len(logits) == half.chosen or float(logits[chosen].min() - others.max()) > 2 * wrong, "a tie: take another seed"
-        weights = logits[chosen].softmax(0) if half.normalized else logits.softmax(0)[chosen]
+        assert len(logits) == half.chosen or least - float(others.max()) > steepest * wrong, "a tie: take another seed"
+        shares = scores if half.scores else logits.softmax(0)
+        weights = half.factor * shares[chosen] / (shares[chosen].sum() if half.normalized else 1)
         for e, weight in zip(chosen.tolist(), weights, strict=True):
             up_bias, down_bias = (None if weight.bias is None else weight.bias[e] for weight in (half.gate_up, half.down))
             one = Sum.gated(stack[0][e], stack[1][e], row, (up_bias, down_bias), half.clamped)
@@ -79,8 +84,8 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
             size[r] += weight * (one.size + 2 * wrong / ROUNDING / (len(row) + 8) * one.y.abs())
         if half.shared is not None and common is not None:
             gate_up, down = (one.dequantize().double() for one in common)
-            one, gate = Sum.gated(gate_up, down, row), torch.sigmoid(half.shared.gate.double() @ row)
-            y[r] += gate * one.y
+            one, own = Sum.gated(gate_up, down, row), half.shared.gate
+            y[r] += one.y if own is None else torch.sigmoid(own.double() @ row) * one.y
             size[r] += one.size + one.y.abs()
     return Sum(y, size)
 
@@ -127,6 +132,25 @@ def test_a_half_against_float64(fmt: str, case: tuple[int, ...]) -> None:
         assert ((run(half, h, threads) - expected.y).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_and_corrections(scores: str, case: tuple[int, ...]) -> None:
+    """A correction decides on the choice, not on weights; what all rows share has no gate."""
+    experts, chosen, k, inner, rows, common = case
+    torch.manual_seed(13)
+    codes, weights = stacks("q8_0", experts, k, inner, "float")
+    shared, of_all = None, None
+    if common:
+        of_all = [ops.quantize(torch.randn(size) / size[1] ** 0.5, "q8_0") for size in ((2 * common, k), (k, common))]
+        shared = SharedExpert(*(Weight(ops.pack(one), None, "float", "block") for one in of_all), None)
+    before, h, router = Norm(torch.rand(k) + 0.5, 1e-5), torch.randn(rows, k), 3 * torch.randn(experts, k) / k**0.5
+    for normalized, threads, correction in ((True, 2, torch.randn(experts)), (False, 1, torch.randn(experts)), (True, 3, None)):
+        half = Experts(*weights, router, chosen, normalized, before, shared, scores=scores, correction=correction, factor=2.5)
+        expected = halved(h, half, codes, of_all)
+        bound = ROUNDING * (2 * k + 2 * inner + 2 * common + 64) * expected.size
+        assert ((run(half, h, threads) - expected.y).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("fmt", ["q4_0", "mxfp4", "int8_channel"])
 @pytest.mark.parametrize("case", CASES[:5], ids=str)
 def test_gates_that_are_clamped_and_biases(fmt: str, case: tuple[int, ...]) -> None:
@@ -156,7 +180,9 @@ def test_an_expert_whose_logit_is_no_number(normalized: bool, clamped: Clamped |
             assert run(half, torch.randn(rows, 64), 2).isnan().all()
             bias = torch.zeros(8)
             bias[at] = torch.nan
-            assert run(half._replace(router=torch.randn(8, 64), bias=bias), torch.randn(rows, 64), 2).isnan().all()
+            half = half._replace(router=torch.randn(8, 64), bias=bias)
+            for scores in ("", "sigmoid", "softmax"):
+                assert run(half._replace(scores=scores), torch.randn(rows, 64), 2).isnan().all()
 
 
 def test_gates_that_are_no_numbers() -> None:
@@ -281,6 +307,12 @@ def test_what_is_refused() -> None:
     for half in (Experts(up, down, torch.ones(3, 64), 2, True, norm), Experts(up, down, torch.ones(4, 64), 5, True, norm)):
         with pytest.raises(ArgumentError, match="a row chooses 1 to 4 of 4 experts by a router"):
             half.check()
+    half = Experts(up, down, torch.ones(4, 64), 2, True, norm)
+    with pytest.raises(ArgumentError, match="a row chooses 1 to 4 of 4 experts by a router"):
+        half._replace(scores="sigmoid", correction=torch.ones(3)).check()
+    for wrong in (half._replace(scores="tanh"), half._replace(correction=torch.ones(4))):
+        with pytest.raises(ArgumentError, match="scores are '' or 'sigmoid' or 'softmax', and what has a correction has scores, got"):
+            wrong.check()
 
 
 def test_threads_of_a_pool_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:

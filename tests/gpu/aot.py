@@ -180,7 +180,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
 
 
 def launch_families(gpu: Gpu) -> None:
-    """What layers of Mixtral, Gemma 3, OLMo 2, GLM-4, Command R, StableLM and Nemotron have that those of Llama have not, for one token."""
+    """What layers of Mixtral, Gemma 3, OLMo 2, GLM-4 with experts, Command R, StableLM and Nemotron have beside Llama's, for one token."""
     from halfbyte.kernels.gpu import attend, gates, norm, routing
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -190,7 +190,7 @@ def launch_families(gpu: Gpu) -> None:
     x, before = empty(1, k), (empty(k), 1e-5, True)
     logits, weights = empty(1, experts, dtype=torch.float32), empty(1, chosen, dtype=torch.float32)
     routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), empty(experts)), empty(1, k), logits)
-    routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, normalized=True)
+    routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, routing.Choice(normalized=True))
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k))
     gates.launch_clamped(gpu, empty(chosen, 2 * k), empty(chosen, k), 1.702, 7.0)
     gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "relu2", gated=False)
@@ -210,6 +210,10 @@ def launch_families(gpu: Gpu) -> None:
     own = empty(k), empty(1, dtype=torch.float32)
     routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), None, own), empty(1, k), logits)
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (own[1], empty(1, k)))
+    for scores in ("sigmoid", "softmax"):
+        choice = routing.Choice(True, scores, empty(experts, dtype=torch.float32), 1.5)
+        routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, choice)
+    routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (None, empty(1, k)))
 
 
 def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:

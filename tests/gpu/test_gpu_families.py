@@ -34,6 +34,8 @@ SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "p
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
 MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+SCORED = {**SIZES, **EXPERTS, "routed_scaling_factor": 1.5}
+GLM = {**SCORED, "n_routed_experts": 12, "n_shared_experts": 2}
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": partial(transformers.LlamaConfig, **SIZES, attention_bias=True, mlp_bias=True),
     "mistral": partial(transformers.MistralConfig, **SIZES, sliding_window=16),
@@ -71,6 +73,15 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qwen2_moe": partial(transformers.Qwen2MoeConfig, **WITHOUT, **EXPERTS, shared_expert_intermediate_size=192),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen3_moe, shares of all": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, mlp_only_layers=[1]),
+    "glm4_moe": partial(transformers.Glm4MoeConfig, **GLM, first_k_dense_replace=0, use_qk_norm=True, attention_bias=True),
+    "dots1": partial(transformers.Dots1Config, **GLM, **MIXED, norm_topk_prob=False),
+    "solar_open": partial(transformers.SolarOpenConfig, **GLM),
+    "exaone_moe": partial(transformers.ExaoneMoeConfig, **SCORED, **MIXED, mlp_layer_types=["dense", "sparse"]),
+    "minimax_m2": partial(transformers.MiniMaxM2Config, **SIZES, num_local_experts=12, num_experts_per_tok=3),
+    "hy_v3": partial(transformers.HYV3Config, **SIZES, **EXPERTS, router_scaling_factor=2.0, mlp_layer_types=["dense", "sparse"]),
+    "ernie4_5_moe": partial(
+        transformers.Ernie4_5_MoeConfig, **WITHOUT, moe_num_experts=8, moe_k=3, moe_intermediate_size=64, moe_layer_start_index=0
+    ),
 }
 
 
@@ -78,9 +89,9 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in few kernels)"""
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if any(part in name for part in ("norm", "bias", "sinks")):
-            torch.nn.init.normal_(parameter, 0.5, 0.3)
+            torch.nn.init.normal_(tensor, 0.5, 0.3)
     model.to(device)
     model.set_attn_implementation("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
@@ -282,7 +293,7 @@ def test_prompts_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
         assert len(found) == {"olmo2": 0, "phi3": 2, "mixtral": 2}.get(kind, 1), "norms of all heads are made on the way; windows"
 
 
-OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe"  # what Llama's steps are not enough for
+OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe", "glm4_moe"  # what Llama's steps are not enough for
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -332,7 +343,8 @@ def test_half_precision(device: torch.device, calls: list[bool]) -> None:
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
-    for kind in ("gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss", "qwen2_moe"):
+    kinds = "gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss", "qwen2_moe", "glm4_moe"
+    for kind in kinds:
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
@@ -372,6 +384,8 @@ def test_what_a_layer_takes(device: torch.device) -> None:
     assert "before a kernel of (up + 1) * gate * sigmoid(alpha * gate), then down" in found["gpt_oss"]["experts"]
     assert list(found["qwen2_moe"]) == [qkv, "attention", "o_proj", "gate", "shared_expert", "experts"]
     assert found["qwen2_moe"]["gate"] == "with the norm and shared_expert_gate, which is dequantized before, then a kernel of the choice"
+    assert list(found["glm4_moe"]) == [qkv, "attention", "o_proj", "gate", "shared_experts", "experts"]
+    assert found["glm4_moe"]["gate"] == "with the norm, then a kernel of the choice"
     assert found["qwen2_moe"]["shared_expert"] == "gate_proj+up_proj skinny with silu(gate) * up, then down_proj"
     assert found["arcee"]["up_proj"] == "skinny with the norm, then a kernel of relu2"
     assert found["starcoder2"]["c_fc"] == "the product alone, then a kernel of gelu"

@@ -75,7 +75,7 @@ def test_the_choice(m: int, experts: int, chosen: int, normalized: bool, gpu: Gp
     logits[0, experts // 2 :] = logits[0, experts // 2]
     ids = torch.full((m, chosen), -1, dtype=torch.int32, device=device)
     weights = torch.full((m, chosen), torch.nan, device=device)
-    routing.launch_choice(gpu, logits.to(device), ids, weights, normalized=normalized)
+    routing.launch_choice(gpu, logits.to(device), ids, weights, routing.Choice(normalized))
     order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :chosen]
     assert torch.equal(ids.cpu().long(), order)
     shares = logits.double().softmax(1).gather(1, order)
@@ -85,31 +85,49 @@ def test_the_choice(m: int, experts: int, chosen: int, normalized: bool, gpu: Gp
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_a_logit_that_is_no_number(normalized: bool, gpu: Gpu, device: torch.device) -> None:
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(("m", "experts", "chosen"), [(1, 128, 8), (3, 7, 2), (2, 1, 1), (1, 5, 5), (1, 1000, 10)])
+def test_the_choice_by_scores(m: int, experts: int, chosen: int, scores: str, normalized: bool, gpu: Gpu, device: torch.device) -> None:
+    """A correction decides on the choice alone. It lies on a grid, so that a score that is off by some roundings changes no choice."""
+    logits, correction = torch.randn(m, experts), torch.randperm(experts) * 2.0
+    shares = logits.double().sigmoid() if scores == "sigmoid" else logits.double().softmax(1)
+    for added in (correction, None):
+        ids = torch.full((m, chosen), -1, dtype=torch.int32, device=device)
+        weights = torch.full((m, chosen), torch.nan, device=device)
+        choice = routing.Choice(normalized, scores, None if added is None else added.to(device), 2.5)
+        routing.launch_choice(gpu, logits.to(device), ids, weights, choice)
+        expected = (logits if added is None else shares + added).topk(chosen, 1).indices
+        assert torch.equal(ids.cpu().long(), expected)
+        found = shares.gather(1, expected)
+        found = 2.5 * (found / found.sum(1, keepdim=True) if normalized else found)
+        assert bool(((weights.cpu().double() - found).abs() <= 2.0**-17 * found).all())
+
+
+@pytest.mark.parametrize("scores", ["", "sigmoid", "softmax"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_logit_that_is_no_number(normalized: bool, scores: str, gpu: Gpu, device: torch.device) -> None:
     """Its row's weights are NaN, of whatever experts there are, or of none; other rows keep theirs."""
     logits = torch.randn(2, 5)
     logits[0, 2] = torch.nan
     ids, weights = torch.zeros(2, 2, dtype=torch.int32, device=device), torch.zeros(2, 2, device=device)
-    routing.launch_choice(gpu, logits.to(device), ids, weights, normalized=normalized)
+    routing.launch_choice(gpu, logits.to(device), ids, weights, routing.Choice(normalized, scores))
     assert bool((ids >= 0).all())
     assert weights.isnan().tolist() == [[True, True], [False, False]]
     assert torch.equal(ids[1].cpu().long(), logits[1].topk(2).indices)
 
 
-@pytest.mark.parametrize("with_one", [False, True])
+@pytest.mark.parametrize("with_one", ["", "alone", "with a gate"])
 @pytest.mark.parametrize(("m", "k", "chosen", "dtype"), [(1, 2048, 8, B), (3, 300, 2, H), (2, 1, 1, F)])
-def test_the_sum(
-    m: int, k: int, chosen: int, dtype: torch.dtype, with_one: bool, gpu: Gpu, device: torch.device, interpreted: bool
-) -> None:
+def test_the_sum(m: int, k: int, chosen: int, dtype: torch.dtype, with_one: str, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     y, residual, weights = torch.randn(m * chosen, k).to(dtype), torch.randn(m, k).to(dtype), torch.rand(m, chosen)
     share, one = torch.randn(m), torch.randn(m, k).to(dtype)
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    shared = (share.to(device), one.to(device)) if with_one else None
+    shared = (share.to(device) if with_one == "with a gate" else None, one.to(device)) if with_one else None
     routing.launch_sum(gpu, y.to(device), weights.to(device), residual.to(device), out, shared)
     parts = y.double().view(m, chosen, k) * weights.double().unsqueeze(-1)
     expected, size = parts.sum(1) + residual.double(), parts.abs().sum(1) + residual.double().abs()
     if with_one:  # the sigmoid is off by a few roundings
-        part = share.double().sigmoid().unsqueeze(-1) * one.double()
+        part = (share.double().sigmoid().unsqueeze(-1) if with_one == "with a gate" else 1) * one.double()
         expected, size = expected + part, size + 4 * part.abs()
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)
     assert bool(((out.cpu().double() - expected).abs() <= unit * expected.abs() + (chosen + 2) * 2.0**-23 * size + 2.0**-24).all())
@@ -169,9 +187,12 @@ def by_hand(x: Tensor, mine: Experts) -> Tensor:
     z = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * mine.before.weight.double()
     up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in (mine.gate_up, mine.down))
     logits = z @ mine.router.double().T + (0 if mine.bias is None else mine.bias.double())
-    shares, ids = logits.softmax(-1).topk(mine.chosen, -1)
+    shares = logits.sigmoid() if mine.scores == "sigmoid" else logits.softmax(-1)
+    ids = (shares if mine.correction is None else shares + mine.correction.double()).topk(mine.chosen, -1).indices
+    shares = shares.gather(1, ids)
     if mine.normalized:
         shares = shares / shares.sum(-1, keepdim=True)
+    shares = shares * mine.factor
     rows = []
     for row, chosen, weights in zip(z, ids, shares, strict=True):
         rows.append(torch.zeros_like(row))
@@ -189,7 +210,8 @@ def by_hand(x: Tensor, mine: Experts) -> Tensor:
         up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in mine.shared[:2])
         gate, middle = (z @ up.T + (0 if mine.shared.gate_up.bias is None else mine.shared.gate_up.bias.double())).chunk(2, -1)
         inner = torch.nn.functional.silu(gate) * middle
-        total += torch.sigmoid(z @ mine.shared.gate.double()).unsqueeze(-1) * (inner @ down.T)
+        own = mine.shared.gate
+        total += (1 if own is None else torch.sigmoid(z @ own.double()).unsqueeze(-1)) * (inner @ down.T)
     return total
 
 
@@ -216,7 +238,20 @@ def with_shared(mine: Experts) -> Experts:
     return mine._replace(shared=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
 
 
-@pytest.mark.parametrize("other", [lambda mine: mine, like_gpt_oss, with_shared, lambda mine: with_shared(like_gpt_oss(mine))])
+def like_glm(mine: Experts) -> Experts:
+    shared = with_shared(mine).shared
+    assert shared is not None
+    how: dict[str, Any] = {"scores": "sigmoid", "correction": torch.randn(len(mine.router)), "factor": 1.5}
+    return mine._replace(shared=shared._replace(gate=None), **how)
+
+
+def like_ernie(mine: Experts) -> Experts:
+    return like_glm(mine)._replace(scores="softmax")
+
+
+@pytest.mark.parametrize(
+    "other", [lambda mine: mine, like_gpt_oss, with_shared, lambda mine: with_shared(like_gpt_oss(mine)), like_glm, like_ernie]
+)
 @pytest.mark.parametrize("normalized", [False, True])
 def test_the_half_of_a_layer(normalized: bool, other: Any, device: torch.device) -> None:
     """Sums of a hundred products in float32."""
@@ -244,10 +279,12 @@ def test_arguments() -> None:
     right, shared = torch.randn(1, 96), with_shared(half()).shared
     assert shared is not None
     wrong = shared._replace(gate=shared.gate[1:])
-    others = {"chosen": 7}, {"bias": torch.randn(5)}, {"shared": wrong}
+    others = {"chosen": 7}, {"bias": torch.randn(5)}, {"shared": wrong}, {"correction": torch.randn(5), "scores": "sigmoid"}
     for x, changed in ((right[:, 1:], {}), (right.half(), {}), *((right, other) for other in others)):
         with pytest.raises(ArgumentError, match=r"experts take x \[\.\.\., K\]"):
             add_experts(x, half(**changed))
+    with pytest.raises(ArgumentError, match="scores are '' or 'sigmoid' or 'softmax'"):
+        add_experts(right, half(correction=torch.randn(6)))
 
 
 def test_a_stack_of_another_size(device: torch.device) -> None:
@@ -260,7 +297,7 @@ def test_a_stack_of_another_size(device: torch.device) -> None:
 # Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not
 
 KERNELS = ["_logits", "_choose", "_sum", "_clamped", "_gates", "_layer_norm", "_added", "_parts"]
-KERNELS += [*["_attend", "_add_up"] * 6, "_logits", "_sum"]
+KERNELS += [*["_attend", "_add_up"] * 6, "_logits", "_sum", "_choose", "_choose", "_sum"]
 
 
 def test_what_families_add_compiles_without_spills() -> None:

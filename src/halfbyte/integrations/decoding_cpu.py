@@ -361,8 +361,9 @@ def has_own_norms(layer: Any) -> bool:
 
 
 def _of_heads(layer: Any) -> tuple[Any, ...]:
-    """The norms of queries and keys, if any."""
-    return tuple(getattr(layer.self_attn, name) for name in known(layer).head_norms or ())
+    """The norms of queries and keys, if it has any, which some configs of a family leave out."""
+    attention = layer.self_attn
+    return tuple(getattr(attention, name) for name in known(layer).head_norms or () if hasattr(attention, name))
 
 
 # Under torch.compile

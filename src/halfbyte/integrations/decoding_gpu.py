@@ -240,8 +240,9 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     found.append(Step("attention", f"attend{of_all}" if reason is None else _TORCH, reason))
     if isinstance(second, Experts):
         lost, routed = why_not_experts(second, here), _routed(layer)
-        own = "" if routed.shared is None else f" and {routed.shared[1]}"
-        if routed.shared is not None and isinstance(getattr(layer.mlp, routed.shared[1]), QuantLinear):
+        gate = None if routed.shared is None else routed.shared[1]
+        own = "" if gate is None else f" and {gate}"
+        if gate is not None and isinstance(getattr(layer.mlp, gate), QuantLinear):
             own += ", which is dequantized before"
         router = f"with the norm{own}, then a kernel of the choice" if lost is None else _TORCH
         found += [Step(known(layer).o, _how_added(first)), Step(routed.gate, router, lost)]

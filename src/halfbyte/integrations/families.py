@@ -27,12 +27,20 @@ class Routed:
     shared      the expert that all tokens share, and its gate, if there is one
     gate        the gate's name
     biased      whether it has a bias
+    scores      what experts are chosen by and weighed by, as in `ops.experts.Experts`
+    correction  of the mlp: what is added to scores, for the choice alone
+    factor      the attribute of the gate that has the factor of weights, if any
+    groups      the attribute of the gate that has the number of groups in which experts are chosen, if any, which has to be 1
     """
 
     normalized: str | None = "norm_topk_prob"
-    shared: tuple[str, str] | None = None
+    shared: tuple[str, str | None] | None = None
     gate: str = "gate"
     biased: bool = False
+    scores: str = ""
+    correction: str | None = None
+    factor: str | None = None
+    groups: str | None = None
 
 
 class Positions(NamedTuple):
@@ -53,7 +61,7 @@ class Family:
     down        of its mlp: what comes last
     parallel    whether the mlp reads what attention reads
     norms       of the layer: before attention, after it, before the mlp, after it; None where there is none
-    head_norms  of its self_attn: of queries and keys, if any
+    head_norms  of its self_attn: of queries and keys, if it has any
     rows        whether these are of all heads of a token together
     plus_one    whether norms multiply by 1 + weight
     centred     whether norms are layer norms
@@ -98,7 +106,16 @@ _HALF = {"gates": ("gate_up_proj",), "partial": True, "pairs": "once"}
 _GLM4 = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 _BOTH = "input_layernorm", None, "input_layernorm", None
 _COHERE = {"centred": True, "parallel": True, "norms": _BOTH, "pairs": "twice"}
+_EXAONE = Positions(("sliding_window", "is_sliding"), lambda window, slides: window is None or slides)
 _WINDOWED = Positions(("sliding_window",), lambda window: window is not None)
+_CORRECTION = "e_score_correction_bias"
+_GLM_ROUTED = Routed(
+    shared=("shared_experts", None),
+    scores="sigmoid",
+    correction=f"gate.{_CORRECTION}",
+    factor="routed_scaling_factor",
+    groups="num_group",
+)
 _GEMMA = {"plus_one": True, "norms": _FOUR, "activation": "hidden_activation"}
 
 # By the names of their layers in transformers.models.
@@ -123,11 +140,7 @@ FAMILIES = {
     "glm4.modeling_glm4.Glm4DecoderLayer": Family(**_HALF, norms=_GLM4),  # type: ignore[arg-type]
     "ernie4_5.modeling_ernie4_5.Ernie4_5DecoderLayer": Family(pairs="once"),
     "helium.modeling_helium.HeliumDecoderLayer": Family(pairs="once"),
-    "exaone4.modeling_exaone4.Exaone4DecoderLayer": Family(
-        norms=_AFTER,
-        head_norms=_HEAD_NORMS,
-        positions=Positions(("sliding_window", "is_sliding"), lambda window, slides: window is None or slides),
-    ),
+    "exaone4.modeling_exaone4.Exaone4DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, positions=_EXAONE),
     "cohere.modeling_cohere.CohereDecoderLayer": Family(**_COHERE, without=("use_qk_norm",)),  # type: ignore[arg-type]
     "cohere2.modeling_cohere2.Cohere2DecoderLayer": Family(**_COHERE, positions=_WINDOWED),  # type: ignore[arg-type]
     "arcee.modeling_arcee.ArceeDecoderLayer": Family(gates=("up_proj",), gated=False),
@@ -155,6 +168,21 @@ FAMILIES = {
     "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": Family(routed=Routed(shared=("shared_expert", "shared_expert_gate"))),
     "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed(None)),
     "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed()),
+    "glm4_moe.modeling_glm4_moe.Glm4MoeDecoderLayer": Family(head_norms=_HEAD_NORMS, partial=True, routed=_GLM_ROUTED),
+    "dots1.modeling_dots1.Dots1DecoderLayer": Family(head_norms=_HEAD_NORMS, routed=_GLM_ROUTED),
+    "solar_open.modeling_solar_open.SolarOpenDecoderLayer": Family(partial=True, routed=_GLM_ROUTED),
+    "exaone_moe.modeling_exaone_moe.ExaoneMoeDecoderLayer": Family(head_norms=_HEAD_NORMS, positions=_EXAONE, routed=_GLM_ROUTED),
+    "minimax_m2.modeling_minimax_m2.MiniMaxM2DecoderLayer": Family(
+        head_norms=_HEAD_NORMS, rows=True, partial=True, routed=Routed(None, scores="sigmoid", correction=_CORRECTION)
+    ),
+    "hy_v3.modeling_hy_v3.HYV3DecoderLayer": Family(
+        head_norms=_HEAD_NORMS,
+        routed=Routed(None, ("shared_experts", None), scores="sigmoid", correction=_CORRECTION, factor="router_scaling_factor"),
+    ),
+    "ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeDecoderLayer": Family(
+        pairs="once",
+        routed=Routed(None, ("shared_experts", None), scores="softmax", correction=f"gate.moe_statics.{_CORRECTION}"),
+    ),
 }
 NAMES = sorted(name.rpartition(".")[2] for name in FAMILIES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,14 +29,21 @@ def why_not_routed(layer: Any, routed: Routed) -> str | None:
     if isinstance(stacks := mlp.experts.gated(), str):
         return stacks
     gate = gate_of(layer, routed)
-    others = {*dict(gate.named_parameters())} ^ {"weight", *(("bias",) if routed.biased else ())}
-    if others or any(not hasattr(owner, name) for owner, name in settings_of(layer, routed)):
+    tensors = {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())}
+    own = {"weight", *(("bias",) if routed.biased else ())}
+    if routed.correction is not None and routed.correction.startswith(prefix := f"{routed.gate}."):
+        own.add(routed.correction.removeprefix(prefix))
+    if tensors != own or any(not hasattr(owner, name) for owner, name in settings_of(layer, routed)):
         return "its router has other parts than a weight and how many experts it chooses"
+    if routed.groups is not None and getattr(gate, routed.groups) != 1:
+        return "its router chooses among groups of experts"
     return None if routed.shared is None else _why_not_shared(mlp, *routed.shared)
 
 
-def _why_not_shared(mlp: Any, expert: str, gate: str) -> str | None:
+def _why_not_shared(mlp: Any, expert: str, gate: str | None) -> str | None:
     shared = getattr(mlp, expert)
+    if shared is None:
+        return f"it has no {expert}"
     for name in ("gate_proj", "up_proj", "down_proj"):
         if not isinstance(getattr(shared, name), QuantLinear):
             return f"the {name} of its {expert} is not quantized"
@@ -43,6 +51,8 @@ def _why_not_shared(mlp: Any, expert: str, gate: str) -> str | None:
         return f"in its {expert} {reason}"
     if type(shared.down_proj) is not QuantLinear or shared.gate_proj.bias is not None:
         return f"its {expert} is no down(silu(gate) * up)"
+    if gate is None:
+        return None
     linear = getattr(mlp, gate)
     return None if type(linear) in (nn.Linear, QuantLinear) and linear.bias is None else f"its {gate} is no linear layer without a bias"
 
@@ -51,11 +61,14 @@ def parts_of(layer: Any, routed: Routed) -> tuple[Any, ...]:
     """Those whose weights are read."""
     mlp = layer.mlp
     up, down = mlp.experts.get_submodule("gate_up_proj"), mlp.experts.get_submodule("down_proj")
-    parts = up, down, mlp.experts, gate_of(layer, routed)
-    if routed.shared is None:
-        return parts
-    shared, gate = (getattr(mlp, name) for name in routed.shared)
-    return *parts, shared.gate_proj, shared.down_proj, gate
+    parts = [up, down, mlp.experts, gate_of(layer, routed)]
+    if routed.correction is not None:
+        parts.append(mlp.get_submodule(routed.correction.rpartition(".")[0]))
+    if routed.shared is not None:
+        expert, gate = routed.shared
+        shared = getattr(mlp, expert)
+        parts += shared.gate_proj, shared.down_proj, *(() if gate is None else (getattr(mlp, gate),))
+    return tuple(parts)
 
 
 def settings_of(layer: Any, routed: Routed) -> list[tuple[Any, str]]:
@@ -63,7 +76,8 @@ def settings_of(layer: Any, routed: Routed) -> list[tuple[Any, str]]:
     gate = gate_of(layer, routed)
     experts = layer.mlp.experts
     of_gates = [(experts.float_module, name) for name in experts.gate_settings] if isinstance(experts, MixtureOfExperts) else []
-    return [(gate, "top_k"), *([] if routed.normalized is None else [(gate, routed.normalized)]), *of_gates]
+    of_gate = [name for name in ("top_k", routed.normalized, routed.factor, routed.groups) if name is not None]
+    return [*((gate, name) for name in of_gate), *of_gates]
 
 
 def gate_of(layer: Any, routed: Routed) -> Any:
@@ -79,14 +93,20 @@ def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
     gate = gate_of(layer, routed)
     shared, router = None, gate.weight.detach()
     if routed.shared is not None:
-        expert, own = (getattr(mlp, name) for name in routed.shared)
+        name, own = routed.shared
+        expert = getattr(mlp, name)
         products = products_of("gate_proj+up_proj", (expert.gate_proj, expert.up_proj))
         assert products is not None
         (both,) = products.values()
-        shared = SharedExpert(weight_of(both), weight_of(expert.down_proj), _row(own, router))
+        row = None if own is None else _row(getattr(mlp, own), router)
+        shared = SharedExpert(weight_of(both), weight_of(expert.down_proj), row)
     normalized = routed.normalized is None or bool(getattr(gate, routed.normalized))
     gate_up, down, clamped = stacks
-    return Experts(gate_up, down, router, gate.top_k, normalized, before, shared, gate.bias.detach() if routed.biased else None, clamped)
+    bias = gate.bias.detach() if routed.biased else None
+    correction = None if routed.correction is None else attrgetter(routed.correction)(mlp).detach().flatten()
+    factor = 1.0 if routed.factor is None else float(getattr(gate, routed.factor))
+    choice = router, gate.top_k, normalized
+    return Experts(gate_up, down, *choice, before, shared, bias, clamped, routed.scores, correction, factor)
 
 
 def _row(gate: Any, router: Tensor) -> Tensor:

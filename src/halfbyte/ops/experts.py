@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MOST_PAIRS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
+SCORES = "", "sigmoid", "softmax"  # what `Experts.scores` may be
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,24 +80,27 @@ class SharedExpert(NamedTuple):
 
     gate_up  [2 I, K]
     down     [K, I]
-    gate     [K]
+    gate     [K], or None where there is no such factor
     """
 
     gate_up: Weight
     down: Weight
-    gate: Tensor
+    gate: Tensor | None
 
 
 class Experts(NamedTuple):
     """The feed-forward half of a decoder layer: y = h + `Mixture`(x) + shared(x),  x = norm(h), where ids are of the `chosen` largest of
-    router · x + bias, weights their softmax, or their share of the softmax of all.
+    router · x + bias, weights their softmax, or their share of the softmax of all; or, where there are `scores`, ids are of the `chosen`
+    largest of scores + correction, weights the scores of these, or their share of them; all times `factor`.
 
     gate_up, down  stacks, as in `Mixture`
     router         [E, K]
-    normalized     weights of a row add up to 1
+    normalized     weights of a row add up to 1, before their factor
     before         the norm of h
     bias           of the router, [E] or None
     clamped        of gates, as in `Mixture`
+    scores         of router · x + bias: "sigmoid" or "softmax", if any
+    correction     [E] or None
     """
 
     gate_up: Weight
@@ -108,6 +112,9 @@ class Experts(NamedTuple):
     shared: SharedExpert | None = None
     bias: Tensor | None = None
     clamped: Clamped | None = None
+    scores: str = ""
+    correction: Tensor | None = None
+    factor: float = 1.0
 
     @property
     def k(self) -> int:
@@ -130,36 +137,44 @@ class Experts(NamedTuple):
         check_stacks(self.gate_up, self.down)
         experts, k, _ = self.down.packed.shape
         expected, got = [(experts, k), (k,)], [tuple(self.router.shape), tuple(self.before.weight.shape)]
-        if self.bias is not None:
-            expected, got = [*expected, (experts,)], [*got, tuple(self.bias.shape)]
+        for tensor in (self.bias, self.correction):
+            if tensor is not None:
+                expected, got = [*expected, (experts,)], [*got, tuple(tensor.shape)]
         if self.shared is not None:
             self._dense(self.shared).check()
-            expected, got = [*expected, (k, k), (k,)], [*got, (self.shared.down.packed.shape[0], k), tuple(self.shared.gate.shape)]
+            gate = (k,) if self.shared.gate is None else tuple(self.shared.gate.shape)
+            expected, got = [*expected, (k, k), (k,)], [*got, (self.shared.down.packed.shape[0], k), gate]
         if expected != got or not 0 < self.chosen <= experts:
             raise ArgumentError(
-                f"a row chooses 1 to {experts} of {experts} experts by a router, a norm, a bias and what is shared of shapes {expected}, "
-                f"got {self.chosen} and {got}"
+                f"a row chooses 1 to {experts} of {experts} experts by a router, a norm, a bias, a correction and what is shared of shapes "
+                f"{expected}, got {self.chosen} and {got}"
             )
+        check_scores(self.scores, self.correction)
 
     def inner(self, tensors: Addresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
         from halfbyte.kernels.cpu import experts
         from halfbyte.kernels.cpu.linear import KINDS
 
-        rows = [self.router, *([] if self.shared is None else [self.shared.gate])]
+        rows = [self.router, *([] if self.shared is None or self.shared.gate is None else [self.shared.gate])]
         alike = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
         router, *gates = map(tensors.same if alike else tensors.of, rows)
         kind = KINDS[self.router.dtype] if alike else "f32"
+        correction = 0
+        if self.scores:
+            none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
+            correction = tensors.of(none if self.correction is None else self.correction)
+        bias = 0 if self.bias is None else tensors.of(self.bias)
         before = norm_of(tensors, self.before)
         shared = None
         if self.shared is not None:
-            shared = experts.SharedExpert(tensors.product(self.shared.gate_up), tensors.product(self.shared.down), gates[0])
+            shared = experts.SharedExpert(tensors.product(self.shared.gate_up), tensors.product(self.shared.down), *(gates or [0]))
         return experts.Experts(
             tensors.product(self.gate_up),
             tensors.product(self.down),
             len(self.router),
             self.chosen,
-            experts.Router(before, router, kind, 0 if self.bias is None else tensors.of(self.bias), self.normalized),
+            experts.Router(before, router, kind, bias, self.normalized, self.scores, correction, self.factor),
             shared,
             None if self.clamped is None else self.clamped.inner(),
         )
@@ -173,6 +188,15 @@ def why_not(gate_up: Weight, down: Weight) -> str | None:
     if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in (gate_up, down)):
         return "its packed experts do not begin at multiples of 64 bytes"
     return f"{gates} gates are not whole panels of {cpu_tiles.PANEL}" if gates % cpu_tiles.PANEL else None
+
+
+def check_scores(scores: str, correction: Tensor | None) -> None:
+    """Raises ArgumentError for those that there are not, and for a correction of none."""
+    if scores not in SCORES or (correction is not None and not scores):
+        raise ArgumentError(
+            f"scores are {' or '.join(repr(one) for one in SCORES)}, and what has a correction has scores, got {scores!r} "
+            f"{'without' if correction is None else 'with'} a correction"
+        )
 
 
 def check_stacks(gate_up: Weight, down: Weight) -> None:

@@ -18,7 +18,7 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
-from halfbyte.ops.experts import CLAMPED, Experts
+from halfbyte.ops.experts import CLAMPED, Experts, check_scores
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import OPS
 from halfbyte.ops.norms import norm_in_torch, why_not_norm
@@ -27,9 +27,9 @@ from halfbyte.ops.tensors import aligned
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, Tensor? bias, int chosen, bool normalized, "
-    "Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, str down_format, Tensor? down_bias, int inner, "
-    "float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, Tensor? own_up_bias, Tensor? own_down, str own_down_format, "
-    "Tensor? own_down_bias, int own_inner) -> Tensor"
+    "str scores, Tensor? correction, float factor, Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, "
+    "str down_format, Tensor? down_bias, int inner, float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, "
+    "Tensor? own_up_bias, Tensor? own_down, str own_down_format, Tensor? own_down_bias, int own_inner) -> Tensor"
 )
 
 
@@ -38,7 +38,8 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
 
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
-    router, stacks = (half.router, half.bias, half.chosen, half.normalized), (*_parts(half.gate_up), *_parts(half.down))
+    router = half.router, half.bias, half.chosen, half.normalized, half.scores, half.correction, half.factor
+    stacks = *_parts(half.gate_up), *_parts(half.down)
     inner, clamped = half.down.packed.shape[2], None if half.clamped is None else [*half.clamped]
     shared = half.shared
     own: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
@@ -77,6 +78,9 @@ class _Arguments(NamedTuple):
     bias: Tensor | None
     chosen: int
     normalized: bool
+    scores: str
+    correction: Tensor | None
+    factor: float
     gate_up: Tensor
     gate_up_format: str
     gate_up_bias: Tensor | None
@@ -85,7 +89,7 @@ class _Arguments(NamedTuple):
     down_bias: Tensor | None
     inner: int
     clamped: list[float] | None
-    own: Tensor | None  # the gate of the expert that all tokens share, and its weights, if there is one
+    own: Tensor | None  # the gate of the expert that all tokens share, if it has one, and its weights, if there is one
     own_up: Tensor | None
     own_up_format: str
     own_up_bias: Tensor | None
@@ -103,16 +107,17 @@ class _Arguments(NamedTuple):
         x, router = self.x, self.router
         fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
         fits = fits and x.device == router.device == self.norm.device
-        for part, shape in ((self.bias, router.shape[:1]), (self.own, router.shape[1:])):
+        for part, shape in ((self.bias, router.shape[:1]), (self.correction, router.shape[:1]), (self.own, router.shape[1:])):
             if part is not None:
                 fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
         if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
-            tensors = x, self.norm, router, self.bias, self.own
+            tensors = x, self.norm, router, self.bias, self.correction, self.own
             got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
             raise ArgumentError(
-                "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias [E] and a gate [K] of what is shared, all on "
-                f"one device, and 1 to E of them, got {got}, {self.chosen}"
+                "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias and a correction [E] and a gate [K] of what is "
+                f"shared, all on one device, and 1 to E of them, got {got}, {self.chosen}"
             )
+        check_scores(self.scores, self.correction)
 
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
         """[M, T, N]"""
@@ -134,6 +139,19 @@ class _Arguments(NamedTuple):
         y: Tensor = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
         return y
 
+    def chosen_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """ids and weights [M, T] of logits [M, E]."""
+        if not self.scores:
+            best, ids = logits.topk(self.chosen, -1)
+            weights = best.softmax(-1) if self.normalized else logits.softmax(-1).gather(1, ids)
+            return ids, weights * self.factor
+        scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
+        ids = (scores if self.correction is None else scores + self.correction.float()).topk(self.chosen, -1).indices
+        weights = scores.gather(1, ids)
+        if self.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
+        return ids, weights * self.factor
+
     def of_shared(self, z: Tensor) -> Tensor:
         """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
         k, infinite = z.shape[1], float("inf")
@@ -152,12 +170,12 @@ def _add_experts(*args: Any) -> Tensor:
     logits = z.float() @ a.router.float().T
     if a.bias is not None:
         logits += a.bias.float()
-    best, ids = logits.topk(a.chosen, -1)
-    weights = best.softmax(-1) if a.normalized else logits.softmax(-1).gather(1, ids)
+    ids, weights = a.chosen_of(logits)
     y = a.product(a.gated(a.product(z, ids, down=False)).to(z.dtype), ids, down=True)
     total = (y.float() * weights.unsqueeze(-1)).sum(1)
-    if a.own is not None:
-        total += torch.sigmoid(z.float() @ a.own.float()).unsqueeze(-1) * a.of_shared(z).float()
+    if a.own_up is not None:
+        gate = 1.0 if a.own is None else torch.sigmoid(z.float() @ a.own.float()).unsqueeze(-1)
+        total += gate * a.of_shared(z).float()
     return (a.x + total.view(a.x.shape)).to(a.x.dtype)
 
 
@@ -179,7 +197,9 @@ def _add_experts_cuda(*args: Any) -> Tensor:
         own = None if a.own is None else (a.own.contiguous(), torch.empty(m, dtype=torch.float32, device=x.device))
         router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
         routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
-        routing.launch_choice(here, logits, ids, weights, normalized=a.normalized)
+        correction = None if a.correction is None else a.correction.contiguous()
+        choice = routing.Choice(a.normalized, a.scores, correction, a.factor)
+        routing.launch_choice(here, logits, ids, weights, choice)
         plain = a.clamped is None and a.gate_up_bias is None
         config = _gated(problem, here) if plain else None
         if config is not None:
@@ -191,7 +211,8 @@ def _add_experts_cuda(*args: Any) -> Tensor:
         else:
             gates.launch_clamped(here, a.product(z, ids, down=False).view(pairs, -1), inner, *a.clamped)
         y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
-        routing.launch_sum(here, y.view(pairs, k), weights, x, out, None if own is None else (own[1], a.of_shared(z)))
+        shared = None if a.own_up is None else (None if own is None else own[1], a.of_shared(z))
+        routing.launch_sum(here, y.view(pairs, k), weights, x, out, shared)
     return out.view(a.x.shape)
 
 

@@ -2,10 +2,11 @@
 
     x      = norm(h)
     l      = x · Wrouterᵀ + bias                         a logit for each of E experts
-    id, w  = the T largest of a row's, and softmax of them, or their share of the softmax of all; of equal ones the first
+    id, w  = the T largest of a row's, and softmax of them, or their share of the softmax of all; of equal ones the first. Or, where a row
+             chooses by scores, s = sigmoid(l) or softmax(l): the T largest of s + correction, and s of them, or their share of these
     g[t]   = x · Wgate_up[id[t]]ᵀ + bias[id[t]]          silu(gate) * up where the gates were; or `Clamped` gates
-    y      = h + sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]])
-               + sigmoid(x · wgate) * shared(x)          where there is an expert that all rows share
+    y      = h + factor * sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]])
+               + sigmoid(x · wgate) * shared(x)          where there is an expert that all rows share, which may have no gate
 
 Which experts there are is known in the chain alone, so its steps find their weights by the ids that a step before has written. Where ids
 and weights are given, there are neither norm, router nor h: y is the sum.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,21 +42,23 @@ from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
+_LEAST = 1e-20  # beside the sum of scores, which may be 0, as transformers' routers have it
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 EXPERTS = Block(
     (
         *PRODUCT.fields,
         *("rows", "experts", "chosen"),  # m, E, T
-        # weights [E, K], biases float32 [E] or 0; of the shared expert's gate, [K], or 0; logits [m, E + 1], the last one of that gate
-        *("router", "router_bias", "shared_gate", "logits"),
+        # weights [E, K], biases float32 [E] or 0; of the shared expert's gate, [K], or 0; logits [m, E + 1], the last one of that gate;
+        # what is added to scores, float32 [E]
+        *("router", "router_bias", "shared_gate", "logits", "correction"),
         # of row r in places r * T … r * T + T - 1: ids, int64, and weights, float32; places in the order of experts; and memory for E int64
         *("ids", "weights", "order", "counts"),
         *("expert_bytes", "expert_bias"),  # of one's weights, and of its biases
         *("gated", "gated_stride"),  # where rows go through clamped gates, and bytes between them
         *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
-        "alpha_limit",  # of clamped gates
+        *("alpha_limit", "factor"),  # of clamped gates, and of weights
     ),
-    PRODUCT.floats | {"alpha_limit"},
+    PRODUCT.floats | {"alpha_limit", "factor"},
 )
 
 
@@ -72,7 +76,8 @@ class ExpertsStep:
     alone       there is one row, which each thread prepares for itself
     prepares    before it multiplies by the router, or its experts
     router      "f32", "bf16" or "f16", its weights
-    normalized  weights of a row add up to 1
+    normalized  weights of a row add up to 1, before their factor
+    scores      "sigmoid" or "softmax" of logits, where a row chooses by these and a correction
     clamped     gates are `Clamped`
     """
 
@@ -81,6 +86,7 @@ class ExpertsStep:
     prepares: bool = False
     router: str = ""
     normalized: bool = False
+    scores: str = ""
     clamped: bool = False
 
 
@@ -153,14 +159,19 @@ class _Experts(Emitter):
             self._sort()
 
     def _choose(self, row: Value) -> None:
-        """Weights hold the largest logits so far, in falling order."""
+        """Weights hold the largest logits, or corrected scores, so far, in falling order."""
         f, logits, one = self.f, self._logits(row), self.f.value("float", 1.0)
         ids, weights = self.pointer("ids") + row * self.chosen * 8, self.pointer("weights") + row * self.chosen * 4
+        scored, correction = self.spec.scores != "", self.pointer("correction")
+        if scored:
+            self._score(logits)
         for j in f.loop(self.chosen):
             (ids + j * 8).store(j, 0, 8)
             (weights + j * 4).store(f.value("float", -_INFINITE), 0, 4)
         for e in f.loop(self.experts):
             logit = (logits + e * 4).load("float", 0, 4)
+            if scored:
+                logit = logit + (correction + e * 4).load("float", 0, 4)
             with f.when(_larger(logit, (weights + (self.chosen - 1) * 4).load("float", 0, 4))):
                 carried, number = f.variable(logit), f.variable(e)
                 for j in f.loop(self.chosen):
@@ -169,16 +180,53 @@ class _Experts(Emitter):
                     (weights + j * 4).store(larger.select(carried.value, here), 0, 4)
                     (ids + j * 8).store(larger.select(number.value, own), 0, 8)
                     carried.value, number.value = larger.select(here, carried.value), larger.select(own, number.value)
-        most, total = weights.load("float", 0, 4), f.variable(f.value("float", 0.0))
-        values, count = (weights, self.chosen) if self.spec.normalized else (logits, self.experts)
-        for j in f.loop(count):
-            total.value = total.value + exp(f, (values + j * 4).load("float", 0, 4) - most)
-        for j in f.loop(self.chosen):
-            at = weights + j * 4
-            at.store(exp(f, at.load("float", 0, 4) - most) / total.value, 0, 4)
+        if scored:
+            total = one
+            if self.spec.normalized:
+                total = self._sum(self.chosen, lambda j: _score_of(logits, ids, j)) + _LEAST
+            for j in f.loop(self.chosen):
+                self._weigh(weights + j * 4, _score_of(logits, ids, j) / total)
+        else:
+            most, (values, count) = weights.load("float", 0, 4), (weights, self.chosen) if self.spec.normalized else (logits, self.experts)
+            total = self._sum(count, lambda j: exp(f, (values + j * 4).load("float", 0, 4) - most))
+            for j in f.loop(self.chosen):
+                at = weights + j * 4
+                self._weigh(at, exp(f, at.load("float", 0, 4) - most) / total)
+        gate, gated = logits + self.experts * 4, f.variable(one)
         with f.when(self.pointer("shared_gate").is_null().equals(0)):
-            gate = logits + self.experts * 4
-            gate.store(one / (exp(f, f.value("float", -0.0) - gate.load("float", 0, 4)) + 1.0), 0, 4)
+            gated.value = self._sigmoid(gate.load("float", 0, 4))
+        gate.store(gated.value, 0, 4)
+
+    def _score(self, logits: Value) -> None:
+        """Those of a row in the place of its logits."""
+        f = self.f
+        if self.spec.scores == "sigmoid":
+            for e in f.loop(self.experts):
+                at = logits + e * 4
+                at.store(self._sigmoid(at.load("float", 0, 4)), 0, 4)
+            return
+        most = f.variable(f.value("float", -_INFINITE))
+        for e in f.loop(self.experts):
+            logit = (logits + e * 4).load("float", 0, 4)
+            most.value = _larger(logit, most.value).select(logit, most.value)
+        total = self._sum(self.experts, lambda e: exp(f, (logits + e * 4).load("float", 0, 4) - most.value))
+        for e in f.loop(self.experts):
+            at = logits + e * 4
+            at.store(exp(f, at.load("float", 0, 4) - most.value) / total, 0, 4)
+
+    def _sum(self, count: Value, part: Callable[[Value], Value]) -> Value:
+        total = self.f.variable(self.f.value("float", 0.0))
+        for i in self.f.loop(count):
+            total.value = total.value + part(i)
+        return total.value
+
+    def _sigmoid(self, x: Value) -> Value:
+        f = self.f
+        return f.value("float", 1.0) / (exp(f, f.value("float", -0.0) - x) + 1.0)
+
+    def _weigh(self, at: Value, share: Value) -> None:
+        factor, _ = EXPERTS.load_floats(self.args, "factor")
+        at.store(share * factor, 0, 4)
 
     def _sort(self) -> None:
         """Places by counting, those of an expert in the order of rows."""
@@ -290,6 +338,11 @@ class _Experts(Emitter):
             columns_from(i * 4, "float", 1)
 
 
+def _score_of(scores: Value, ids: Value, j: Value) -> Value:
+    """Of the j-th chosen expert."""
+    return (scores + (ids + j * 8).load("i64", 0, 8) * 4).load("float", 0, 4)
+
+
 def _larger(a: Value, b: Value) -> Value:
     """a > b, where NaN is the largest, as torch's topk has it: so it becomes all weights of its row."""
     return (a > b) | (a.is_nan() & b.equals(b))
@@ -300,7 +353,10 @@ class Router:
     """before      the norm of h
     weight      the address of [E, K], of `kind` "f32", "bf16" or "f16"
     bias        that of float32 [E], or 0
-    normalized  weights of a row add up to 1
+    normalized  weights of a row add up to 1, before their factor
+    scores      as in ExpertsStep
+    correction  the address of float32 [E], where there are scores
+    factor      of weights
     """
 
     before: Norm
@@ -308,11 +364,14 @@ class Router:
     kind: str
     bias: int
     normalized: bool
+    scores: str = ""
+    correction: int = 0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """gate: the address of a weight [K] of the router's kind."""
+    """gate: the address of a weight [K] of the router's kind, or 0."""
 
     gate_up: Product
     down: Product
@@ -393,6 +452,7 @@ class ExpertsPlan:
         self._up, self._kept, of_all = up, [memory, tables, up, down], list[Buffer]()
         if router is not None:
             of_up |= {"norm": router.before.weight, "eps": (router.before.eps, 0.0), "router": router.weight, "router_bias": router.bias}
+            of_up |= {"correction": router.correction, "factor": (router.factor, 0.0)}
         if router is not None and half.shared is not None:
             of_all, of_down["shared"] = self._of_all(half.shared, router, m, threads, hidden)
             of_up["shared_gate"] = half.shared.gate
@@ -401,7 +461,7 @@ class ExpertsPlan:
         choosing = [_block(ExpertsStep("sort"), of_up)] * (not alone)
         if router is not None:
             choosing = [_block(ExpertsStep("logits", alone, alone, router.kind), of_up)]
-            choosing += [_block(ExpertsStep("choose", alone, normalized=router.normalized), of_up)]
+            choosing += [_block(ExpertsStep("choose", alone, normalized=router.normalized, scores=router.scores), of_up)]
         rows_up, rows_down = ([] if alone else [arguments(EXPERTS, phase(Step("rows")), of)] for of in (of_up, of_down))
         self.blocks = [*rows_up, *choosing, *of_all, *self._ups, *rows_down, self._down]
         self._given = [*choosing, *self._ups, self._down] if router is None else []

@@ -3,9 +3,11 @@
     z = norm(h), rounded to its type           norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
     logits = z · routerᵀ + bias                [M, E]
     ids, weights                               the T largest logits of a row, the first of equal ones, and their softmax: among them, or
-                                               their share of that of all
+                                               their share of that of all; or the T largest of scores + correction, and scores of them, or
+                                               their share of these, where scores are the sigmoid or the softmax of logits; times a factor
     y = h + sum over t of weights[t] * of_experts[t] + sigmoid(z · own) * of_shared, rounded once
-                                               the last part where all tokens share an expert, which the same kernels make room for
+                                               the last part where all tokens share an expert, which the same kernels make room for; it may
+                                               have no gate, which is a factor of 1
 
 What takes time is that one kernel waits for another: a block has the logit of one expert, whose row of the router it reads while the
 kernel before is still running, and finds the norm of the whole row by itself.
@@ -47,21 +49,32 @@ def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router:
     launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
 
 
-def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, *, normalized: bool) -> None:
-    """logits [M, E], E at most MOST_EXPERTS -> ids int32 and weights float32 [M, T], contiguous; normalized: weights add up to 1."""
+class Choice(NamedTuple):
+    """normalized: weights add up to 1, before their factor; the rest as in `ops.experts.Experts`, contiguous."""
+
+    normalized: bool
+    scores: str = ""
+    correction: Tensor | None = None
+    factor: float = 1.0
+
+
+def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, choice: Choice) -> None:
+    """logits [M, E], E at most MOST_EXPERTS -> ids int32 and weights float32 [M, T], contiguous."""
     (m, experts), chosen = logits.shape, ids.shape[1]
+    normalized, scores, *given = choice
     sizes, pdl = (triton.next_power_of_2(experts), triton.next_power_of_2(chosen)), launcher.starts_early(gpu)
-    launcher.run(_choose, (m,), logits, ids, weights, experts, chosen, *sizes, normalized, pdl, num_warps=1, early=pdl)
+    how = *sizes, normalized, scores, pdl
+    launcher.run(_choose, (m,), logits, *given, ids, weights, experts, chosen, *how, num_warps=1, early=pdl)
 
 
 def launch_sum(
-    gpu: Gpu, y: Tensor, weights: Tensor, residual: Tensor, out: Tensor, shared: tuple[Tensor, Tensor] | None = None
+    gpu: Gpu, y: Tensor, weights: Tensor, residual: Tensor, out: Tensor, shared: tuple[Tensor | None, Tensor] | None = None
 ) -> None:
-    """y [M * T, K], weights float32 [M, T], residual, out [M, K], contiguous; shared: logits float32 [M] of what all tokens share, and what
-    it gives [M, K]."""
+    """y [M * T, K], weights float32 [M, T], residual, out [M, K], contiguous; shared: logits float32 [M] of what all tokens share, or None,
+    and what it gives [M, K]."""
     (m, k), pdl = out.shape, launcher.starts_early(gpu)
     grid = m, -(-k // _WIDE)
-    launcher.run(_sum, grid, y, weights, residual, shared, out, k, weights.shape[1], _WIDE, pdl, num_warps=4, early=pdl)
+    launcher.run(_sum, grid, y, weights, residual, *(shared or (None, None)), out, k, weights.shape[1], _WIDE, pdl, num_warps=4, early=pdl)
 
 
 @triton.jit
@@ -101,7 +114,18 @@ def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: 
 
 @triton.jit
 def _choose(
-    logits, ids, weights, experts, CHOSEN: tl.constexpr, WIDE: tl.constexpr, SOME: tl.constexpr, NORMALIZED: tl.constexpr, PDL: tl.constexpr
+    logits,
+    correction,
+    factor,
+    ids,
+    weights,
+    experts,
+    CHOSEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    SOME: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    SCORES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
@@ -111,23 +135,38 @@ def _choose(
         gdc_wait()
     left = tl.load(logits + row * experts + i, mask=i < experts, other=float("-inf"))
     largest = tl.max(left, axis=0)
-    total = tl.sum(tl.exp(left - largest), axis=0)
+    shares = tl.exp(left - largest)
+    total = tl.sum(shares, axis=0)
+    if SCORES != "":
+        scores = shares / total if SCORES == "softmax" else times_sigmoid(1.0, left)
+        total = tl.where(total == total, 1.0, total)  # noqa: PLR0124
+        left = scores
+        if correction is not None:
+            left += tl.load(correction + i, mask=i < experts, other=0.0).to(tl.float32)
+        left = tl.where(i < experts, left, float("-inf"))
     best = tl.full((SOME,), float("-inf"), tl.float32)
     at = tl.zeros((SOME,), tl.int32)
     for step in tl.static_range(CHOSEN):
         value, place = tl.max(left, axis=0, return_indices=True)
+        if SCORES != "":
+            value = tl.sum(tl.where(i == place, scores, 0.0), axis=0)
         best = tl.where(t == step, value, best)
         at = tl.where(t == step, place, at)
         left = tl.where(i == place, float("-inf"), left)
-    share = tl.exp(best - largest)
+    if SCORES != "":
+        share = tl.where(t < CHOSEN, best, 0.0)
+        least = 1e-20  # the sum may be 0
+    else:
+        share = tl.exp(best - largest)
+        least = 0.0
     if NORMALIZED:  # but where a logit is NaN all weights are, as torch's are
-        total = tl.where(total == total, tl.sum(share, axis=0), total)  # noqa: PLR0124
+        total = tl.where(total == total, tl.sum(share, axis=0) + least, total)  # noqa: PLR0124
     tl.store(ids + row * CHOSEN + t, at, mask=t < CHOSEN)
-    tl.store(weights + row * CHOSEN + t, share / total, mask=t < CHOSEN)
+    tl.store(weights + row * CHOSEN + t, share / total * factor, mask=t < CHOSEN)
 
 
 @triton.jit
-def _sum(y, weights, residual, shared, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _sum(y, weights, residual, gate, shared, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -140,7 +179,9 @@ def _sum(y, weights, residual, shared, out, K, CHOSEN: tl.constexpr, WIDE: tl.co
         part = tl.load(y + (row * CHOSEN + t) * K + i, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weights + row * CHOSEN + t) * part
     if shared is not None:
-        part = tl.load(shared[1] + row * K + i, mask=inside, other=0.0).to(tl.float32)
-        total += times_sigmoid(part, tl.load(shared[0] + row))
+        part = tl.load(shared + row * K + i, mask=inside, other=0.0).to(tl.float32)
+        if gate is not None:
+            part = times_sigmoid(part, tl.load(gate + row))
+        total += part
     total += tl.load(residual + row * K + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * K + i, total.to(out.dtype.element_ty), mask=inside)
