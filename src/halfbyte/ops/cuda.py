@@ -27,7 +27,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import why_not_sparse
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
-from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, empty, is_launched_plainly, recorded, run_first
+from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, empty, is_launched_plainly, keep, recorded, run_first
 from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
 
 # A repeated call: replays the launches; returns None if the layout of the operands differs.
@@ -135,7 +135,7 @@ def _linear(
     with on(x):
         if again is not None and (y := again(x, weight, bias, residual)) is not None:
             return y
-        out = x.new_empty(shape)
+        out = keep(x.new_empty(shape))
         operands, flat = (x, weight, out, bias, residual), x.view(-1, k)
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         settings = {"compute": compute_of(compute), "activation": activation, "sparse": geo.sparse, "paired": geo.paired}

@@ -18,7 +18,7 @@ from halfbyte.machine import gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
-from halfbyte.ops.replay import Replays, run_first
+from halfbyte.ops.replay import Replays, keep, run_first
 from halfbyte.ops.tensors import aligned
 
 
@@ -149,7 +149,7 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     compute = compute_of(s.compute)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = x.new_empty(ids.numel(), s.n)
+        out = keep(x.new_empty(ids.numel(), s.n))
         if bias is not None:
             bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
         operands = (aligned(x), aligned(weight), aligned(ids.flatten()), out, bias)
