@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.made import is_noted, keep
 from halfbyte.ops import replay
 
 pytest.importorskip("triton", reason="Triton is not installed", exc_type=ImportError)
@@ -72,12 +73,12 @@ def chain(device: Device, x: Tensor, kind: str = "") -> Callable[[], list[Tensor
     """x + 2 as a row; with a product of torch's between, with a tensor that is not told, or with a result that torch makes."""
 
     def steps() -> list[Tensor]:
-        device.plainly.append(replay.is_launched_plainly())
+        device.plainly.append(is_noted())
         first, second = (device.empty(tuple(x.shape), x.stride(), x.dtype) for _ in range(2))
-        device.add_one(x, first if kind == "a tensor of its own" else replay.keep(first))
+        device.add_one(x, first if kind == "a tensor of its own" else keep(first))
         if kind == "torch":
             first.mul_(2)
-        device.add_one(first, replay.keep(second))
+        device.add_one(first, keep(second))
         return [(second.clone() if kind == "a result of torch" else second).view(1, -1)]
 
     return steps
@@ -101,7 +102,7 @@ def test_a_chain_by_one_call(kind: str, plainly: list[bool], device: Device) -> 
         assert torch.equal(made, ((x + 1) * (2 if kind == "torch" else 1) + 1).view(1, -1))
     assert device.plainly == plainly
     assert (replay._wholes.get("key") is not None) == (kind == "")
-    assert not replay.is_launched_plainly()
+    assert not is_noted()
 
 
 def test_what_a_chain_changes_is_taken_back_before_it_is_tried(device: Device) -> None:
@@ -110,7 +111,7 @@ def test_what_a_chain_changes_is_taken_back_before_it_is_tried(device: Device) -
     device.alive[length.data_ptr()] = length
 
     def steps() -> list[Tensor]:
-        first = replay.keep(device.empty((2,), (1,), torch.float32))
+        first = keep(device.empty((2,), (1,), torch.float32))
         device.add_one(length, first)
         device.add_one(length, length)
         return [first]

@@ -210,6 +210,8 @@ def launch_families(gpu: Gpu) -> None:
     own = empty(k), empty(1, dtype=torch.float32)
     routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), None, own), empty(1, k), logits)
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (own[1], empty(1, k)))
+    of_many = routing.Router(empty(experts, k), empty(experts), (own[0], empty(512, dtype=torch.float32)))
+    routing.launch_logits(gpu, empty(512, k), before, of_many, empty(512, k), empty(512, experts, dtype=torch.float32))
 
 
 def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:

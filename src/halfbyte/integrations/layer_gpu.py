@@ -253,5 +253,3 @@ def _name_of(layer: Any, linear: QuantLinear) -> str:
 def is_eager(layer: Any) -> bool:
     """Whether masks are added to scores."""
     return bool(layer.self_attn.config._attn_implementation == "eager")
-
-

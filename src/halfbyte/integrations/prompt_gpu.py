@@ -25,13 +25,14 @@ from transformers.cache_utils import Cache, StaticLayer
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.decoding_cpu import all_norms, norms_of, visible
 from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, parts
+from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.functions import linear
 from halfbyte.ops.library import plain
 from halfbyte.ops.norms import normed
 from halfbyte.ops.prompt import activated, attend_many, turn, why_not_many
-from halfbyte.ops.replay import keep
+from halfbyte.ops.routing import add_experts
 
 _Turns = tuple[Tensor, Tensor] | None  # cosines and sines
 
@@ -58,7 +59,7 @@ def tokens(
         y = _with_static(found, x, seen, turns, cache)
     else:
         y = _with_any(found, x, seen, turns, None if past is None else partial(past.update, layer_idx=index))
-    if isinstance(found.second, Dense):
+    if isinstance(found.second, Dense) or found.for_token:
         return y
     more = layer.mlp(norms_of(layer)[2](y))
     of_experts: Tensor = more[0] if isinstance(more, tuple) else more  # gpt-oss's tells its router's weights, too
@@ -114,15 +115,14 @@ def _before(half: Attention, x: Tensor, turns: _Turns, place: tuple[Tensor, Tens
     return z, turn(torch.cat(products, -1) if len(products) > 1 else products[0], turns, *place, half.heads)
 
 
-def _after(
-    parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: tuple[Tensor, Tensor, Tensor | None], mask: Tensor | None
-) -> Tensor:
-    """The layer's output, or, where the second half is its own, that of the first."""
+def _after(parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: tuple[Tensor, Tensor, Tensor | None], mask: Tensor | None) -> Tensor:
+    """The layer's output, or, where it has experts that are not for `add_experts`, that of its first half."""
     first, second = parts.first, parts.second
     heads, seen = first.heads, None if mask is None else mask[:, 0]
     read = attend_many(queries, *place, seen, heads.scale, factor=first.factor, sinks=heads.sinks)
     if not isinstance(second, Dense):
-        return added(first, parts.o, read, x)[0]
+        h, _ = added(first, parts.o, read, x)
+        return add_experts(h, second) if parts.for_token else h
     assert parts.down is not None
     h, then = added(first, parts.o, read, x, None if second.parallel else second.before)
     if not second.parallel:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import GATES, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -27,7 +28,7 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import PAIRS, Heads, Norm
 from halfbyte.ops.library import OPS
 from halfbyte.ops.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
-from halfbyte.ops.replay import keep, run_alike
+from halfbyte.ops.replay import run_alike
 from halfbyte.ops.tensors import aligned
 
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early

@@ -12,13 +12,14 @@ from torch import Tensor
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, differentiated, plain
-from halfbyte.ops.replay import Replays, keep, run_first
+from halfbyte.ops.replay import Replays, run_first
 from halfbyte.ops.tensors import aligned
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.library import OPS, plain
-from halfbyte.ops.replay import keep, run_alike
+from halfbyte.ops.replay import run_alike
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("normed(Tensor x, Tensor norm, float eps, bool plus_one, bool centred, Tensor? shift) -> Tensor")

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import PAIRS, Heads
 from halfbyte.ops.decoding import activated_in_torch, turned_in_torch
 from halfbyte.ops.norms import why_not_norm, wide_norm
-from halfbyte.ops.replay import keep, run_alike
+from halfbyte.ops.replay import run_alike
 
 
 def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from torch import Tensor
 from halfbyte.bounded import Bounded
 from halfbyte.dispatch.gpu import GpuOption, report_failure, triton_trouble
 from halfbyte.errors import KernelError, UnsupportedError
+from halfbyte.kernels.made import is_noted, noted
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 
@@ -88,7 +87,7 @@ class Replays(Bounded[Hashable, Replay | None]):
     def run(self, key: Hashable, start: Callable[[], Callable[[], None] | None], operands: Operands) -> Replay | None:
         """Replays what is known as `key`; otherwise `start`s it, which gives a function that does the same again, or None. The replay, if
         there is one."""
-        if is_launched_plainly():
+        if is_noted():  # these launches will be replayed with others
             start()
             return None
         replay = self.get(key)
@@ -99,22 +98,6 @@ class Replays(Bounded[Hashable, Replay | None]):
         if key not in self and can_record(operands):
             self[key] = None if again is None else recorded(again, operands)
         return self.get(key)
-
-
-_chain: ContextVar[list[Tensor] | None] = ContextVar("_chain", default=None)  # what the steps of one have made
-
-
-def is_launched_plainly() -> bool:
-    """Whether launches are not replayed, and none is kept, as those of a chain will be, together."""
-    return _chain.get() is not None
-
-
-def keep(tensor: Tensor) -> Tensor:
-    """Returns a tensor that is made for kernels to write, and notes it if it is made by a step of a chain."""
-    made = _chain.get()
-    if made is not None:
-        made.append(tensor)
-    return tensor
 
 
 _alike = Bounded[Hashable, Replay | None](MOST_REPLAYS)
@@ -128,7 +111,7 @@ def run_alike(launch: Callable[[], object], operands: Operands, *settings: Hasha
     addresses = [0 if t is None else t.data_ptr() for t in operands]
     key = (*settings, *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands))
     replay = _alike.get(key)
-    if is_launched_plainly() or any(address % 16 for address in addresses):  # kernels are compiled for what is aligned
+    if is_noted() or any(address % 16 for address in addresses):  # kernels are compiled for what is aligned
         launch()
     elif replay is not None:
         replay(*addresses)
@@ -156,16 +139,6 @@ def _alike_first(key: Hashable, launch: Callable[[], object], operands: Operands
         _alike[key] = None
     else:  # scratch memory may just have become larger
         _failed[key] = 1
-
-
-@contextmanager
-def _one_by_one() -> Iterator[list[Tensor]]:
-    made: list[Tensor] = []
-    token = _chain.set(made)
-    try:
-        yield made
-    finally:
-        _chain.reset(token)
 
 
 class _Kind(NamedTuple):
@@ -201,7 +174,7 @@ def whole(
     """The results of a chain of steps that launch kernels of this package and nothing else; from the third time on all by one call.
 
     key       equal for chains that differ in addresses alone, those of `operands`, which are all that the steps read
-    steps     whatever kernels write is an operand, or noted by `keep`, as results are, too
+    steps     whatever kernels write is an operand, or given to `keep`, as results are, too
     undo      takes back what the steps change in operands, where they would do something else if they ran again
 
     The current device is that of the operands, whose addresses are multiples of 16.
@@ -212,13 +185,13 @@ def whole(
     if key in _wholes or not can_record(operands):
         return steps()
     if (tried := _failed.get(key, 0)) == 0:  # kernels may be compiled, and scratch memory become larger
-        with _one_by_one():
+        with noted():
             results = steps()
         _failed[key] = 1
         return results
     from halfbyte.kernels.gpu import launch, relaunch
 
-    with _one_by_one() as made, launch.recording() as calls:
+    with noted() as made, launch.recording() as calls:
         results = steps()
     places = {tensor.data_ptr(): i for i, tensor in enumerate(made)}
     device = results[-1].device

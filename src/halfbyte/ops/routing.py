@@ -13,6 +13,7 @@ import halfbyte.ops.decoding  # noqa: F401 - defines halfbyte::normed_linear
 from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
@@ -22,7 +23,6 @@ from halfbyte.ops.experts import CLAMPED, Experts
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import OPS
 from halfbyte.ops.norms import norm_in_torch, why_not_norm
-from halfbyte.ops.replay import keep
 from halfbyte.ops.tensors import aligned
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
