@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.made import is_noted, keep
 from halfbyte.ops import replay
 
 pytest.importorskip("triton", reason="Triton is not installed", exc_type=ImportError)
@@ -68,36 +69,57 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return found
 
 
-def chain(device: Device, x: Tensor, kind: str) -> Callable[[list[Tensor]], None]:
-    """x + 1 and x + 2; with a product of torch's between, or with a tensor that is not told."""
+def chain(device: Device, x: Tensor, kind: str = "") -> Callable[[], list[Tensor]]:
+    """x + 2 as a row; with a product of torch's between, with a tensor that is not told, or with a result that torch makes."""
 
-    def steps(made: list[Tensor]) -> None:
-        device.plainly.append(replay.is_launched_plainly())
+    def steps() -> list[Tensor]:
+        device.plainly.append(is_noted())
         first, second = (device.empty(tuple(x.shape), x.stride(), x.dtype) for _ in range(2))
-        device.add_one(x, first)
-        made += [] if kind == "a tensor of its own" else [first]
+        device.add_one(x, first if kind == "a tensor of its own" else keep(first))
         if kind == "torch":
             first.mul_(2)
-        device.add_one(first, second)
-        made.append(second)
+        device.add_one(first, keep(second))
+        return [(second.clone() if kind == "a result of torch" else second).view(1, -1)]
 
     return steps
 
 
 @pytest.mark.parametrize(
     ("kind", "plainly"),
-    [("", [True, True]), ("torch", [True, True, False, False, False]), ("a tensor of its own", [True, True, True, False, False])],
+    [
+        ("", [True, True]),
+        ("torch", [True, True, False, False, False]),
+        ("a tensor of its own", [True, True, True, False, False]),
+        ("a result of torch", [True, True, True, False, False]),
+    ],
 )
 def test_a_chain_by_one_call(kind: str, plainly: list[bool], device: Device) -> None:
     """Recorded the second time, tried, and made by one call from then on; or never, where there was more than launches."""
     for _ in range(5):
         x = torch.randn(3, 8)
         device.alive[x.data_ptr()] = x
-        made = replay.whole("key", chain(device, x, kind), (x,))
-        assert torch.equal(made[-1], (x + 1) * (2 if kind == "torch" else 1) + 1)
+        (made,) = replay.whole("key", chain(device, x, kind), (x,))
+        assert torch.equal(made, ((x + 1) * (2 if kind == "torch" else 1) + 1).view(1, -1))
     assert device.plainly == plainly
     assert (replay._wholes.get("key") is not None) == (kind == "")
-    assert not replay.is_launched_plainly()
+    assert not is_noted()
+
+
+def test_what_a_chain_changes_is_taken_back_before_it_is_tried(device: Device) -> None:
+    """As the length of a cache is."""
+    length = torch.zeros(2)
+    device.alive[length.data_ptr()] = length
+
+    def steps() -> list[Tensor]:
+        first = keep(device.empty((2,), (1,), torch.float32))
+        device.add_one(length, first)
+        device.add_one(length, length)
+        return [first]
+
+    for times in range(1, 6):
+        (made,) = replay.whole("key", steps, (length,), undo=lambda: length.sub_(1))
+        assert made.tolist() == length.tolist() == [times, times]
+    assert replay._wholes["key"] is not None
 
 
 def test_other_chains_are_apart(device: Device) -> None:
@@ -105,7 +127,7 @@ def test_other_chains_are_apart(device: Device) -> None:
         for _ in range(3):
             x = torch.randn(2, 4)
             device.alive[x.data_ptr()] = x
-            replay.whole(key, chain(device, x, ""), (x,))
+            replay.whole(key, chain(device, x), (x,))
     assert device.plainly == [True] * 4
     assert all(replay._wholes[key] is not None for key in ("a", "b"))
 

@@ -214,6 +214,8 @@ def launch_families(gpu: Gpu) -> None:
         choice = routing.Choice(True, scores, empty(experts, dtype=torch.float32), 1.5)
         routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, choice)
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (None, empty(1, k)))
+    of_many = routing.Router(empty(experts, k), empty(experts), (own[0], empty(512, dtype=torch.float32)))
+    routing.launch_logits(gpu, empty(512, k), before, of_many, empty(512, k), empty(512, experts, dtype=torch.float32))
 
 
 def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:

@@ -32,7 +32,16 @@ EPS = 1e-5
 
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize(
-    ("m", "k", "experts", "dtype", "of_router"), [(1, 2048, 16, B, B), (3, 300, 5, H, F), (2, 8, 1, F, F), (1, 5000, 3, H, H)]
+    ("m", "k", "experts", "dtype", "of_router"),
+    [
+        (1, 2048, 16, B, B),
+        (3, 300, 5, H, F),
+        (2, 8, 1, F, F),
+        (1, 5000, 3, H, H),
+        (64, 200, 70, H, H),
+        (67, 130, 5, B, F),
+        (70, 64, 130, F, F),
+    ],
 )
 def test_logits(
     m: int,
@@ -252,10 +261,10 @@ def like_ernie(mine: Experts) -> Experts:
 @pytest.mark.parametrize(
     "other", [lambda mine: mine, like_gpt_oss, with_shared, lambda mine: with_shared(like_gpt_oss(mine)), like_glm, like_ernie]
 )
-@pytest.mark.parametrize("normalized", [False, True])
-def test_the_half_of_a_layer(normalized: bool, other: Any, device: torch.device) -> None:
+@pytest.mark.parametrize(("rows", "normalized"), [(5, False), (5, True), (100, True)])
+def test_the_half_of_a_layer(rows: int, normalized: bool, other: Any, device: torch.device) -> None:
     """Sums of a hundred products in float32."""
-    x, mine = torch.randn(5, 96), other(half(normalized=normalized))
+    x, mine = torch.randn(rows, 96), other(half(normalized=normalized))
     y = add_experts(x.to(device), there(mine, device)).cpu()
     assert torch.allclose(y.double(), by_hand(x, mine), rtol=1e-4, atol=1e-4)
 
@@ -297,7 +306,7 @@ def test_a_stack_of_another_size(device: torch.device) -> None:
 # Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not
 
 KERNELS = ["_logits", "_choose", "_sum", "_clamped", "_gates", "_layer_norm", "_added", "_parts"]
-KERNELS += [*["_attend", "_add_up"] * 6, "_logits", "_sum", "_choose", "_choose", "_sum"]
+KERNELS += [*["_attend", "_add_up"] * 6, "_logits", "_sum", "_choose", "_choose", "_sum", "_norm", "_logits_of_many", "_logits_of_many"]
 
 
 def test_what_families_add_compiles_without_spills() -> None:

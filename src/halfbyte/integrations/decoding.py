@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfbyte.errors import check_type
-from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families, prompt_gpu
+from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families, layer_gpu, prompt_gpu
 from halfbyte.integrations.ahead import expect
 from halfbyte.integrations.decoding_gpu import Step
 from halfbyte.integrations.generating import generate_fast
@@ -107,7 +107,7 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         return reason
     if not decoding_cpu.has_own_norms(layer):
         return "one of its norms was replaced"
-    return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if on_cpu else decoding_gpu.why_not_few_kernels(layer))
+    return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if on_cpu else layer_gpu.why_not_few_kernels(layer))
 
 
 def one_call(layer: Any) -> tuple[Step, ...]:

@@ -10,7 +10,8 @@
 What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
 which has a kernel. With several sequences norms have separate kernels before the products, as layer norms always have, and gates may have
 one after theirs, as f(up) always has; on Hopper the norm before the gates has one, too, where the product with gates is `skinny_hopper`'s.
-A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`).
+A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`). All launches of a layer
+are made by one call, once layers alike have made them twice.
 """
 
 from __future__ import annotations
@@ -22,100 +23,25 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from halfbyte.integrations.decoding_cpu import all_norms, groups_of, halves_of, linears_of
-from halfbyte.integrations.families import Routed, known
-from halfbyte.integrations.mixtures import parts_of
+from halfbyte.integrations.decoding_cpu import all_norms, groups_of
+from halfbyte.integrations.families import known
+from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, parts, routed
 from halfbyte.integrations.rings import Ring
 from halfbyte.integrations.shortened import products_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
-from halfbyte.nn.parallel import linear_added, part_of
 from halfbyte.ops.decoder import Attention, Dense, Norm
 from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.layers import Weight
-from halfbyte.ops.norms import add_normed, normed, why_not_norm
+from halfbyte.ops.norms import normed, why_not_norm
 from halfbyte.ops.routing import add_experts, describe, why_not_experts
 
 DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring)
-_ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compute, and by which masks, is known
 _TORCH = "torch's operations"
-
-
-def why_not_few_kernels(layer: Any) -> str | None:
-    """Why `token` does not take a layer that has `linears_of`; None if it does."""
-    linears = linears_of(layer)
-    assert linears is not None
-    return _why_not(layer, linears, *halves(layer))
-
-
-def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) -> str | None:
-    if (reason := why_not_attention(layer, linears, first)) is not None:
-        return reason
-    return why_not_dense(first, last) if isinstance(last, Dense) else _why_not_experts(layer, first, last)
-
-
-def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
-    """Of all linear layers, and of what comes before the mlp."""
-    qkv, o, second = linears
-    for linear in (*qkv, o, *second):
-        if linear.compute not in ("auto", "float"):
-            return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
-    kind = layer.self_attn.config._attn_implementation
-    if kind not in _ATTENTIONS:
-        return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
-    if is_eager(layer) and first.heads.cap is not None:
-        return "scores of its attention, transformers' eager one, have a cap"
-    if first.heads.sinks is not None and not is_eager(layer):
-        return "its attention is not transformers' eager one, which alone has its sinks"
-    if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
-        return "the norm of what its attention adds or of its heads is a layer norm"
-    of_all = first.heads.rows or first.heads.sinks is not None  # what belongs to all heads
-    parts = [part_of(linear) for linear in (*qkv, *second[:-1])]
-    if any(part is not None and (part.cut.before or part.cut.after or of_all) for part in parts):
-        return "its weights are distributed over processes in a way that takes steps between products"
-    return None
-
-
-def why_not_dense(first: Attention, last: Dense) -> str | None:
-    if last.after is not None and last.after.centred:
-        return "the norm of what its mlp adds is a layer norm"
-    if first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
-        return "what it adds has a factor and a bias"
-    return None
-
-
-def _why_not_experts(layer: Any, first: Attention, last: Experts) -> str | None:
-    if last.before.centred:
-        return "the norm before its experts is a layer norm"
-    for weight in (last.gate_up, last.down, *([] if last.shared is None else last.shared[:2])):
-        if weight.compute not in ("auto", "float"):
-            return f"its experts are to compute in {weight.compute}"
-    if any(isinstance(part, QuantLinear) and part_of(part) is not None for part in parts_of(layer, _routed(layer))):
-        return "the expert that its tokens share is distributed over processes"
-    if first.after is not None or first.factor != 1:
-        return "what its attention adds has a norm or a factor, and what follows are experts"
-    return None
-
-
-def halves(layer: Any) -> tuple[Attention, Dense | Experts]:
-    first, second = halves_of(layer)
-    assert isinstance(second, Dense | Experts)
-    return first, second
-
-
-def _routed(layer: Any) -> Routed:
-    routed = known(layer).routed
-    assert routed is not None
-    return routed
-
-
-def _name_of(layer: Any, linear: QuantLinear) -> str:
-    names: list[str] = [name for name, part in layer.named_modules() if part is linear]
-    return names[0].rpartition(".")[2]
 
 
 def token(
@@ -123,72 +49,61 @@ def token(
 ) -> Tensor | None:
     """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported. layers: those of the cache."""
     index = layer.self_attn.layer_idx
-    linears = linears_of(layer) if _fits(x, layers, index, settings) else None
-    if linears is None or not _is_mask(layer, mask, layers[index].keys.shape[2]):
+    found = parts(layer) if _fits(x, layers, index, settings) else None
+    if found is None or not found.for_token or not _is_mask(layer, mask, layers[index].keys.shape[2]):
         return None
-    first, second = halves(layer)
-    if _why_not(layer, linears, first, second) is not None:
+    heads = found.first.heads
+    if not heads.turns_by(rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
-    if not first.heads.turns_by(rotary[0].shape[2]) or not layer.self_attn.is_causal:
-        return None
-    read = x
+    kept = layers[index]
+    turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
+    seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, type(kept) is Ring
+    advance = 0 if index == 0 else 1
+
+    def steps() -> list[Tensor]:
+        return [_computed(found, x, turns, (kept.keys, kept.values, length), seen, advance=advance, ring=ring)]
+
+    others = seen, *(turns or (None, None)), kept.keys, kept.values, length
+    (y,) = chain("token", found, steps, x, others, advance, ring, undo=lambda: length.sub_(advance))
+    if index == 0:
+        # The first layer's length makes masks and positions. torch.compile reads it for these when it likes, unless it knows of a change.
+        length.add_(1)
+    if ring:
+        kept.cumulative_length_int += 1
+    return y
+
+
+def _computed(
+    found: Parts,
+    x: Tensor,
+    turns: tuple[Tensor, Tensor] | None,
+    place: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    *,
+    advance: int,
+    ring: bool,
+) -> Tensor:
+    first, second, read = found.first, found.second, x
     if _is_parallel(second) and first.before is not None:
         read, first, second = normed(x, first.before), first._replace(before=None), second._replace(before=None)
-    seen = _attended(first, read, mask, layers[index], rotary, first=index == 0)
+    products = [normed_linear(read, first.before, weight.packed, weight.bias) for weight in first.qkv]
+    qkv = (torch.cat(products, -1) if len(products) > 1 else products[0]).view(len(x), -1)
+    seen = attend(qkv, turns, *place, mask, first.heads, factor=first.factor, advance=advance, ring=ring).unsqueeze(1)
     if isinstance(second, Experts):
-        return add_experts(added(first, linears[1], seen, x)[0], second)
-    h, z = added(first, linears[1], seen, x, second.before)
+        return add_experts(added(first, found.o, seen, x)[0], second)
+    assert found.down is not None
+    h, z = added(first, found.o, seen, x, second.before)
     if not second.parallel:
         read = h if z is None else z
     before = second.before if z is None else None
     weight, bias = second.gate_up[:2]
     inner = normed_linear(read, before, weight, bias, gates=second.gates, gated=second.gated, factor=second.factor)
-    return added(second, linears[2][-1], inner, h)[0]
+    return added(second, found.down, inner, h)[0]
 
 
 def _is_parallel(half: Dense | Experts) -> TypeGuard[Dense]:
     """Whether it reads what attention reads."""
     return isinstance(half, Dense) and half.parallel
-
-
-def _attended(half: Attention, x: Tensor, mask: Tensor | None, kept: Any, rotary: tuple[Tensor, Tensor], *, first: bool) -> Tensor:
-    """[B, 1, H * D]"""
-    heads, ring = half.heads, type(kept) is Ring
-    parts = [normed_linear(x, half.before, weight.packed, weight.bias) for weight in half.qkv]
-    qkv = (torch.cat(parts, -1) if len(parts) > 1 else parts[0]).view(len(x), -1)
-    turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
-    seen = attend(
-        qkv,
-        turns,
-        kept.keys,
-        kept.values,
-        kept.cumulative_length,
-        None if mask is None else mask[:, 0, 0],
-        heads,
-        factor=half.factor,
-        advance=0 if first else 1,
-        ring=ring,
-    )
-    if first:
-        # The first layer's length makes masks and positions. torch.compile reads it for these when it likes, unless it knows of a change.
-        kept.cumulative_length.add_(1)
-    if ring:
-        kept.cumulative_length_int += 1
-    return seen.unsqueeze(1)
-
-
-def added(
-    half: Attention | Dense, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(linear(x)), and then(h) where that takes no further kernel."""
-    if half.after is None:
-        return linear_added(linear, x, residual), None
-    return add_normed(linear(x), residual, half.after, then)
-
-
-def is_eager(layer: Any) -> bool:
-    """Whether masks are added to scores."""
-    return bool(layer.self_attn.config._attn_implementation == "eager")
 
 
 def _is_mask(layer: Any, mask: Tensor | None, size: int) -> bool:
@@ -239,15 +154,15 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     of_all = ", after a kernel of the norms" if heads.rows else ""
     found.append(Step("attention", f"attend{of_all}" if reason is None else _TORCH, reason))
     if isinstance(second, Experts):
-        lost, routed = why_not_experts(second, here), _routed(layer)
-        gate = None if routed.shared is None else routed.shared[1]
+        lost, where = why_not_experts(second, here), routed(layer)
+        gate = None if where.shared is None else where.shared[1]
         own = "" if gate is None else f" and {gate}"
         if gate is not None and isinstance(getattr(layer.mlp, gate), QuantLinear):
             own += ", which is dequantized before"
         router = f"with the norm{own}, then a kernel of the choice" if lost is None else _TORCH
-        found += [Step(known(layer).o, _how_added(first)), Step(routed.gate, router, lost)]
-        if second.shared is not None and routed.shared is not None:
-            up = _product(routed.shared[0], second.shared.gate_up, None, rows, dtype, here, gates="silu")
+        found += [Step(known(layer).o, _how_added(first)), Step(where.gate, router, lost)]
+        if second.shared is not None and where.shared is not None:
+            up = _product(where.shared[0], second.shared.gate_up, None, rows, dtype, here, gates="silu")
             found.append(replace(up, kernel=f"gate_proj+up_proj {up.kernel}, then down_proj"))
         experts = describe(second, rows, dtype, here) if lost is None else "the products alone"
         return *found, Step("experts", experts, lost)

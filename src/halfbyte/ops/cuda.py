@@ -21,13 +21,14 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.gpu import plain
+from halfbyte.kernels.made import is_noted, keep
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import why_not_sparse
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
-from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, empty, is_launched_plainly, recorded, run_first
+from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, empty, recorded, run_first
 from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
 
 # A repeated call: replays the launches; returns None if the layout of the operands differs.
@@ -72,7 +73,7 @@ def linear_again(
 ) -> Tensor:
     """`linear` with a weight that has been validated."""
     key = _call_key(x, bias, residual, (compute, activation, low, high))
-    again = None if is_launched_plainly() else packed.calls.get(key)
+    again = None if is_noted() else packed.calls.get(key)
     if again is not None and (y := again(x, packed.data, bias, residual)) is not None:
         return y  # type: ignore[no-any-return]
     settings, weight = (packed.name, *packed.shape, compute, activation, low, high), packed.data
@@ -88,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
     key = (weight.shape, weight.dtype, weight.get_device(), _call_key(x, bias, residual, settings))
-    again = None if is_launched_plainly() else _calls.get(key)
+    again = None if is_noted() else _calls.get(key)
     if again is not None and weight.is_contiguous() and (y := again(x, weight, bias, residual)) is not None:
         return y
     return _linear(key, x, weight, bias, residual, *settings)
@@ -131,18 +132,18 @@ def _linear(
         return sum_of_nothing(x, shape, bias, residual).clamp_(low, high).to(x.dtype)
     x, weight = aligned(x), aligned(weight)
     bias, residual = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
-    again = None if is_launched_plainly() else _calls.get(key)
+    again = None if is_noted() else _calls.get(key)
     with on(x):
         if again is not None and (y := again(x, weight, bias, residual)) is not None:
             return y
-        out = x.new_empty(shape)
+        out = keep(x.new_empty(shape))
         operands, flat = (x, weight, out, bias, residual), x.view(-1, k)
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         settings = {"compute": compute_of(compute), "activation": activation, "sparse": geo.sparse, "paired": geo.paired}
         problem = Problem("linear", len(flat), n, k, geo.format, x.dtype, **settings)  # type: ignore[arg-type]
         ends = Epilogue(bias, None if residual is None else residual.view(-1, n), low, high)
         run = _run(problem, flat, (weight, geo), out.view(-1, n), ends)
-        if key not in _calls and not is_launched_plainly() and can_record(operands):
+        if key not in _calls and not is_noted() and can_record(operands):
             replay = None if run is None else recorded(run, operands)
             _calls[key] = None if replay is None else _again(replay, shape, x.get_device())
     return out

@@ -18,6 +18,7 @@ from torch.nn import functional
 from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import GATES, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -195,7 +196,7 @@ def _normed_cuda(
         check_bias(bias, n, x.device)
     shape = *x.shape[:-1], n // 2 if gates and gated else n
     within = gates if gated and plan.config is not None else ""  # what the product has
-    y = x.new_empty(rows, shape[-1] if within else n)
+    y = keep(x.new_empty(rows, shape[-1] if within else n))
     inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
     with on(x):
         z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
@@ -214,7 +215,7 @@ def _normed_cuda(
         else:
             y = _product(z, weight, bias, format, n, k)
         if gates and not within:
-            product, y = y, x.new_empty(rows, shape[-1])
+            product, y = y, keep(x.new_empty(rows, shape[-1]))
             alike = "gates", gates, factor, gated
             run_alike(lambda: separate.launch(here, product, y, gates, factor, gated=gated), (product, y), *alike)
     return y.view(shape)
@@ -413,9 +414,9 @@ def _attend_cuda(*args: Any) -> Tensor:
     from halfbyte.kernels.gpu import attend as kernel
     from halfbyte.kernels.gpu import norm
 
-    out = torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device)
+    out = keep(torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device))
     norms = None if token.norms is None else (token.norms[0][:3], token.norms[1][:3])
-    normed = torch.empty_like(qkv) if norms is not None and token.of_all_heads else None
+    normed = keep(torch.empty_like(qkv)) if norms is not None and token.of_all_heads else None
 
     def launch() -> None:
         if normed is not None and norms is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import gpu
@@ -149,7 +150,7 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     compute = compute_of(s.compute)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = x.new_empty(ids.numel(), s.n)
+        out = keep(x.new_empty(ids.numel(), s.n))
         if bias is not None:
             bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
         operands = (aligned(x), aligned(weight), aligned(ids.flatten()), out, bias)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
@@ -81,7 +82,7 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
     from halfbyte.kernels.gpu import norm as kernel
 
     z = x.contiguous()
-    out, rows = torch.empty_like(z), (-1, z.shape[-1])
+    out, rows = keep(torch.empty_like(z)), (-1, z.shape[-1])
     weight, shift = norm.weight.contiguous(), None if norm.shift is None else norm.shift.contiguous()
 
     def launch() -> None:
@@ -141,7 +142,7 @@ def _add_normed_cuda(
     from halfbyte.kernels.gpu import norm as kernel
 
     z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
-    h, second = torch.empty_like(z), None if then is None else torch.empty_like(z)
+    h, second = keep(torch.empty_like(z)), None if then is None else keep(torch.empty_like(z))
     weight, then = weight.contiguous(), None if then is None else then.contiguous()
 
     def launch() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import PAIRS, Heads
@@ -41,7 +42,7 @@ def activated(y: Tensor, gates: str, factor: float = 1.0, *, gated: bool = True)
         return activated_in_torch(y, gates, factor, gated=gated)
     from halfbyte.kernels.gpu import gates as kernel
 
-    out = y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1]))
+    out = keep(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))
     rows = y.view(-1, y.shape[-1]), out.view(-1, out.shape[-1])
     with on(y):
         run_alike(lambda: kernel.launch(here, *rows, gates, factor, gated=gated), (y, out), "gates", gates, factor, gated)
@@ -69,9 +70,9 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     from halfbyte.kernels.gpu import turn as kernel
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
-    queries = qkv.new_empty((*qkv.shape[:2], heads.query, heads.dim))
+    queries = keep(qkv.new_empty((*qkv.shape[:2], heads.query, heads.dim)))
     norms = None if heads.norms is None else (heads.norms[0][:3], heads.norms[1][:3])
-    beside = torch.empty_like(flat) if norms is not None and heads.rows else None
+    beside = keep(torch.empty_like(flat)) if norms is not None and heads.rows else None
 
     turned = 0 if rotary is None else heads.width, heads.pairs
 
@@ -159,7 +160,7 @@ def attend_many(
         return _attend_many(queries, keys, values, length, mask, scale, factor, sinks)
     from halfbyte.kernels.gpu import attend_many as kernel
 
-    queries, out = queries.contiguous(), queries.new_empty((batch, tokens, heads * dim))
+    queries, out = queries.contiguous(), keep(queries.new_empty((batch, tokens, heads * dim)))
 
     def launch() -> None:
         kernel.launch(here, queries, keys, values, length, mask, out, scale, factor, sinks)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from torch import Tensor
 from halfbyte.bounded import Bounded
 from halfbyte.dispatch.gpu import GpuOption, report_failure, triton_trouble
 from halfbyte.errors import KernelError, UnsupportedError
+from halfbyte.kernels.made import is_noted, noted
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 
@@ -88,6 +87,9 @@ class Replays(Bounded[Hashable, Replay | None]):
     def run(self, key: Hashable, start: Callable[[], Callable[[], None] | None], operands: Operands) -> Replay | None:
         """Replays what is known as `key`; otherwise `start`s it, which gives a function that does the same again, or None. The replay, if
         there is one."""
+        if is_noted():  # these launches will be replayed with others
+            start()
+            return None
         replay = self.get(key)
         if replay is not None:
             replay(*(0 if operand is None else operand.data_ptr() for operand in operands))
@@ -98,8 +100,6 @@ class Replays(Bounded[Hashable, Replay | None]):
         return self.get(key)
 
 
-_plainly: ContextVar[bool] = ContextVar("_plainly", default=False)
-is_launched_plainly = _plainly.get  # whether launches are not replayed, and none is kept, as those of a chain will be, together
 _alike = Bounded[Hashable, Replay | None](MOST_REPLAYS)
 _failed = Bounded[Hashable, int](MOST_REPLAYS)  # how often
 
@@ -111,7 +111,7 @@ def run_alike(launch: Callable[[], object], operands: Operands, *settings: Hasha
     addresses = [0 if t is None else t.data_ptr() for t in operands]
     key = (*settings, *(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands))
     replay = _alike.get(key)
-    if is_launched_plainly() or any(address % 16 for address in addresses):  # kernels are compiled for what is aligned
+    if is_noted() or any(address % 16 for address in addresses):  # kernels are compiled for what is aligned
         launch()
     elif replay is not None:
         replay(*addresses)
@@ -141,20 +141,20 @@ def _alike_first(key: Hashable, launch: Callable[[], object], operands: Operands
         _failed[key] = 1
 
 
-@contextmanager
-def _one_by_one() -> Iterator[None]:
-    token = _plainly.set(True)
-    try:
-        yield
-    finally:
-        _plainly.reset(token)
+class _Kind(NamedTuple):
+    """Of a tensor that is made anew."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class _Whole(NamedTuple):
-    """The launches of a chain of steps, and the shapes, strides and types of what they make."""
+    """The launches of a chain of steps, what they make, and where in it the results are, with their shapes and strides."""
 
     replay: Replay
-    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    made: list[_Kind]
+    results: list[tuple[int, _Kind]]
 
     def run(self, operands: Operands, *, poisoned: bool = False) -> list[Tensor]:
         made = [empty(*kind) for kind in self.made]
@@ -162,46 +162,55 @@ class _Whole(NamedTuple):
             for tensor in made:
                 tensor.view(torch.uint8).fill_(255)
         self.replay(*(0 if t is None else t.data_ptr() for t in operands), *(t.data_ptr() for t in made))
-        return made
+        return [made[i] if kind is self.made[i] else made[i].as_strided(*kind[:2]) for i, kind in self.results]
 
 
 _wholes = Bounded[Hashable, _Whole | None](MOST_REPLAYS // 8)  # each has the text of a function
 
 
-def whole(key: Hashable, steps: Callable[[list[Tensor]], object], operands: Operands) -> list[Tensor]:
-    """What a chain of steps makes that launch kernels of this package and nothing else; from the third time on all by one call.
+def whole(
+    key: Hashable, steps: Callable[[], Sequence[Tensor]], operands: Operands, *, undo: Callable[[], object] | None = None
+) -> Sequence[Tensor]:
+    """The results of a chain of steps that launch kernels of this package and nothing else; from the third time on all by one call.
 
-    key       equal for chains that differ in addresses alone, those of `operands`, which are all that the steps read; what they write there
-              is the same if they run twice
-    steps     appends what it makes to a list; everything that kernels write is in it or in the operands
+    key       equal for chains that differ in addresses alone, those of `operands`, which are all that the steps read
+    steps     whatever kernels write is an operand, or given to `keep`, as results are, too
+    undo      takes back what the steps change in operands, where they would do something else if they ran again
 
     The current device is that of the operands, whose addresses are multiples of 16.
     """
     known = _wholes.get(key)
     if known is not None:
         return known.run(operands)
-    made: list[Tensor] = []
     if key in _wholes or not can_record(operands):
-        steps(made)
-        return made
+        return steps()
     if (tried := _failed.get(key, 0)) == 0:  # kernels may be compiled, and scratch memory become larger
-        with _one_by_one():
-            steps(made)
+        with noted():
+            results = steps()
         _failed[key] = 1
-        return made
+        return results
     from halfbyte.kernels.gpu import launch, relaunch
 
-    with _one_by_one(), launch.recording() as calls:
-        steps(made)
-    device = made[-1].device
+    with noted() as made, launch.recording() as calls:
+        results = steps()
+    places = {tensor.data_ptr(): i for i, tensor in enumerate(made)}
+    device = results[-1].device
     replay = relaunch.broken(device) or relaunch.bind(calls, (*operands, *made), device)
-    if not isinstance(replay, str):
-        found = _Whole(replay, tuple((tuple(t.shape), t.stride(), t.dtype) for t in made))
+    if not isinstance(replay, str) and all(result.data_ptr() in places for result in results):
+        kinds = [_kind(tensor) for tensor in made]
+        of_results = [(places[result.data_ptr()], _kind(result)) for result in results]
+        found = _Whole(replay, kinds, [(i, kinds[i] if kinds[i] == kind else kind) for i, kind in of_results])
         # Whether there was more than launches: what has no part in them stays as it was.
+        if undo is not None:
+            undo()
         again = found.run(operands, poisoned=True)
-        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, made, strict=True))
+        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(again, results, strict=True))
         _wholes[key] = found if same else None
     elif tried > 1:
         _wholes[key] = None
     _failed[key] = tried + 1
-    return made
+    return results
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return _Kind(tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -13,6 +13,7 @@ import halfbyte.ops.decoding  # noqa: F401 - defines halfbyte::normed_linear
 from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
@@ -189,12 +190,12 @@ def _add_experts_cuda(*args: Any) -> Tensor:
 
     x = a.x.contiguous().view(-1, k)
     m, pairs = len(x), len(x) * a.chosen
-    z, out, inner = torch.empty_like(x), torch.empty_like(x), x.new_empty(pairs, a.inner)
-    logits, weights = (torch.empty(m, n, dtype=torch.float32, device=x.device) for n in (experts, a.chosen))
-    ids = torch.empty(m, a.chosen, dtype=torch.int32, device=x.device)
+    z, out, inner = keep(torch.empty_like(x)), keep(torch.empty_like(x)), keep(x.new_empty(pairs, a.inner))
+    logits, weights = (keep(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
+    ids = keep(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
     problem = Problem("grouped_linear", pairs, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
     with on(x):
-        own = None if a.own is None else (a.own.contiguous(), torch.empty(m, dtype=torch.float32, device=x.device))
+        own = None if a.own is None else (a.own.contiguous(), keep(torch.empty(m, dtype=torch.float32, device=x.device)))
         router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
         routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
         correction = None if a.correction is None else a.correction.contiguous()

@@ -31,6 +31,7 @@ from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.gemm_hopper import Config, compiled_for, most_stages
 from halfbyte.kernels.gpu.hopper_tile import OUT, PIECES, load_stage, pieces_of, ring, sums, tails_read, write_tile
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
+from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -84,7 +85,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     first = gpu_tiles.views(weight[: geo.nbytes], geo)
     scale, zero = _of_all(first.scale, experts, geo.nbytes), None if first.zero is None else _of_all(first.zero, experts, geo.nbytes)
     table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST.value, marks=-(-k // CHUNK.value) + 1, even=True)
-    rows = torch.empty(problem.m, k, dtype=x.dtype, device=x.device)
+    rows = keep(torch.empty(problem.m, k, dtype=x.dtype, device=x.device))
     layout, static = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2), compiled_for(problem, config, clamp=False)
     if geo.format.bits == 4:
         codes = TensorDescriptor.from_tensor(weight.view(torch.int16).view(-1, 64), [32, 64], layout)

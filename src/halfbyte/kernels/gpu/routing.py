@@ -1,4 +1,4 @@
-"""What lies around the products of a mixture of experts, for the few rows of a decoding step. With h [M, K], in float32:
+"""What lies around the products of a mixture of experts. With h [M, K], in float32:
 
     z = norm(h), rounded to its type           norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
     logits = z · routerᵀ + bias                [M, E]
@@ -9,8 +9,9 @@
                                                the last part where all tokens share an expert, which the same kernels make room for; it may
                                                have no gate, which is a factor of 1
 
-What takes time is that one kernel waits for another: a block has the logit of one expert, whose row of the router it reads while the
-kernel before is still running, and finds the norm of the whole row by itself.
+What takes time with the few rows of a decoding step is that one kernel waits for another: a block has the logit of one expert, whose row
+of the router it reads while the kernel before is still running, and finds the norm of the whole row by itself. Of many rows, as in prompts,
+the norm has a kernel, and a block has the logits of some rows and experts, by tensor cores.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu import norm as norms
+from halfbyte.kernels.gpu.arithmetic import dot
 from halfbyte.kernels.gpu.epilogue import times_sigmoid
 from halfbyte.machine import Gpu
 
 MOST_EXPERTS = 1024  # logits of a row in the registers of a warp
 _WIDE = 512
+_MANY, _FEWER = 64, 1024  # rows: from these on blocks have several, and below these fewer
+_STEP = 64  # columns of a row that are multiplied at once
 
 
 class Router(NamedTuple):
@@ -43,6 +48,12 @@ def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router:
     """x, z [M, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
     weight, eps, plus_one = norm
     m, k = x.shape
+    if m >= _MANY:
+        norms.launch(gpu, x, norm, z)
+        _launch_many(gpu, z, router.weight, router.bias, logits)
+        if router.own is not None:
+            _launch_many(gpu, z, router.own[0].view(1, k), None, router.own[1].view(m, 1))
+        return
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
     warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
     grid = m, len(router.weight) + (router.own is not None)
@@ -56,6 +67,14 @@ class Choice(NamedTuple):
     scores: str = ""
     correction: Tensor | None = None
     factor: float = 1.0
+
+
+def _launch_many(gpu: Gpu, z: Tensor, router: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+    """z [M, K], router [E, K], bias [E] or None, logits [M, E]."""
+    (m, k), experts = z.shape, len(router)
+    rows, columns, pdl = 16 if m < _FEWER else 64, min(64, max(16, triton.next_power_of_2(experts))), launcher.starts_early(gpu)
+    grid, tile = (-(-m // rows), -(-experts // columns)), (rows, columns, _STEP)
+    launcher.run(_logits_of_many, grid, z, router, bias, logits, m, experts, k, *tile, pdl, num_warps=4, num_stages=4, early=pdl)
 
 
 def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, choice: Choice) -> None:
@@ -110,6 +129,28 @@ def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: 
     else:
         tl.store(logits + row * experts + expert, logit, mask=expert < experts)
         tl.store(router[2][1] + row, logit, mask=expert == experts)
+
+
+@triton.jit(do_not_specialize=["M", "E"])
+def _logits_of_many(z, router, bias, logits, M, E, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert, i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
+    of_rows, of_experts = z + row.to(tl.int64)[:, None] * K, router + expert.to(tl.int64)[None, :] * K
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if PDL:
+        gdc_wait()
+    for start in range(0, K, STEP):
+        inside = start + i < K
+        a = tl.load(of_rows + (start + i)[None, :], mask=(row < M)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(of_experts + (start + i)[:, None], mask=(expert < E)[None, :] & inside[:, None], other=0.0)
+        if a.dtype != b.dtype:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = dot(a, b, total)
+    if bias is not None:
+        total += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)[None, :]
+    tl.store(logits + row.to(tl.int64)[:, None] * E + expert[None, :], total, mask=(row < M)[:, None] & (expert < E)[None, :])
 
 
 @triton.jit

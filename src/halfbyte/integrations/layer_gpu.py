@@ -1,0 +1,255 @@
+"""What the kernels of a decoder layer read on a GPU, kept from call to call, and how a call makes all of their launches.
+
+`parts` looks a layer through once, and later only whether all is as it was. `chain` makes a layer's launches by one call once layers alike
+have made them twice: one by one they take the host longer than the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.bounded import Bounded
+from halfbyte.integrations.ahead import watched
+from halfbyte.integrations.decoding_cpu import groups_of, halves_of, has_own_norms, linears_of, settings_of
+from halfbyte.integrations.decoding_cpu import parts_of as modules_of
+from halfbyte.integrations.families import Routed, known, other
+from halfbyte.integrations.mixtures import parts_of as modules_of_experts
+from halfbyte.integrations.mixtures import routed_of
+from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.parallel import linear_added, part_of
+from halfbyte.ops.cuda import is_replayed, on
+from halfbyte.ops.decoder import Attention, Dense, Norm
+from halfbyte.ops.experts import Experts
+from halfbyte.ops.layers import Weight
+from halfbyte.ops.norms import add_normed
+from halfbyte.ops.replay import MOST_REPLAYS, whole
+
+_ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compute, and by which masks, is known
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Of a layer, as they are now: what its halves compute, and the linear layers that add, the second one None where there are experts.
+
+    for_token    whether one token takes few kernels; for_prompts: whether many do, unless `why_not_many` has a reason
+    alike        equal for layers that launch the same kernels; None where they do something else besides
+    tensors      what these kernels read, beside x, positions, mask and cache
+    """
+
+    first: Attention
+    second: Dense | Experts
+    o: QuantLinear
+    down: QuantLinear | None
+    for_token: bool
+    for_prompts: bool
+    alike: int | None = None
+    tensors: tuple[Tensor | None, ...] = ()
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Of all products but experts'."""
+        dense = [self.second.gate_up, self.second.down] if isinstance(self.second, Dense) else []
+        return [*self.first.qkv, self.first.o, *dense]
+
+
+_kept: WeakKeyDictionary[nn.Module, tuple[Parts, Unchanged]] = WeakKeyDictionary()
+
+
+def parts(layer: Any) -> Parts | None:
+    """Of a layer that `shorten_` has changed; None where parts have hooks, or were replaced by what is computed otherwise."""
+    if torch.compiler.is_compiling():
+        return None if linears_of(layer) is None else _found(layer)
+    kept = _kept.get(layer)
+    if kept is None or not kept[1].is_still():
+        if any(watched(part) or "forward" in vars(part) for part in layer.modules() if part is not layer):
+            return None
+        if linears_of(layer) is None or not has_own_norms(layer) or other(layer) is not None:
+            return None
+        of_config = [(layer.self_attn.config, "_attn_implementation")]
+        found, unchanged = _found(layer), Unchanged(layer, modules_of(layer), [*settings_of(layer), *of_config])
+        kept = _kept[layer] = found if _is_distributed(layer) else _linked(found), unchanged
+    return kept[0]
+
+
+def _found(layer: Any) -> Parts:
+    linears = linears_of(layer)
+    assert linears is not None
+    first, second = halves(layer)
+    of_attention = why_not_attention(layer, linears, first) is None
+    of_dense = not isinstance(second, Dense) or why_not_dense(first, second) is None
+    of_experts = isinstance(second, Dense) or _why_not_experts(layer, first, second) is None
+    for_prompts = of_attention and of_dense
+    if any(part_of(product) is not None for product in linears[0]):  # a part of the heads is here
+        _, own = groups_of(layer)[0]
+        if len(own) == 3 and first.heads.sinks is None:
+            query, key = (linear.out_features // first.heads.dim for linear in own[:2])
+            first = first._replace(heads=first.heads._replace(query=query, key=key))
+        else:
+            for_prompts = False
+    down = linears[2][-1] if isinstance(second, Dense) else None
+    return Parts(first, second, linears[1], down, of_attention and of_dense and of_experts, for_prompts)
+
+
+def _is_distributed(layer: Any) -> bool:
+    qkv, o, second = linears_of(layer) or ((), None, ())
+    shared = () if routed_of(layer) is None else modules_of_experts(layer, routed(layer))
+    return any(isinstance(part, QuantLinear) and part_of(part) is not None for part in (*qkv, o, *second, *shared))
+
+
+def _linked(found: Parts) -> Parts:
+    """With `alike` and `tensors`."""
+    first, second, weights = found.first, found.second, found.weights
+    heads = first.heads
+    norms = [first.before, first.after, *(heads.norms or ())]
+    tensors: list[Tensor | None] = [heads.sinks]
+    of_second: Hashable
+    if isinstance(second, Dense):
+        norms += [None if second.parallel else second.before, second.after]  # a tensor stands once
+        of_second = second.factor, second.gates, second.gated, second.parallel
+    else:
+        weights += [second.gate_up, second.down]
+        tensors += [second.router, second.bias, second.correction]
+        norms.append(second.before)
+        if second.shared is not None:
+            weights += second.shared[:2]
+            tensors.append(second.shared.gate)
+        of_second = second.chosen, second.normalized, second.clamped, second.shared is None, second.scores, second.factor
+    tensors += [t for weight in weights for t in (weight.packed.data, weight.bias)]
+    tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.shift))]
+    if len(first.qkv) > 1 or any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in tensors):
+        return found  # what is joined by torch, or lies where kernels leave it to themselves
+    numbers = heads._replace(norms=None, sinks=None), first.factor, of_second
+    of_norms = [None if norm is None else norm[1:4] for norm in norms]
+    names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
+    kinds = [None if t is None else (t.shape, t.dtype) for t in tensors]
+    alike = _numbers.setdefault((numbers, *of_norms, *names, *kinds), len(_numbers))
+    return replace(found, alike=alike, tensors=tuple(tensors))
+
+
+_numbers: dict[Hashable, int] = {}  # of layers that are alike
+_chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether all products' launches can be made again
+
+
+def chain(
+    name: str,
+    parts: Parts,
+    steps: Callable[[], Sequence[Tensor]],
+    x: Tensor,
+    others: Sequence[Tensor | None],
+    *settings: Hashable,
+    undo: Callable[[], object] | None = None,
+) -> Sequence[Tensor]:
+    """The results of steps that depend on x, others and settings, where that is possible by one call (`replay.whole`)."""
+    operands = x, *others
+    if parts.alike is not None and x.is_cuda and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
+        kinds = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
+        key = name, parts.alike, x.get_device(), *settings, *kinds
+        if _is_chained(key, parts, x):
+            with on(x):
+                return whole(key, steps, (*operands, *parts.tensors), undo=undo)
+    return steps()
+
+
+def _is_chained(key: Hashable, parts: Parts, x: Tensor) -> bool:
+    found = _chained.get(key)
+    if found is None:
+        rows = x.shape[0] * x.shape[1]
+        found = _chained[key] = all(is_replayed(rows, weight.packed, x.dtype) for weight in parts.weights)
+    return found
+
+
+def added(
+    half: Attention | Dense, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """h = residual + norm(linear(x)), and then(h) where that takes no further kernel."""
+    if half.after is None:
+        return linear_added(linear, x, residual), None
+    return add_normed(linear(x), residual, half.after, then)
+
+
+# Reasons
+
+
+def why_not_few_kernels(layer: Any) -> str | None:
+    """Why one token does not take few kernels in a layer that has `linears_of`; None if it does."""
+    linears = linears_of(layer)
+    assert linears is not None
+    return _why_not(layer, linears, *halves(layer))
+
+
+def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) -> str | None:
+    if (reason := why_not_attention(layer, linears, first)) is not None:
+        return reason
+    return why_not_dense(first, last) if isinstance(last, Dense) else _why_not_experts(layer, first, last)
+
+
+def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
+    """Of all linear layers, and of what comes before the mlp."""
+    qkv, o, second = linears
+    for linear in (*qkv, o, *second):
+        if linear.compute not in ("auto", "float"):
+            return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
+    kind = layer.self_attn.config._attn_implementation
+    if kind not in _ATTENTIONS:
+        return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
+    if is_eager(layer) and first.heads.cap is not None:
+        return "scores of its attention, transformers' eager one, have a cap"
+    if first.heads.sinks is not None and not is_eager(layer):
+        return "its attention is not transformers' eager one, which alone has its sinks"
+    if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
+        return "the norm of what its attention adds or of its heads is a layer norm"
+    of_all = first.heads.rows or first.heads.sinks is not None  # what belongs to all heads
+    here = [part_of(linear) for linear in (*qkv, *second[:-1])]
+    if any(part is not None and (part.cut.before or part.cut.after or of_all) for part in here):
+        return "its weights are distributed over processes in a way that takes steps between products"
+    return None
+
+
+def why_not_dense(first: Attention, last: Dense) -> str | None:
+    if last.after is not None and last.after.centred:
+        return "the norm of what its mlp adds is a layer norm"
+    if first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
+        return "what it adds has a factor and a bias"
+    return None
+
+
+def _why_not_experts(layer: Any, first: Attention, last: Experts) -> str | None:
+    if last.before.centred:
+        return "the norm before its experts is a layer norm"
+    for weight in (last.gate_up, last.down, *([] if last.shared is None else last.shared[:2])):
+        if weight.compute not in ("auto", "float"):
+            return f"its experts are to compute in {weight.compute}"
+    if any(isinstance(part, QuantLinear) and part_of(part) is not None for part in modules_of_experts(layer, routed(layer))):
+        return "the expert that its tokens share is distributed over processes"
+    if first.after is not None or first.factor != 1:
+        return "what its attention adds has a norm or a factor, and what follows are experts"
+    return None
+
+
+def halves(layer: Any) -> tuple[Attention, Dense | Experts]:
+    first, second = halves_of(layer)
+    assert isinstance(second, Dense | Experts)
+    return first, second
+
+
+def routed(layer: Any) -> Routed:
+    routed = known(layer).routed
+    assert routed is not None
+    return routed
+
+
+def _name_of(layer: Any, linear: QuantLinear) -> str:
+    names: list[str] = [name for name, part in layer.named_modules() if part is linear]
+    return names[0].rpartition(".")[2]
+
+
+def is_eager(layer: Any) -> bool:
+    """Whether masks are added to scores."""
+    return bool(layer.self_attn.config._attn_implementation == "eager")
