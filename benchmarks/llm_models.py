@@ -85,6 +85,12 @@ FAMILIES = {
     ),
     "glm4": _family("Glm4Config", _SMALL, _sizes(4096, 40, 32, 2, 13696, 151552, head_dim=128)),
     "ernie4.5": _family("Ernie4_5Config", _SMALL, _sizes(1024, 18, 16, 2, 3072, 103424, head_dim=128)),
+    "hunyuan": _family(
+        "HunYuanDenseV1Config",
+        _SMALL | {"head_dim": 64},
+        _sizes(3072, 36, 32, 8, 8192, 120818, head_dim=128, tie_word_embeddings=True),
+        tiny=_HEADS,
+    ),
     "cohere2": _family(
         "Cohere2Config",
         _SMALL_TIED | {"sliding_window": 1024, "head_dim": 64},

@@ -47,6 +47,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "glm": partial(transformers.GlmConfig, **SIZES | {"head_dim": 32}),
     "glm4": partial(transformers.Glm4Config, **SIZES | {"head_dim": 32}, attention_bias=True),
     "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
+    "hunyuan_v1_dense": partial(transformers.HunYuanDenseV1Config, **SIZES, attention_bias=True),
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 144}),
     "exaone4": partial(transformers.Exaone4Config, **SIZES, sliding_window=None, layer_types=FULL),
     "exaone4, without positions": partial(transformers.Exaone4Config, **SIZES, sliding_window=7, layer_types=FULL),

@@ -62,6 +62,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "exaone_moe": partial(transformers.ExaoneMoeConfig, **GLM, **MIXED, mlp_layer_types=["dense", "sparse", "sparse"]),
     "glm4": partial(transformers.Glm4Config, **SIZES),
     "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
+    "hunyuan_v1_dense": partial(transformers.HunYuanDenseV1Config, **SIZES),
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 96}),
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=8, num_experts_per_tok=3),
     "ministral": partial(transformers.MinistralConfig, **SIZES, **MIXED),

@@ -201,8 +201,11 @@ def launch_families(gpu: Gpu) -> None:
     norm.launch_parts(gpu, qkv, of_rows, torch.empty_like(qkv))
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
+    of_heads = (empty(dim), 1e-5, False), (empty(dim), 1e-5, False)
     for pairs in ("once", "twice"):
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(pairs=pairs))
+    how = attend.How(turned_first=True)
+    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, norms=of_heads, how=how)
     for size, ring in ((512, False), (128, True), (65536, False)):  # the last one's tiles are streamed
         cache, how = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), attend.How(ring=ring, turned=dim, sinks=empty(heads))
         rotary = empty(1, dim // 2), empty(1, dim // 2)
@@ -230,6 +233,8 @@ def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
     length, norms = empty(1, dtype=torch.int64), ((empty(dim), 1e-6, False), (empty(dim), 1e-6, False))
     rotary = (empty(1, tokens, dim), empty(1, tokens, dim))
     turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, dim)
+    if masked:
+        turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms, dim, turned_first=True)
     mask = empty(1, tokens, size, dtype=torch.bool) if masked else None
     attend_many.launch(gpu, queries, *cache, length, mask, empty(1, tokens, heads * dim), dim**-0.5, 1.0, empty(heads) if masked else None)
 

@@ -325,7 +325,7 @@ def test_a_norm_that_is_added(m: int, k: int, dtype: torch.dtype, plus_one: bool
 
 class Kind(NamedTuple):
     """What attention of a token is like. turned: of a head; None: all. added: masks are added to scores. short: tables have half as many
-    numbers."""
+    numbers. turned_first: before norms."""
 
     turned: int | None = None
     normed: bool = False
@@ -336,6 +336,7 @@ class Kind(NamedTuple):
     added: bool = False
     sinks: bool = False
     short: bool = False
+    turned_first: bool = False
 
 
 def attention(
@@ -353,12 +354,18 @@ def attention(
     keys, values = (t.double().clone() for t in cache)
     batch, kv_heads, size, dim = keys.shape
     x = qkv.double().view(batch, heads + 2 * kv_heads, dim)
-    if norms is not None:
+
+    def normed(x: Tensor) -> Tensor:
+        if norms is None:
+            return x
         factors = [norms[0][0].double() + kind.plus_one] * heads + [norms[1][0].double() + kind.plus_one] * kv_heads
         x = x.clone()
         x[:, : len(factors)] *= (x[:, : len(factors)].square().mean(-1, keepdim=True) + EPS).rsqrt() * torch.stack(factors)
-    turned = x
-    if rotary is not None:
+        return x
+
+    def turned(x: Tensor) -> Tensor:
+        if rotary is None:
+            return x
         r = rotary[0].shape[1]
         cos, sin = (t.double().expand(batch, r)[:, None] for t in rotary)
         if kind.short:
@@ -370,8 +377,10 @@ def attention(
             other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
         if kind.pairs == "once":
             cos, sin = (t[..., torch.arange(r) // 2] for t in (cos, sin))
-        turned = torch.cat((part * cos + other * sin, x[..., r:]), -1)
-    q, k, v = turned[:, :heads], turned[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+        return torch.cat((part * cos + other * sin, x[..., r:]), -1)
+
+    placed = normed(turned(x)) if kind.turned_first else turned(normed(x))
+    q, k, v = placed[:, :heads], placed[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
     place = length % size if kind.ring else length
     keys[:, :, place], values[:, :, place] = k.to(qkv.dtype).double(), v
     scores = torch.einsum("bkgd,bktd->bkgt", q.view(batch, kv_heads, -1, dim), keys) * dim**-0.5
@@ -430,6 +439,8 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
         (1, 6, 2, 64, 130, 130 * 3 + 61, H, {"splits": 2}, Kind(ring=True, added=True)),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
+        (2, 4, 2, 64, 100, 57, F, {}, Kind(normed=True, turned_first=True)),
+        (1, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=12, normed=True, turned_first=True, short=True)),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -480,7 +491,7 @@ def test_attention_of_one_token(
         at_mask = None if mask is None else mask.to(device)
         turns: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
-        how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, None if sinks is None else sinks.to(device))
+        how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, None if sinks is None else sinks.to(device), kind.turned_first)
         attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
         assert count.item() == length + advance
         bits.append(out.cpu())

@@ -58,6 +58,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "glm": partial(transformers.GlmConfig, **SIZES),  # half of each head is turned
     "glm4": partial(transformers.Glm4Config, **SIZES, attention_bias=True),
     "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
+    "hunyuan_v1_dense": partial(transformers.HunYuanDenseV1Config, **SIZES, attention_bias=True),
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 192}),
     "stablelm": partial(transformers.StableLmConfig, **WITHOUT, use_qkv_bias=True),  # a quarter of each head is turned
     "cohere": partial(transformers.CohereConfig, **WITHOUT, attention_bias=True),

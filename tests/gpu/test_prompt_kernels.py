@@ -77,18 +77,29 @@ def turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None, pairs: str) -> Tenso
     return y
 
 
+def placed(x: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None, pairs: str, normed: str) -> Tensor:
+    """Of x [B, T, heads, D] in float64, with its norm "before" or "after" its positions."""
+    if norm is None:
+        return turned(x, rotary, pairs)
+    x = turned(x, rotary, pairs) if normed == "after" else x
+    x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + norm.weight.double())
+    return x if normed == "after" else turned(x, rotary, pairs)
+
+
 CALLS = [
-    (Sizes(1, 5, 4, 2, 32, 32, 16, 0), H, "", False),
-    (Sizes(2, 17, 6, 2, 48, 24, 40, 7), H, "", True),
-    (Sizes(2, 3, 40, 8, 64, 64, 40, 30), B, "", False),
-    (Sizes(1, 9, 6, 3, 32, 32, 100, 7), H, "once", True),
-    (Sizes(2, 9, 6, 6, 80, 32, 9, 0), B, "twice", False),
-    (Sizes(1, 4, 3, 1, 256, 0, 8, 2), torch.float32, "", True),
+    (Sizes(1, 5, 4, 2, 32, 32, 16, 0), H, "", ""),
+    (Sizes(2, 17, 6, 2, 48, 24, 40, 7), H, "", "before"),
+    (Sizes(2, 3, 40, 8, 64, 64, 40, 30), B, "", ""),
+    (Sizes(1, 9, 6, 3, 32, 32, 100, 7), H, "once", "before"),
+    (Sizes(2, 9, 6, 6, 80, 32, 9, 0), B, "twice", ""),
+    (Sizes(1, 4, 3, 1, 256, 0, 8, 2), torch.float32, "", "before"),
+    (Sizes(2, 9, 6, 2, 64, 64, 40, 7), H, "", "after"),
+    (Sizes(1, 5, 4, 4, 48, 24, 16, 0), B, "once", "after"),
 ]
 
 
 @pytest.mark.parametrize(("at", "dtype", "pairs", "normed"), CALLS)
-def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: bool, where: Where) -> None:
+def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: str, where: Where) -> None:
     """Float32 is rounded a few times, its result once; what is no new entry of the cache stays as it is."""
     qkv = torch.randn(at.batch, at.tokens, (at.heads + 2 * at.kv_heads) * at.dim).to(dtype)
     rotary = tables(at, pairs, 1 if at.batch > 1 and at.tokens == 3 else at.batch)
@@ -101,19 +112,16 @@ def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: bool, where:
     flat = qkv.view(at.batch * at.tokens, -1).to(where.device)
 
     def start(out: Tensor) -> None:
-        turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, of_norms, at.turned, pairs)  # type: ignore[arg-type]
+        how = at.turned, pairs, normed == "after"
+        turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, of_norms, *how)  # type: ignore[arg-type]
 
     found = launched(start, (at.batch, at.tokens, at.heads, at.dim), dtype, where.device)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
-    if norms is not None:
-        q, k = (
-            x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + norm.weight.double())
-            for x, norm in zip((q, k), norms, strict=True)
-        )
     unit = UNIT[dtype] * (2 if where.interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
     new = slice(at.length, at.length + at.tokens)
-    for got, x in ((found, q), (there[0].cpu()[:, :, new].transpose(1, 2), k)):
-        expected, most = turned(x, rotary, pairs), x.abs().amax(-1, keepdim=True)
+    for got, x, norm in zip((found, there[0].cpu()[:, :, new].transpose(1, 2)), (q, k), norms or (None, None), strict=True):
+        expected = placed(x, norm, rotary, pairs, normed)
+        most = expected.abs().amax(-1, keepdim=True)
         assert bool(((got.double() - expected).abs() <= unit * expected.abs() + 2.0**-19 * most + 2.0**-25).all())
     assert torch.equal(there[1].cpu()[:, :, new].transpose(1, 2), v.to(dtype))
     for before, after in zip((keys, values), there, strict=True):
@@ -213,22 +221,18 @@ def test_nan_of_a_key_comes_back(where: Where) -> None:
 
 
 @pytest.mark.parametrize(("at", "dtype", "pairs", "normed"), CALLS)
-def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, pairs: str, normed: bool) -> None:
+def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, pairs: str, normed: str) -> None:
     """What CPUs compute, and GPUs without Triton."""
     qkv, rotary = torch.randn(at.batch, at.tokens, (at.heads + 2 * at.kv_heads) * at.dim).to(dtype), tables(at, pairs, at.batch)
     norms = (Norm(torch.rand(at.dim).to(dtype), EPS, True), Norm(torch.rand(at.dim).to(dtype), EPS, True)) if normed else None
-    heads = Heads(at.heads, at.kv_heads, at.dim, at.dim**-0.5, norms, False, at.turned, pairs=pairs)
+    heads = Heads(at.heads, at.kv_heads, at.dim, at.dim**-0.5, norms, False, at.turned, pairs=pairs, turned_first=normed == "after")
     keys, values = cache_of(at, dtype)
     queries = prompt.turn(qkv, rotary, keys, values, torch.tensor([at.length]), heads)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
-    if norms is not None:
-        q, k = (
-            x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + norm.weight.double())
-            for x, norm in zip((q, k), norms, strict=True)
-        )
     new = slice(at.length, at.length + at.tokens)
-    for got, x in ((queries, q), (keys[:, :, new].transpose(1, 2), k)):
-        expected, most = turned(x, rotary, pairs), x.abs().amax(-1, keepdim=True)
+    for got, x, norm in zip((queries, keys[:, :, new].transpose(1, 2)), (q, k), norms or (None, None), strict=True):
+        expected = placed(x, norm, rotary, pairs, normed)
+        most = expected.abs().amax(-1, keepdim=True)
         assert bool(((got.double() - expected).abs() <= UNIT[dtype] * expected.abs() + 2.0**-19 * most + 2.0**-25).all())
     y = prompt.attend_many(queries, keys, values, torch.tensor([at.length]), None, heads.scale, factor=0.5)
     seen = (torch.arange(at.size) <= torch.arange(at.tokens)[:, None] + at.length)[None]
@@ -245,6 +249,9 @@ def test_what_does_not_fit() -> None:
         prompt.turn(qkv, (torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)), cache, cache, None, heads)
     with pytest.raises(ArgumentError, match="turn takes qkv"):
         prompt.turn(qkv, None, cache, cache, None, heads._replace(norms=(Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0))))
+    of_all = Norm(torch.zeros(4 * 32), 0.0), Norm(torch.zeros(2 * 32), 0.0)
+    with pytest.raises(ArgumentError, match="turn takes qkv"):
+        prompt.turn(qkv, None, cache, cache, None, heads._replace(norms=of_all, rows=True, turned_first=True))
     queries: Any = torch.zeros(1, 3, 4, 32)
     with pytest.raises(ArgumentError, match="a mask bool"):
         prompt.attend_many(queries, cache, cache, None, torch.zeros(1, 3, 7, dtype=torch.bool), 1.0)

@@ -117,7 +117,8 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     norms: Any = tuple(norm_of(norm, family) for norm in _of_heads(layer))
     cap = None if family.cap is None else getattr(attention, family.cap)
     sinks = None if family.sinks is None else getattr(attention, family.sinks)
-    heads = Heads(query, key, dim, attention.scaling, norms or None, family.rows, turned(layer), cap, sinks, family.pairs)
+    of_heads = norms or None, family.rows, turned(layer), cap, sinks, family.pairs, family.turned_first
+    heads = Heads(query, key, dim, attention.scaling, *of_heads)
     factor = 1.0 if family.factor is None else getattr(layer, family.factor)
     half = Attention(qkv, o, first, heads, second, factor)
     if routed is not None:

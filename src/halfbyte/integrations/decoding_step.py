@@ -80,6 +80,7 @@ MODELS = {
     "granite.modeling_granite.GraniteForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
     "helium.modeling_helium.HeliumForCausalLM": Around(),
     "llama.modeling_llama.LlamaForCausalLM": Around(),
+    "hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1ForCausalLM": Around(),
     "hy_v3.modeling_hy_v3.HYV3ForCausalLM": Around(experts=True),
     "minimax_m2.modeling_minimax_m2.MiniMaxM2ForCausalLM": Around(experts=True),
     "ministral.modeling_ministral.MinistralForCausalLM": Around("some"),

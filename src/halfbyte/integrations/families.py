@@ -63,6 +63,7 @@ class Family:
     norms       of the layer: before attention, after it, before the mlp, after it; None where there is none
     head_norms  of its self_attn: of queries and keys, if it has any
     rows        whether these are of all heads of a token together
+    turned_first  whether they come after positions
     plus_one    whether norms multiply by 1 + weight
     centred     whether norms are layer norms
     activation  the attribute of the config that names the function of gates
@@ -85,6 +86,7 @@ class Family:
     norms: tuple[str | None, str | None, str | None, str | None] = ("input_layernorm", None, "post_attention_layernorm", None)
     head_norms: tuple[str, str] | None = None
     rows: bool = False
+    turned_first: bool = False
     plus_one: bool = False
     centred: bool = False
     activation: str = "hidden_act"
@@ -139,6 +141,9 @@ FAMILIES = {
     "glm.modeling_glm.GlmDecoderLayer": Family(**_HALF),  # type: ignore[arg-type]
     "glm4.modeling_glm4.Glm4DecoderLayer": Family(**_HALF, norms=_GLM4),  # type: ignore[arg-type]
     "ernie4_5.modeling_ernie4_5.Ernie4_5DecoderLayer": Family(pairs="once"),
+    "hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1DecoderLayer": Family(
+        head_norms=("query_layernorm", "key_layernorm"), turned_first=True
+    ),
     "helium.modeling_helium.HeliumDecoderLayer": Family(pairs="once"),
     "exaone4.modeling_exaone4.Exaone4DecoderLayer": Family(norms=_AFTER, head_norms=_HEAD_NORMS, positions=_EXAONE),
     "cohere.modeling_cohere.CohereDecoderLayer": Family(**_COHERE, without=("use_qk_norm",)),  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ class Heads(NamedTuple):
     scale   the factor of scores
     norms   of queries and keys, of one kind, if any: weights [D]
     rows    whether these are of all heads of a token together: weights [H * D] and [Hkv * D]
+    turned_first  whether norms, of heads, are of what has its positions already (Hunyuan)
     turned  elements of a head that have positions, R, the first: None: all; 0: none
     pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by tables of R / 2 elements, or of R, each twice
     cap     scores are cap * tanh(score / cap), where it is not None
@@ -53,6 +54,7 @@ class Heads(NamedTuple):
     cap: float | None = None
     sinks: Tensor | None = None
     pairs: str = ""
+    turned_first: bool = False
 
     @property
     def width(self) -> int:
@@ -87,6 +89,8 @@ class Attention(NamedTuple):
         heads, reason = self.heads, why_not_packed([weight.packed for weight in (*self.qkv, self.o)])
         if heads.norms is not None and heads.norms[0].centred:
             return "the norms of its heads are layer norms"
+        if heads.rows and heads.turned_first:
+            return "norms of all its heads together come after positions"
         return reason or attend.supports(heads.query, heads.key, heads.dim, heads.turned) or _why_not_added(self.after, self.factor)
 
     def check(self) -> None:
@@ -111,7 +115,7 @@ class Attention(NamedTuple):
         turned = heads.dim if heads.turned is None else heads.turned
         sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
         shape = heads.query, heads.key, heads.dim
-        of_heads = attention_half.Heads(*shape, heads.scale, norms, heads.rows, turned, heads.cap, sinks, heads.pairs)
+        of_heads = attention_half.Heads(*shape, heads.scale, norms, heads.rows, turned, heads.cap, sinks, heads.pairs, heads.turned_first)
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
         qkv = tuple(map(tensors.product, self.qkv))
         return attention_half.Attention(qkv, tensors.product(self.o), before, after, self.factor, of_heads)

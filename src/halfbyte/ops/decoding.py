@@ -41,7 +41,7 @@ _library.define(
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
-    "float factor, int advance, bool ring) -> Tensor"
+    "bool turned_first, float factor, int advance, bool ring) -> Tensor"
 )
 
 
@@ -98,8 +98,8 @@ def attend(
     mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
                   None: all may be seen
     heads         the factor of scores, sinks and pairs; how many heads there are follows from qkv and the cache, as a process may have a
-                  part of them. Norms, if any, are RMS norms, before the rotation, which differ in nothing but their weights: [D] of each
-                  head, or [H * D] and [Hkv * D] of all heads together
+                  part of them. Norms, if any, are RMS norms, before the rotation unless `heads` say that it is first, which differ in
+                  nothing but their weights: [D] of each head, or, before the rotation, [H * D] and [Hkv * D] of all heads together
     factor        of the result
     ring          the cache is a window that keeps the last T tokens
 
@@ -109,7 +109,7 @@ def attend(
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.norms
     (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
-    settings = eps, plus_one, heads.sinks, heads.scale, heads.width, heads.pairs, factor, advance, ring
+    settings = eps, plus_one, heads.sinks, heads.scale, heads.width, heads.pairs, heads.turned_first, factor, advance, ring
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
 
@@ -291,6 +291,7 @@ class _Token(NamedTuple):
     scale: float
     turned: int
     pairs: str
+    turned_first: bool
     factor: float
     advance: int
     ring: bool
@@ -323,7 +324,7 @@ class _Token(NamedTuple):
             batch, kv_heads, size, dim = keys.shape
             heads = qkv.shape[1] // dim - 2 * kv_heads
             fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
-            fits &= self.pairs in PAIRS
+            fits &= self.pairs in PAIRS and not (self.turned_first and self.of_all_heads)
             turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
                 fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.turned % 2 == 0
@@ -355,14 +356,9 @@ def _attend(*args: Any) -> Tensor:
     batch, kv_heads, size, dim = keys.shape
     x = qkv.view(batch, heads + 2 * kv_heads, dim).float()
     q, k, v = x.split((heads, kv_heads, kv_heads), 1)
-    if token.norms is not None:
-        of_all = token.of_all_heads
-        q, k = (wide_norm(t.flatten(1) if of_all else t, norm).view(t.shape) for t, norm in zip((q, k), token.norms, strict=True))
-    x = torch.cat((q, k), 1)
-    if token.rotary is not None:
-        cos, sin = (t.float()[:, None] for t in token.rotary)
-        x = turned_in_torch(x, cos, sin, token.turned, token.pairs)
-    q, k = x.split((heads, kv_heads), 1)
+    rotary = None if token.rotary is None else (token.rotary[0].float()[:, None], token.rotary[1].float()[:, None])
+    turns = token.turned, token.pairs, token.turned_first
+    q, k = placed_in_torch(q, k, token.norms, rotary, *turns, rows=token.of_all_heads)
     at = token.length.view(1)
     place = at % size if token.ring else at
     keys.index_copy_(2, place, k[:, :, None].to(keys.dtype))
@@ -386,6 +382,30 @@ def _attend(*args: Any) -> Tensor:
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
     y: Tensor = scores.softmax(-1)[..., :size] @ there * token.factor
     return y.to(qkv.dtype).view(batch, heads * dim)
+
+
+def placed_in_torch(
+    q: Tensor,
+    k: Tensor,
+    norms: tuple[Norm, Norm] | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    turned: int,
+    pairs: str,
+    turned_first: bool,
+    *,
+    rows: bool,
+) -> tuple[Tensor, Tensor]:
+    """q [..., H, D] and k [..., Hkv, D] with the norms and positions that `ops.decoder.Heads` has."""
+
+    def turn(x: Tensor) -> Tensor:
+        return x if rotary is None else turned_in_torch(x, *rotary, turned, pairs)
+
+    if norms is None:
+        return turn(q), turn(k)
+    if turned_first:
+        q, k = turn(q), turn(k)
+    q, k = (wide_norm(t.flatten(-2) if rows else t, norm).view(t.shape) for t, norm in zip((q, k), norms, strict=True))
+    return (q, k) if turned_first else (turn(q), turn(k))
 
 
 def turned_in_torch(x: Tensor, cos: Tensor, sin: Tensor, turned: int, pairs: str) -> Tensor:
@@ -422,7 +442,7 @@ def _attend_cuda(*args: Any) -> Tensor:
         if normed is not None and norms is not None:
             norm.launch_parts(here, qkv, norms, normed)
         read, within = (qkv, norms) if normed is None else (normed, None)
-        how = kernel.How(token.factor, token.ring, token.turned, token.pairs, token.sinks)
+        how = kernel.How(token.factor, token.ring, token.turned, token.pairs, token.sinks, token.turned_first)
         kernel.launch(here, read, token.rotary, (keys, values), token.length, token.mask, out, token.scale, token.advance, within, how)
 
     tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]

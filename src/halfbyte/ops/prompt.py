@@ -15,8 +15,8 @@ from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import PAIRS, Heads
-from halfbyte.ops.decoding import activated_in_torch, turned_in_torch
-from halfbyte.ops.norms import why_not_norm, wide_norm
+from halfbyte.ops.decoding import activated_in_torch, placed_in_torch
+from halfbyte.ops.norms import why_not_norm
 from halfbyte.ops.replay import run_alike
 
 
@@ -74,7 +74,7 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     norms = None if heads.norms is None else (heads.norms[0][:3], heads.norms[1][:3])
     beside = keep(torch.empty_like(flat)) if norms is not None and heads.rows else None
 
-    turned = 0 if rotary is None else heads.width, heads.pairs
+    turned = 0 if rotary is None else heads.width, heads.pairs, heads.turned_first
 
     def launch() -> None:
         if beside is not None and norms is not None:
@@ -96,6 +96,7 @@ def _check_turn(
     shape, width = (keys.shape[0], heads.key, keys.shape[2], heads.dim), (heads.query + 2 * heads.key) * heads.dim
     fits = keys.shape == values.shape == shape and keys.dtype == values.dtype == qkv.dtype and qkv.dim() == 3
     fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.pairs in PAIRS
+    fits = fits and not (heads.rows and heads.turned_first)
     fits = fits and (length is None or (length.numel() == 1 and length.dtype == torch.int64))
     if fits and rotary is not None:
         cos, sin = rotary
@@ -116,15 +117,12 @@ def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, value
     """In torch's operations, and in float32 like the kernel."""
     tokens = qkv.shape[1]
     q, k, v = qkv.view(*qkv.shape[:2], -1, heads.dim).float().split((heads.query, heads.key, heads.key), 2)
-    if heads.norms is not None:
-        q, k = (wide_norm(t.flatten(2) if heads.rows else t, norm).view(t.shape) for t, norm in zip((q, k), heads.norms, strict=True))
-    if rotary is not None:
-        cos, sin = (t.float().unsqueeze(2) for t in rotary)
-        q, k = (turned_in_torch(t, cos, sin, heads.width, heads.pairs) for t in (q, k))
+    tables = None if rotary is None else (rotary[0].float().unsqueeze(2), rotary[1].float().unsqueeze(2))
+    q, k = placed_in_torch(q, k, heads.norms, tables, heads.width, heads.pairs, heads.turned_first, rows=heads.rows)
     places = torch.arange(tokens, device=qkv.device) + (0 if length is None else length)
     keys.index_copy_(2, places, k.transpose(1, 2).to(keys.dtype))
     values.index_copy_(2, places, v.transpose(1, 2).to(values.dtype))
-    return q.to(qkv.dtype)  # type: ignore[no-any-return]
+    return q.to(qkv.dtype)
 
 
 # Attention

@@ -4,7 +4,7 @@
     q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight, or 1 + weight
     q, k    = turned by the token's position               x * cos + (-x[R/2:R], x[:R/2]) * sin, the first R elements of D (Su et al.,
                                                            RoFormer, 2021); none where R is 0; or neighbours are turned, x * cos +
-                                                           (-x[1], x[0], -x[3], x[2], …) * sin (GLM, Cohere)
+                                                           (-x[1], x[0], -x[3], x[2], …) * sin (GLM, Cohere). Or before norms (Hunyuan)
     cache   takes k and v
     y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it; of capped scores
                                                            cap * tanh(score / cap) (Gemma 2); where heads have sinks (gpt-oss)
@@ -57,7 +57,8 @@ class AttendSpec:
     """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16", "f16" or "int8" (records); normed: heads have norms; masked: there is a
     mask; enters: all that is done is that the cache gets its entries, and queries norms and positions where they are, for
     `attend_whole.py`; turned: R, all of D where it is None; plus_one: norms multiply by 1 + weight; capped: scores are; sinks: there
-    are some, float32 [H]; pairs: neighbours are turned, by tables of R / 2 elements, "once", or of R, "twice"; "" where they are not."""
+    are some, float32 [H]; pairs: neighbours are turned, by tables of R / 2 elements, "once", or of R, "twice"; "" where they are not;
+    turned_first: before norms."""
 
     dim: int
     group: int
@@ -70,6 +71,7 @@ class AttendSpec:
     capped: bool = False
     sinks: bool = False
     pairs: str = ""
+    turned_first: bool = False
 
 
 def supports(heads: int, kv_heads: int, dim: int, turned: int | None = None) -> str | None:
@@ -114,7 +116,7 @@ class _Attend(Emitter):
             for j in f.loop(tokens):
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
-                keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._turned(key, "k_norm", b, j))
+                keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._placed(key, "k_norm", b, j))
                 value = key + kv_heads * head_bytes
                 parts = [value.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
                 keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), parts)
@@ -123,7 +125,7 @@ class _Attend(Emitter):
                 queries = self.pointer("qkv") + row * self.get("qkv_stride") + h * (spec.group * head_bytes)
                 scale = ATTEND.load_floats(self.args, "scale_eps")[0].splat(self.lanes)
                 for g in range(spec.group):
-                    for at, x in enumerate(self._turned(queries + g * head_bytes, "q_norm", b, j)):
+                    for at, x in enumerate(self._placed(queries + g * head_bytes, "q_norm", b, j)):
                         if spec.enters:
                             (queries + g * head_bytes).store(x, at * self.bytes, 4)
                         else:
@@ -135,19 +137,28 @@ class _Attend(Emitter):
                 self._attend(keys, values, length + j + 1, mask)
                 self._write(self.pointer("out") + row * self.get("out_stride") + h * (spec.group * head_bytes))
 
-    def _turned(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
+    def _placed(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
         """A head with its norm and its position."""
-        f = self.f
         parts = [x.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
-        if self.spec.normed:
-            total = f.value(self.floats, 0.0)
-            for part in parts:
-                total = f.fma(part, part, total)
-            eps = ATTEND.load_floats(self.args, "scale_eps")[1]
-            root = inverse_root(f, total.fold(lambda a, b: a + b) * (1 / self.spec.dim) + eps).splat(self.lanes)
-            weight = self.pointer(norm)
-            weights = [weight.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
-            parts = [part * root * (w + 1.0 if self.spec.plus_one else w) for part, w in zip(parts, weights, strict=True)]
+        if self.spec.turned_first:
+            return self._normed(self._turned(parts, b, j), norm)
+        return self._turned(self._normed(parts, norm), b, j)
+
+    def _normed(self, parts: list[Value], norm: str) -> list[Value]:
+        f = self.f
+        if not self.spec.normed:
+            return parts
+        total = f.value(self.floats, 0.0)
+        for part in parts:
+            total = f.fma(part, part, total)
+        eps = ATTEND.load_floats(self.args, "scale_eps")[1]
+        root = inverse_root(f, total.fold(lambda a, b: a + b) * (1 / self.spec.dim) + eps).splat(self.lanes)
+        weight = self.pointer(norm)
+        weights = [weight.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
+        return [part * root * (w + 1.0 if self.spec.plus_one else w) for part, w in zip(parts, weights, strict=True)]
+
+    def _turned(self, parts: list[Value], b: Value, j: Value) -> list[Value]:
+        f = self.f
         if not self.turned:
             return parts
         turn = b * self.get("rotary_batch") + j * self.get("rotary_token")

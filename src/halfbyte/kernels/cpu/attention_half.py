@@ -54,6 +54,7 @@ class Heads(NamedTuple):
     cap     of scores, or None
     sinks   the address of float32 [H], or 0
     pairs   which elements are turned, as in AttendSpec
+    turned_first  as in AttendSpec
     """
 
     query: int
@@ -66,6 +67,7 @@ class Heads(NamedTuple):
     cap: float | None
     sinks: int
     pairs: str
+    turned_first: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,8 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     turned = None if heads.turned == heads.dim else heads.turned
     masked = size.masked and not many
     of_scores = capped and not many, sinks and not many
-    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores, heads.pairs)
+    positions = heads.pairs, heads.turned_first
+    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores, *positions)
     sizes = {"batch": size.batch, "tokens": size.tokens}
     norms = norms or (Norm(0, 0.0), Norm(0, 0.0))
     fields: Fields = {

@@ -51,7 +51,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
     take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
-    positions; `pairs` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are added to scores."""
+    positions; `pairs` and `turned_first` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are added to scores."""
 
     dim: int
     wide: int
@@ -67,6 +67,7 @@ class Static:
     pairs: str = ""
     short: bool = False
     added: bool = False
+    turned_first: bool = False
 
     @property
     def neighbours(self) -> bool:
@@ -88,6 +89,7 @@ class How(NamedTuple):
     pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by the first R / 2 numbers of the tables, or by R,
             each twice
     sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
+    turned_first  positions come before norms
     """
 
     factor: float = 1.0
@@ -95,6 +97,7 @@ class How(NamedTuple):
     turned: int | None = None
     pairs: str = ""
     sinks: Tensor | None = None
+    turned_first: bool = False
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -166,7 +169,7 @@ def launch(
     width = 0 if rotary is None else rotary[0].shape[1]
     turned = width if how.turned is None or rotary is None else how.turned
     s = replace(s, turned=turned, pairs=how.pairs, short=width < turned, added=mask is not None and mask.is_floating_point())
-    s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring)
+    s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring, turned_first=how.turned_first)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
@@ -277,14 +280,18 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     else:
         cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
     q, q_half, k, k_half = q.to(tl.float32), q_half.to(tl.float32), k.to(tl.float32), k_half.to(tl.float32)
-    if norms is not None:
+    if norms is not None and not S.turned_first:
         q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
         k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
         q, q_half = q * q_root * q_factor[None, :], q_half * q_root * q_factor_half[None, :]
         k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
-    q = (q * cos[None, :] + q_half * sin[None, :]) * scale
+    q, k = q * cos[None, :] + q_half * sin[None, :], k * cos + k_half * sin
+    if norms is not None and S.turned_first:
+        q = q * tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None] * q_factor[None, :]
+        k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * k_factor
+    q *= scale
     # What is attended to is what the cache will hold.
-    k = (k * cos + k_half * sin).to(cache[0].dtype.element_ty)
+    k = k.to(cache[0].dtype.element_ty)
     q0, q1 = _pieces(q, k.dtype)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)

@@ -4,7 +4,7 @@
 
 Queries and keys, where there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and
 Sennrich, 2019); then of the first R elements of a head pairs (a, b) -> (a * cos - b * sin, b * cos + a * sin) (Su et al., RoFormer, 2021).
-The elements of a pair are R / 2 apart, or neighbours. Values are copied.
+The elements of a pair are R / 2 apart, or neighbours. Or norms come after that (Hunyuan). Values are copied.
 
 Arithmetic: float32, rounded once. A block takes some heads of one token, and each thread both elements of its pairs. Where new tokens do
 not fit into `keys` all queries are NaN, and nothing is written outside.
@@ -33,6 +33,7 @@ class Static:
     wide, beside  pairs of those that have, and elements that have not, up to powers of two
     neighbours    elements of a pair are
     once          an element of the tables, of which the first half counts, is for a pair
+    turned_first  before norms
     """
 
     heads: int
@@ -43,6 +44,7 @@ class Static:
     neighbours: bool
     once: bool
     plus_one: bool
+    turned_first: bool
     pdl: bool
 
 
@@ -56,6 +58,7 @@ def launch(
     norms: tuple[Norm, Norm] | None = None,
     turned: int = 0,
     pairs: str = "",
+    turned_first: bool = False,
 ) -> None:
     """
     qkv      [B * T, (H + 2 Hkv) * D], queries [B, T, H, D], contiguous
@@ -64,7 +67,7 @@ def launch(
     length   int64, one number, where new tokens begin; None: 0
     norms    of queries and of keys, weights [D], alike in what else they are; None: there are none
     turned   R; 0 where there are no positions
-    pairs    as `ops.decoder.Heads` has it
+    pairs, turned_first   as `ops.decoder.Heads` has them
     """
     batch, tokens, heads, dim = queries.shape
     kv_heads, size = cache[0].shape[1:3]
@@ -78,6 +81,7 @@ def launch(
         pairs != "",
         pairs == "once" or (rotary is not None and rotary[0].shape[2] < turned),
         norms is not None and norms[0][2],
+        turned_first,
         launcher.starts_early(gpu),
     )
     of_queries, of_keys = -(-heads // s.heads), -(-kv_heads // s.heads)
@@ -138,13 +142,8 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
     b = tl.load(source[:, None] + second[None, :], mask=inside, other=0.0)
     if kind < 2:
         x, y, z = a.to(tl.float32), b.to(tl.float32), r.to(tl.float32)
-        if norms is not None:
-            weight = tl.where(kind == 0, norms[0], norms[1])
-            squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1) + tl.sum(z * z, axis=1)
-            root = tl.rsqrt(squares / DIM + norms[2])[:, None]
-            x = x * root * _factor(weight, first, i < TURNED // 2, S)
-            y = y * root * _factor(weight, second, i < TURNED // 2, S)
-            z = z * root * _factor(weight, beyond, beyond < DIM, S)
+        if norms is not None and not S.turned_first:
+            x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < TURNED // 2, S)
         if rotary is not None:
             at_first = i if S.once else first
             at_second = i if S.once else second
@@ -155,12 +154,25 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
             c1 = tl.load(cos + at_second, mask=i < TURNED // 2, other=1.0).to(tl.float32)[None, :]
             s1 = tl.load(sin + at_second, mask=i < TURNED // 2, other=0.0).to(tl.float32)[None, :]
             x, y = x * c0 - y * s0, y * c1 + x * s1
+        if norms is not None and S.turned_first:
+            x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < TURNED // 2, S)
         if not fits:
             x, y, z = x * float("nan"), y * float("nan"), z * float("nan")
         a, b, r = x.to(a.dtype), y.to(a.dtype), z.to(a.dtype)
     tl.store(target + offset[:, None] + first[None, :], a, mask=to)
     tl.store(target + offset[:, None] + second[None, :], b, mask=to)
     tl.store(target + offset[:, None] + beyond[None, :], r, mask=rest & written[:, None])
+
+
+@triton.jit
+def _normed(x, y, z, norms, kind, first, second, beyond, inside, S: tl.constexpr):
+    """The elements of pairs, and those beyond, of some heads."""
+    weight = tl.where(kind == 0, norms[0], norms[1])
+    squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1) + tl.sum(z * z, axis=1)
+    root = tl.rsqrt(squares / S.dim + norms[2])[:, None]
+    x = x * root * _factor(weight, first, inside, S)
+    y = y * root * _factor(weight, second, inside, S)
+    return x, y, z * root * _factor(weight, beyond, beyond < S.dim, S)
 
 
 @triton.jit
