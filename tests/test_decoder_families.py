@@ -55,6 +55,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "cohere": partial(transformers.CohereConfig, **WITHOUT, attention_bias=True),
     "cohere2": partial(transformers.Cohere2Config, **SIZES, sliding_window=7, layer_types=FULL),
     "arcee": partial(transformers.ArceeConfig, **SIZES, mlp_bias=True),
+    "jais2": partial(transformers.Jais2Config, **SIZES, mlp_bias=True),
     "nemotron": partial(transformers.NemotronConfig, **SIZES | {"head_dim": 32}),
     "phi": partial(transformers.PhiConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}),
     "stablelm": partial(transformers.StableLmConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
@@ -177,14 +178,22 @@ def test_what_gpus_leave_to_transformers(kind: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(*(logits(model, cache, (5, 1, 1)) for model, cache in zip((short, plain), caches, strict=True)))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe"])
 def test_text_with_images(kind: str, calls: list[bool]) -> None:
     """Positions along three axes; after a layer of Qwen3-VL something is added to the tokens of images."""
     torch.manual_seed(7)
-    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}[kind]
+    names = {
+        "qwen2_vl": "Qwen2VL",
+        "qwen2_5_vl": "Qwen2_5_VL",
+        "qwen3_vl": "Qwen3VL",
+        "qwen3_vl_moe": "Qwen3VLMoe",
+        "glm4v_moe": "Glm4vMoe",
+    }
+    name = names[kind]
     sizes = {**WITHOUT, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
     sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64} if kind.endswith("moe") else {}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    sizes |= {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1} if kind.startswith("glm") else {}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1] if kind.startswith("glm") else [4, 2, 2]}
     config = getattr(transformers, f"{name}TextConfig")(**sizes, rope_parameters=rope, **({"head_dim": 16} if "3" in kind else {}))
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     plain = getattr(module, f"{name}TextModel")(config).eval()

@@ -52,6 +52,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "arcee": partial(transformers.ArceeConfig, **SIZES),
     "cohere": partial(transformers.CohereConfig, **WITHOUT, logit_scale=0.3),
     "cohere2": partial(transformers.Cohere2Config, **SIZES, **MIXED, logit_scale=0.3),
+    "jais2": partial(transformers.Jais2Config, **SIZES),
     "nemotron": partial(transformers.NemotronConfig, **SIZES),
     "stablelm": partial(transformers.StableLmConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
     "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, sliding_window=9),
@@ -61,6 +62,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
     "exaone_moe": partial(transformers.ExaoneMoeConfig, **GLM, **MIXED, mlp_layer_types=["dense", "sparse", "sparse"]),
     "glm4": partial(transformers.Glm4Config, **SIZES),
+    "mellum": partial(
+        transformers.MellumConfig, **SIZES, **MIXED, rope_parameters=ROPES, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64
+    ),
     "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
     "hunyuan_v1_dense": partial(transformers.HunYuanDenseV1Config, **SIZES),
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 96}),

@@ -33,6 +33,7 @@ SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, 
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
 MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full_attention", 5e5), ("sliding_attention", 1e4))}
 EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 SCORED = {**SIZES, **EXPERTS, "routed_scaling_factor": 1.5}
 GLM = {**SCORED, "n_routed_experts": 12, "n_shared_experts": 2}
@@ -64,6 +65,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "cohere": partial(transformers.CohereConfig, **WITHOUT, attention_bias=True),
     "cohere2": partial(transformers.Cohere2Config, **SIZES, **MIXED),
     "arcee": partial(transformers.ArceeConfig, **SIZES, mlp_bias=True),
+    "jais2": partial(transformers.Jais2Config, **SIZES, mlp_bias=True),
     "nemotron": partial(transformers.NemotronConfig, **SIZES),
     "phi": partial(transformers.PhiConfig, **WITHOUT),
     "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
@@ -74,6 +76,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qwen2_moe": partial(transformers.Qwen2MoeConfig, **WITHOUT, **EXPERTS, shared_expert_intermediate_size=192),
     "qwen3_moe": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen3_moe, shares of all": partial(transformers.Qwen3MoeConfig, **SIZES, **EXPERTS, mlp_only_layers=[1]),
+    "mellum": partial(transformers.MellumConfig, **SIZES, **EXPERTS, **MIXED, rope_parameters=ROPES),
     "glm4_moe": partial(transformers.Glm4MoeConfig, **GLM, first_k_dense_replace=0, use_qk_norm=True, attention_bias=True),
     "dots1": partial(transformers.Dots1Config, **GLM, **MIXED, norm_topk_prob=False),
     "solar_open": partial(transformers.SolarOpenConfig, **GLM),

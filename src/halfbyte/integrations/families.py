@@ -149,6 +149,7 @@ FAMILIES = {
     "cohere.modeling_cohere.CohereDecoderLayer": Family(**_COHERE, without=("use_qk_norm",)),  # type: ignore[arg-type]
     "cohere2.modeling_cohere2.Cohere2DecoderLayer": Family(**_COHERE, positions=_WINDOWED),  # type: ignore[arg-type]
     "arcee.modeling_arcee.ArceeDecoderLayer": Family(gates=("up_proj",), gated=False),
+    "jais2.modeling_jais2.Jais2DecoderLayer": Family(gates=("up_proj",), gated=False, centred=True),
     "nemotron.modeling_nemotron.NemotronDecoderLayer": Family(gates=("up_proj",), gated=False, centred=True, plus_one=True, partial=True),
     "phi.modeling_phi.PhiDecoderLayer": Family(
         o="dense",
@@ -173,6 +174,8 @@ FAMILIES = {
     "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": Family(routed=Routed(shared=("shared_expert", "shared_expert_gate"))),
     "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed(None)),
     "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed()),
+    "mellum.modeling_mellum.MellumDecoderLayer": Family(head_norms=_HEAD_NORMS, routed=Routed()),
+    "glm4v_moe.modeling_glm4v_moe.Glm4vMoeTextDecoderLayer": Family(partial=True, routed=_GLM_ROUTED),
     "glm4_moe.modeling_glm4_moe.Glm4MoeDecoderLayer": Family(head_norms=_HEAD_NORMS, partial=True, routed=_GLM_ROUTED),
     "dots1.modeling_dots1.Dots1DecoderLayer": Family(head_norms=_HEAD_NORMS, routed=_GLM_ROUTED),
     "solar_open.modeling_solar_open.SolarOpenDecoderLayer": Family(partial=True, routed=_GLM_ROUTED),
