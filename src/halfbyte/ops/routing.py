@@ -1,6 +1,6 @@
-"""The feed-forward half of a decoder layer with experts: the custom op `halfbyte::add_experts`, on an NVIDIA GPU five or six kernels for one
-token of each sequence, some more for prompts, and those of an expert that all tokens share; elsewhere the same formula in torch's
-operations."""
+"""The feed-forward half of a decoder layer with experts: the custom op `halfbyte::add_experts`. On an NVIDIA GPU five or six kernels for
+one token of each sequence, some more for prompts, and those of an expert that all tokens share; elsewhere the same formula in
+torch's operations."""
 
 from __future__ import annotations
 
