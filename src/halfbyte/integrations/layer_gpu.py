@@ -28,6 +28,7 @@ from halfbyte.ops.cuda import is_replayed, on
 from halfbyte.ops.decoder import Attention, Dense, Norm
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
+from halfbyte.ops.library import plain
 from halfbyte.ops.norms import add_normed
 from halfbyte.ops.replay import MOST_REPLAYS, whole
 
@@ -128,7 +129,7 @@ def _linked(found: Parts) -> Parts:
     numbers = heads._replace(norms=None, sinks=None), first.factor, of_second
     of_norms = [None if norm is None else norm[1:4] for norm in norms]
     names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
-    kinds = [None if t is None else (t.shape, t.dtype) for t in tensors]
+    kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
     alike = _numbers.setdefault((numbers, *of_norms, *names, *kinds), len(_numbers))
     return replace(found, alike=alike, tensors=tuple(tensors))
 
@@ -148,7 +149,7 @@ def chain(
 ) -> Sequence[Tensor]:
     """The results of steps that depend on x, others and settings, where that is possible by one call (`replay.whole`)."""
     operands = x, *others
-    if parts.alike is not None and x.is_cuda and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
+    if parts.alike is not None and x.is_cuda and plain(x) and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
         kinds = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
         key = name, parts.alike, x.get_device(), *settings, *kinds
         if _is_chained(key, parts, x):

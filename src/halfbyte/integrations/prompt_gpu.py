@@ -5,10 +5,10 @@
     a    = attend_many(q, keys, values, …)
     h    = linear(a, o, residual=x)                          or, where there is a norm after it: add_normed(linear(a, o), x, norm, …)
     y    = linear(f(gate) * up, down, residual=h)            a kernel of the norm, gate | up = linear(norm(h)), a kernel of the gates
+    y    = add_experts(h, …)                                 in place of these, where there are experts
 
-With any cache, or none: others than static ones take keys and values by their `update`. Experts take transformers' steps behind the
-attention half. All launches of a layer are made by one call, before and after a cache's `update` by one each, once layers alike have
-computed as many tokens: a prompt is a few hundred kernels, and one by one they would take the host longer than the GPU.
+With any cache, or none: others than static ones take keys and values by their `update`. All launches of a layer are made by one call,
+before and after a cache's `update` by one each, once layers alike have computed as many tokens (`layer_gpu.chain`).
 """
 
 from __future__ import annotations

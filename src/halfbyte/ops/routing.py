@@ -1,5 +1,6 @@
-"""The feed-forward half of a decoder layer with experts, for one token of each sequence: the custom op `halfbyte::add_experts`, five or six
-kernels on an NVIDIA GPU and those of an expert that all tokens share, and the same formula in torch's operations elsewhere."""
+"""The feed-forward half of a decoder layer with experts: the custom op `halfbyte::add_experts`. On an NVIDIA GPU five or six kernels for
+one token of each sequence, some more for prompts, and those of an expert that all tokens share; elsewhere the same formula in
+torch's operations."""
 
 from __future__ import annotations
 
