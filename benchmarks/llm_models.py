@@ -54,6 +54,12 @@ FAMILIES = {
     "mistral": _family(
         "MistralConfig", _SMALL | {"sliding_window": 1024}, _sizes(4096, 32, 32, 8, 14336, 32768, sliding_window=4096), tiny=_WINDOW
     ),
+    "ministral3": _family(
+        "Ministral3Config",
+        _SMALL | {"head_dim": 64},
+        _sizes(3072, 26, 32, 8, 9216, 131072, head_dim=128, tie_word_embeddings=True),
+        tiny=_HEADS,
+    ),
     "qwen2": _family("Qwen2Config", _SMALL, _sizes(3584, 28, 28, 4, 18944, 152064)),
     "qwen3": _family(
         "Qwen3Config",

@@ -30,6 +30,7 @@ SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, 
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
 FULL = ["full_attention"] * 2
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
 KINDS: dict[str, Callable[[], Any]] = {
     "phi3": partial(transformers.Phi3Config, **WITHOUT),
     "phi3, a part of each head": lambda: transformers.Phi3Config(
@@ -61,8 +62,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "stablelm": partial(transformers.StableLmConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
     "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, use_bias=True),
     "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=FULL),
+    "ministral3": lambda: transformers.Ministral3Config(**SIZES, rope_parameters={**YARN, "original_max_position_embeddings": 400}),
 }
 LEFT = {
+    "ministral3": "queries of its attention have a factor that depends on their positions",
     "gemma2": "scores of its attention, transformers' eager one, have a cap",
     "granite": "what it adds has a factor and a bias",
 }
@@ -213,6 +216,32 @@ def test_text_with_images(kind: str, calls: list[bool]) -> None:
             found.append(torch.cat((y.last_hidden_state, z.last_hidden_state), 1))
     assert close(*found)
     assert calls == [True] * 4
+
+
+def test_queries_with_a_factor_are_left(calls: list[bool]) -> None:
+    """From a position on: before it all tokens of a call are computed so."""
+    plain, short = pair("ministral3")
+    for model in (plain, short):
+        model.config.rope_parameters["original_max_position_embeddings"] = 20
+    found = logits(short, DynamicCache(config=plain.config), (13, 1, 6, 1, 4))
+    assert close(found, logits(plain, DynamicCache(config=plain.config), (13, 1, 6, 1, 4)))
+    assert calls == [True] * 6
+    assert close(*(logits(model, DynamicCache(config=plain.config), (13, 8)) for model in (short, plain)))
+    assert calls == [True] * 8
+
+
+def test_queries_with_a_factor_under_torch_compile() -> None:
+    plain, short = pair("ministral3")
+    found = []
+    for model in (short, plain):
+        cache: Any = StaticCache(config=plain.config, max_cache_len=32)
+        torch._dynamo.reset()
+        step: Any = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if model is short else model
+        ids = torch.arange(3, 9)[None]
+        with torch.no_grad():
+            model(input_ids=ids[:, :5], past_key_values=cache)
+            found.append(step(input_ids=ids[:, 5:], past_key_values=cache).logits)
+    assert close(*found)
 
 
 def test_what_is_said() -> None:

@@ -36,6 +36,8 @@ GEMMA = {**SIZES, "query_pre_attn_scalar": 10}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)]}
 LONGROPE |= {"long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 70}
 GLM = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+YARN |= {"original_max_position_embeddings": 100}
 KINDS: dict[str, Callable[[], Any]] = {
     "gemma": partial(transformers.GemmaConfig, **SIZES),
     "gemma2": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
@@ -70,6 +72,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 96}),
     "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=8, num_experts_per_tok=3),
     "ministral": partial(transformers.MinistralConfig, **SIZES, **MIXED),
+    "ministral3": lambda: transformers.Ministral3Config(**SIZES, rope_parameters=YARN),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
     "olmo3": partial(transformers.Olmo3Config, **WITHOUT, **MIXED),
     "phi3": partial(transformers.Phi3Config, **WITHOUT),
@@ -217,6 +220,22 @@ def test_the_furthest_sequence_decides_on_the_positions_of_all(taken: list[bool]
         found.append(torch.cat(rows))
     assert close(*found)
     assert taken == [False, *[True] * 5]
+
+
+def test_queries_with_a_factor_are_left(taken: list[bool]) -> None:
+    """Those that are far, of any of the sequences."""
+    plain, short = pair("ministral3")
+    prompts = torch.randint(3, 99, (2, 5), generator=torch.Generator().manual_seed(1))
+    found = []
+    for model in (short, plain):
+        cache, rows = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(prompts, past_key_values=cache)
+            for near, far in ((5, 99), (6, 100), (101, 7), (8, 9)):
+                rows.append(model(prompts[:, :1], position_ids=torch.tensor([[near], [far]]), past_key_values=cache).logits)
+        found.append(torch.cat(rows))
+    assert close(*found)
+    assert taken == [False, True, False, False, True]
 
 
 def test_what_goes_the_long_way(taken: list[bool]) -> None:

@@ -175,7 +175,8 @@ class _OneToken(Shortened):
         **settings: Any,
     ) -> Any:
         layers = [] if past_key_values is None else past_key_values.layers
-        if hidden_states.is_cpu and "cpu" not in decoding_gpu.DEVICES and position_embeddings is not None:
+        near = hidden_states.is_cpu and families.is_near(self, position_ids)
+        if near and "cpu" not in decoding_gpu.DEVICES and position_embeddings is not None:
             found = decoding_cpu.tokens(self, hidden_states, attention_mask, past_key_values, position_embeddings, settings)
             if found is not None:
                 return found

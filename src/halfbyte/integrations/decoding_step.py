@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from halfbyte.bounded import Bounded
 from halfbyte.integrations import growing
 from halfbyte.integrations.decoding_cpu import computed, eps_of, is_eager, norm_of, parts_of, settings_of
-from halfbyte.integrations.families import known
+from halfbyte.integrations.families import known, nearest
 from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, version
@@ -86,6 +86,7 @@ MODELS = {
     "mellum.modeling_mellum.MellumForCausalLM": Around("some", turns=True, experts=True),
     "minimax_m2.modeling_minimax_m2.MiniMaxM2ForCausalLM": Around(experts=True),
     "ministral.modeling_ministral.MinistralForCausalLM": Around("some"),
+    "ministral3.modeling_ministral3.Ministral3ForCausalLM": Around("all"),
     "mistral.modeling_mistral.MistralForCausalLM": Around("all"),
     "mixtral.modeling_mixtral.MixtralForCausalLM": Around("all", experts=True),
     "nemotron.modeling_nemotron.NemotronForCausalLM": Around(),
@@ -199,6 +200,8 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
         if min(where) < 0:
             return None
     furthest = max(where)
+    if held.nearest is not None and furthest >= held.nearest:
+        return None
     rotary = [held.turn(position, furthest) for position in where]
     y = held.step(ids.flatten().tolist(), rotary, cache.stamps, partial(_entries, layers), length, seen)
     for layer in layers:
@@ -265,6 +268,7 @@ class _Held:
         embedding, norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
         around, last_norm = _around(model), norm_of(norm, known(layers[0]))
         self.most_rows = min((layer.most_rows for layer in computed if layer.most_rows is not None), default=MOST_SEQUENCES)
+        self.nearest = nearest(layers[0])
         self.count, self.headed, self.here = len(layers), type(head) is QuantLinear, _Here()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
         table = embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach()

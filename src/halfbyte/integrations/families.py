@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from halfbyte.integrations.shortened import name_in_transformers
 
 # Of configs: as `ops.decoder.Dense` has them.
@@ -73,6 +76,7 @@ class Family:
     positions   which of its layers turn queries and keys, if not all
     partial     whether a part of each head is turned, as much as the config says
     pairs       which elements are turned together, and by which tables, as in `ops.decoder.Heads`
+    near        the entry of the config's `rope_parameters` that has the position from which on queries have a factor, if any
     routed      of an mlp that has experts; of the same family there may be layers without
     without     attributes of the config that have to be None or False: with them a layer computes something else
     """
@@ -96,6 +100,7 @@ class Family:
     positions: Positions | None = None
     partial: bool = False
     pairs: str = ""
+    near: str | None = None
     routed: Routed | None = None
     without: tuple[str, ...] = ()
 
@@ -126,6 +131,7 @@ FAMILIES = {
     "cwm.modeling_cwm.CwmDecoderLayer": _LLAMA,
     "mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
     "ministral.modeling_ministral.MinistralDecoderLayer": _LLAMA,
+    "ministral3.modeling_ministral3.Ministral3DecoderLayer": Family(near="original_max_position_embeddings"),
     "qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
     "qwen2_vl.modeling_qwen2_vl.Qwen2VLDecoderLayer": _LLAMA,
     "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer": _LLAMA,
@@ -211,6 +217,20 @@ def other(layer: Any) -> str | None:
     """The attribute of the config with which a layer of a known family computes something else, or None."""
     config = layer.self_attn.config
     return next((name for name in known(layer).without if not any(getattr(config, name) is value for value in (None, False))), None)
+
+
+def nearest(layer: Any) -> int | None:
+    """The position from which on queries have a factor; None where they have none."""
+    near = known(layer).near
+    return None if near is None else int(layer.self_attn.config.rope_parameters[near])
+
+
+def is_near(layer: Any, positions: Tensor | None) -> bool:
+    """Whether queries of a layer on a CPU have no factor at these positions."""
+    most = nearest(layer)
+    if most is None:
+        return True
+    return positions is not None and not torch.compiler.is_compiling() and int(positions.max()) < most
 
 
 def turned(layer: Any) -> int:

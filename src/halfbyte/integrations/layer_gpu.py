@@ -18,7 +18,7 @@ from halfbyte.bounded import Bounded
 from halfbyte.integrations.ahead import watched
 from halfbyte.integrations.decoding_cpu import groups_of, halves_of, has_own_norms, linears_of, settings_of
 from halfbyte.integrations.decoding_cpu import parts_of as modules_of
-from halfbyte.integrations.families import Routed, known, other
+from halfbyte.integrations.families import Routed, known, nearest, other
 from halfbyte.integrations.mixtures import parts_of as modules_of_experts
 from halfbyte.integrations.mixtures import routed_of
 from halfbyte.integrations.unchanged import Unchanged
@@ -200,6 +200,8 @@ def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
     kind = layer.self_attn.config._attn_implementation
     if kind not in _ATTENTIONS:
         return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
+    if nearest(layer) is not None:
+        return "queries of its attention have a factor that depends on their positions"
     if is_eager(layer) and first.heads.cap is not None:
         return "scores of its attention, transformers' eager one, have a cap"
     if first.heads.sinks is not None and not is_eager(layer):
