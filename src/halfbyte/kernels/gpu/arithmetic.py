@@ -8,6 +8,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has a spacing of 1 there
 MAGIC_BITS = tl.constexpr(0x4B400000)
+LOG2E = tl.constexpr(1.4426950408889634)
 GROUP = tl.constexpr(8)  # tiles along M that follow each other: see `in_groups`
 
 

@@ -34,11 +34,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.machine import Gpu
 
-_LOG2E = 1.4426950408889634
 _MOST = 4096  # numbers of a key head's result, by 128 threads
 _MOST_SPLITS = 64
 _FEW_TILES = 2  # of a block, which are read to registers
@@ -190,7 +189,7 @@ def launch(
         kv_heads,
         size,
         strides,
-        scale * _LOG2E,
+        scale * LOG2E.value,
         None if norms is None else (norms[0][0], norms[1][0], norms[0][1]),
         s,
         num_warps=s.warps,
@@ -410,7 +409,7 @@ def _seen(mask, row, t, end, oldest, size, S: tl.constexpr):
 def _to_add(number):
     """A mask's number times log2 of e, finite also for the least one of float32."""
     number = number.to(tl.float32)
-    return tl.where(number < -1e38, -1e38, number) * 1.4426950408889634
+    return tl.where(number < -1e38, -1e38, number) * LOG2E
 
 
 @triton.jit
@@ -457,7 +456,7 @@ def _add_up(scratch, length, out, sinks, splits, advance, factor, MOST: tl.const
     total = tl.load(scratch[1] + 2 * part + S.group + head, mask=there, other=0.0)
     largest = tl.max(most, axis=0)
     if sinks is not None:
-        sink = tl.load(sinks[0] + program % sinks[1] * S.heads + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks[0] + program % sinks[1] * S.heads + head).to(tl.float32) * LOG2E
         largest = tl.maximum(largest, sink)
     weights = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
     y = tl.sum(sums * weights[:, None], axis=0)

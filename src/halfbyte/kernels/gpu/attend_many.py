@@ -22,10 +22,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
-from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.machine import Gpu
 
-_LOG2E = 1.4426950408889634
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 256
 _PIECE = 256  # keys whose mask a block of the first kernel reads
@@ -108,7 +107,7 @@ def launch(
         sinks,
         out,
         (tokens, heads, heads // kv_heads, size),
-        (scale * _LOG2E, factor),
+        (scale * LOG2E.value, factor),
         1 if told is None else int(triton.next_power_of_2(told[5])),
         s,
         num_warps=s.warps,
@@ -150,7 +149,7 @@ def _attend(queries, keys, values, strides, length, told, sinks, out, sizes, fac
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if sinks is not None:
-        most = tl.zeros((ROWS,), tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        most = tl.zeros((ROWS,), tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
         total += 1.0
     sums = tl.zeros((ROWS, WIDE), tl.float32)
     first = 0
