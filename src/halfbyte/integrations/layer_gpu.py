@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfbyte.bounded import Bounded
 from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.decoding_cpu import groups_of, halves_of, has_own_norms, linears_of, settings_of
+from halfbyte.integrations.decoding_cpu import halves_of, has_own_norms, linears_of, settings_of
 from halfbyte.integrations.decoding_cpu import parts_of as modules_of
 from halfbyte.integrations.families import Routed, known, nearest, other
 from halfbyte.integrations.mixtures import parts_of as modules_of_experts
@@ -69,14 +69,18 @@ def parts(layer: Any) -> Parts | None:
         return None if linears_of(layer) is None else _found(layer)
     kept = _kept.get(layer)
     if kept is None or not kept[1].is_still():
-        if any(watched(part) or "forward" in vars(part) for part in layer.modules() if part is not layer):
+        if any(map(_is_changed, (part for part in layer.modules() if part is not layer))):
             return None
         if linears_of(layer) is None or not has_own_norms(layer) or other(layer) is not None:
             return None
         of_config = [(layer.self_attn.config, "_attn_implementation")]
         found, unchanged = _found(layer), Unchanged(layer, modules_of(layer), [*settings_of(layer), *of_config])
-        kept = _kept[layer] = found if _is_distributed(layer) else _linked(found), unchanged
+        kept = _kept[layer] = found if is_distributed(layer) else _linked(found), unchanged
     return kept[0]
+
+
+def _is_changed(part: nn.Module) -> bool:
+    return watched(part) or ("forward" in vars(part) and part_of(part) is None)
 
 
 def _found(layer: Any) -> Parts:
@@ -86,19 +90,13 @@ def _found(layer: Any) -> Parts:
     of_attention = why_not_attention(layer, linears, first) is None
     of_dense = not isinstance(second, Dense) or why_not_dense(first, second) is None
     of_experts = isinstance(second, Dense) or _why_not_experts(layer, first, second) is None
-    for_prompts = of_attention and of_dense
-    if any(part_of(product) is not None for product in linears[0]):  # a part of the heads is here
-        _, own = groups_of(layer)[0]
-        if len(own) == 3 and first.heads.sinks is None:
-            query, key = (linear.out_features // first.heads.dim for linear in own[:2])
-            first = first._replace(heads=first.heads._replace(query=query, key=key))
-        else:
-            for_prompts = False
+    for_prompts = of_attention and of_dense and not is_distributed(layer)
     down = linears[2][-1] if isinstance(second, Dense) else None
     return Parts(first, second, linears[1], down, of_attention and of_dense and of_experts, for_prompts)
 
 
-def _is_distributed(layer: Any) -> bool:
+def is_distributed(layer: Any) -> bool:
+    """Whether a process has a part of its products' weights."""
     qkv, o, second = linears_of(layer) or ((), None, ())
     shared = () if routed_of(layer) is None else modules_of_experts(layer, routed(layer))
     return any(isinstance(part, QuantLinear) and part_of(part) is not None for part in (*qkv, o, *second, *shared))

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.decoding_cpu import all_norms, norms_of, visible
-from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, parts
+from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_distributed, is_eager, parts
 from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.decoder import Attention, Dense
@@ -133,6 +133,8 @@ def _after(parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: tuple[Ten
 
 def why_not_prompts(layer: Any, here: Gpu) -> str | None:
     """Why prompts take transformers' steps in a layer of which one token takes few kernels; None if they take few, too."""
+    if is_distributed(layer):
+        return "its weights are distributed over processes"
     return why_not_many(halves(layer)[0].heads, all_norms(layer)[0].weight.dtype, here)
 
 

@@ -54,6 +54,7 @@ class Unchanged:
         self._counted = tuple((owner, name, getattr(owner, name)) for owner, name in (*computes, *counted))
         self._hooks = [hooks for part in self._parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._hooked = any(self._hooks)
+        self._forwards = [vars(part).get("forward") for part in self._parts]
         self._seen = RemovableHandle.next_id, Changes.count
 
     def is_still(self) -> bool:
@@ -81,9 +82,9 @@ class Unchanged:
     def _are_still(self) -> bool:
         """What is counted."""
         self._hooked = any(self._hooks)
-        if any(getattr(owner, name) != value for owner, name, value in self._counted) or any(
-            "forward" in vars(part) for part in self._parts
-        ):
+        if any(getattr(owner, name) != value for owner, name, value in self._counted):
+            return False
+        if not all(vars(part).get("forward") is forward for part, forward in zip(self._parts, self._forwards, strict=True)):
             return False
         return all(_packed(part) is packed for part, packed in self._packed)
 
