@@ -270,9 +270,10 @@ def test_config_files_that_are_none(text: str, saved: Path, tmp_path: Path) -> N
 def test_what_is_no_checkpoint(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no .*missing"):
         load(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="is neither a folder nor a GGUF file: name"):
         load(saved / "config.json")
     (tmp_path / "config.json").write_text("{}")
+    shutil.copy(next(saved.glob("*.safetensors")), tmp_path)
     with pytest.raises(CheckpointError, match="not quantized by halfbyte, convert"):
         load(tmp_path)
     section = {"halfbyte": {"version": 2}}

@@ -41,6 +41,7 @@ def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Con
     floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
     quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
     """
+    check_type(path, (str, PathLike), "a model is named by its folder or file, a str or a Path", "pass its path")
     source = Path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)
     return Checkpoint(source) if found is None else OtherModel(source, *found, quantize)
