@@ -257,7 +257,12 @@ def test_what_is_refused() -> None:
         Calibration(tokens(), device="nowhere")
     with pytest.raises(UnsupportedError, match=r"Sequential has no nn\.ModuleList"):
         quantize_(nn.Sequential(nn.Linear(4, 4)), Config("int4_g4", method="gptq"), tokens())
-    for bad in (torch.zeros(0, 4, dtype=torch.int64), torch.zeros(2, 4), torch.zeros(4, dtype=torch.int64)):
+    for bad in (
+        torch.zeros(0, 4, dtype=torch.int64),
+        torch.zeros(2, 16),
+        torch.ones(2, 16, dtype=torch.bool),
+        torch.zeros(4, dtype=torch.int64),
+    ):
         with pytest.raises(ArgumentError, match=r"token ids \[passages, tokens\]"):
             Calibration(bad)
     for few in (tokens(1, 1), tokens(1, 31)):

@@ -53,7 +53,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check_type(self.tokens, Tensor, "calibration takes token ids, a tensor", "pass calibration_tokens(tokenizer, text)")
-        if self.tokens.dim() != 2 or not self.tokens.numel() or self.tokens.is_floating_point():
+        if self.tokens.dim() != 2 or not self.tokens.numel() or self.tokens.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(
                 f"calibration takes token ids [passages, tokens], at least one, got {self.tokens.dtype} {list(self.tokens.shape)}: "
                 "use calibration_tokens(tokenizer, text)"
