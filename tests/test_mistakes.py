@@ -183,6 +183,11 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.fuse_("a/path"), "fuse_ takes a model, a torch.nn.Module, got str"),
         (lambda: ANYTHING.shorten_("a/path"), "shorten_ takes a model, a torch.nn.Module, got str"),
         (lambda: ANYTHING.load(None), "a model is named by its folder or file, a str or a Path, got None: pass its path"),
+        (lambda: ANYTHING.load(b"a/path"), "a str or a Path, got bytes: pass its path"),
+        (lambda: hb.load("a\0b"), r"a str or a Path, got 'a\\x00b': pass its path"),
+        (lambda: hb.save(hb.quantize_(model(), "q4_0"), ""), "a str or a Path, got '': write '.' for the current folder"),
+        (lambda: ANYTHING.save(hb.quantize_(model(), "q4_0"), None), "a str or a Path, got None: pass its path"),
+        (lambda: ANYTHING.convert("a/path", None, "q4_0"), "a str or a Path, got None: pass its path"),
         (lambda: ANYTHING.load("a/path", model()), r"device is a torch.device or its name, got torch.Sequential: a model is load"),
         (lambda: ANYTHING.load("a/path", model="a/path"), "model is a torch.nn.Module or None, got str: leave it out"),
         (lambda: ANYTHING.load_gguf("a/path", dtype="half"), "computes in float32, bfloat16 or float16, got 'half': pass dtype"),
@@ -275,6 +280,21 @@ def test_loading_from_a_float_model_shows_the_call(tmp_path: Path) -> None:
             hb.load(path)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({"a.weight": WEIGHT.double(), "b": WEIGHT}, r": a.weight stays as it is \(not a 2-D tensor of float32, .* \*.weight\)"),
+        ({"a.weight": torch.ones(0, 64)}, r": a.weight stays as it is"),
+        ({}, ", which has no tensors"),
+    ],
+)
+def test_converting_files_with_nothing_to_quantize_is_refused(tensors: dict[str, torch.Tensor], why: str, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match=f"there is nothing to quantize in .*model.safetensors{why}"):
+        hb.convert(tmp_path / "model.safetensors", tmp_path / "q", "q4_0")
+    assert not (tmp_path / "q").exists()
+
+
 @pytest.mark.parametrize("load", [hb.load, lambda path: hb.load(path, format="q4_0"), lambda path: hb.convert(path, "nowhere", "q4_0")])
 @pytest.mark.parametrize(
     ("files", "opened", "message"),
@@ -308,6 +328,13 @@ def test_loading_what_is_no_model(load: Callable[[Path], object], files: list[st
 def test_a_model_with_nothing_to_quantize_is_refused(made: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(ArgumentError, match=f"there is nothing to quantize in Sequential{why}"):
         hb.quantize_(made(), "q4_0")
+
+
+def test_a_model_of_doubles_says_what_it_computes_in() -> None:
+    made = hb.quantize_(nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 40)), "q4_0").double()
+    with pytest.raises(ArgumentError, match=r"to float32, bfloat16 or float16, got torch.float64: convert a model with .float\(\)"):
+        made(torch.tensor([1]))
+    assert made.float()(torch.tensor([1])).dtype == torch.float32
 
 
 def test_a_weight_is_read_like_a_tensor_of_floats() -> None:

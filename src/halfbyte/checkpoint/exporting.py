@@ -17,7 +17,7 @@ from halfbyte.checkpoint.manifest import CONFIG
 from halfbyte.checkpoint.saving import INDEX, publish, stored_specs
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.checkpoint.targets import TARGETS, Target
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.io import gguf
@@ -47,7 +47,7 @@ def export(
     No more than one weight is held in memory. Raises CheckpointError (`dst` is then unchanged), ArgumentError where no weight at all
     could stay quantized.
     """
-    source, target = Path(src), Path(dst)
+    source, target = model_path(src), model_path(dst)
     to = kind_to_write(target, to)
     model = open_model(source, floats=True)
     if model.static is not None and to != "halfbyte":
