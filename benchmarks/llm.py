@@ -32,6 +32,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +82,26 @@ def compare(args: argparse.Namespace) -> int:
     workers = {name: start(args, name) for name in args.contenders}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     facts = {}
-    for name in list(workers):
+
+    def answer(name: str) -> dict[str, Any]:
+        """What a contender says next; one that failed is out of the comparison."""
         said = read(workers[name])
         if "failed" in said:
             print(f"{name}: {said['failed']}", file=sys.stderr)
-            del workers[name]
-        facts[name] = said
+            end(workers.pop(name))
+        return said
+
+    for name in list(workers):
+        facts[name] = answer(name)
     for _ in range(1 if args.where else args.rounds):
-        for name, worker in workers.items():
-            print("go", file=worker.stdin, flush=True)
-            answers[name].append(read(worker))
+        for name in list(workers):
+            ask(workers[name])
+            if "failed" in (said := answer(name)):
+                facts[name] |= said
+            else:
+                answers[name].append(said)
     for worker in workers.values():
-        worker.stdin.close()
-        worker.wait()
+        end(worker)
     medians = {name: {key: statistics.median(a[key] for a in rounds) for key in rounds[0]} for name, rounds in answers.items() if rounds}
     if args.json:
         print(
@@ -121,9 +130,21 @@ def start(args: argparse.Namespace, name: str) -> Any:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
+def ask(worker: Any) -> None:
+    """Asks for a round; a worker that is dead says so when its answer is read."""
+    with suppress(BrokenPipeError):
+        print("go", file=worker.stdin, flush=True)
+
+
 def read(worker: Any) -> dict[str, Any]:
     line = worker.stdout.readline()
     return json.loads(line) if line else {"failed": f"the process ended with code {worker.wait()}"}
+
+
+def end(worker: Any) -> None:
+    with suppress(BrokenPipeError):  # what was asked of a dead worker is still to be written
+        worker.stdin.close()
+    worker.wait()
 
 
 # In the worker
@@ -138,9 +159,17 @@ def work(args: argparse.Namespace) -> int:
         missing = error.name if isinstance(error, ModuleNotFoundError) else error.filename
         print(json.dumps({"failed": f"{missing} is not installed"}), file=answers, flush=True)
         return 0
+    except Failed as error:
+        print(json.dumps({"failed": str(error)}), file=answers, flush=True)
+        return 0
     print(json.dumps(contender.facts), file=answers, flush=True)
     for _ in sys.stdin:
-        print(json.dumps(contender.round()), file=answers, flush=True)
+        try:
+            said = contender.round()
+        except Exception as error:  # whatever it is, the others go on
+            traceback.print_exc()
+            said = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(said), file=answers, flush=True)
     return 0
 
 
@@ -187,7 +216,7 @@ class LlamaCpp:
 class LlamaBench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.facts = args, {"weight_bytes": gguf(args).stat().st_size}
-        subprocess.run([args.llama_bench, "--version"], check=True)
+        output_of([args.llama_bench, "--version"])
 
     def round(self) -> dict[str, float]:
         args = self.args
@@ -196,9 +225,21 @@ class LlamaBench:
         for name, test in tests.items():
             command = [args.llama_bench, "-m", gguf(args), "-t", args.threads, "-r", 1, "-o", "json", *test]
             command += ["-ngl", 0 if args.device == "cpu" else 99]
-            answer = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE)
-            rates[f"{name} tok/s"] = json.loads(answer.stdout)[0]["avg_ts"]
+            rates[f"{name} tok/s"] = json.loads(output_of([*map(str, command)]))[0]["avg_ts"]
         return rates
+
+
+class Failed(Exception):
+    """Why a contender gives no times."""
+
+
+def output_of(command: list[str]) -> str:
+    """What a program prints; raises Failed with the end of its errors."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        last = " / ".join(done.stderr.strip().splitlines()[-5:])
+        raise Failed(f"{command[0]} ended with code {done.returncode}: {last[-1000:]}")
+    return done.stdout
 
 
 class Kernels:

@@ -237,8 +237,8 @@ def test_nothing_has_changed_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 def test_each_module_keeps_its_mode() -> None:
     model = language_model().train()
     frozen = model.model.layers[1].eval()
-    config = Config.auto(model, 5.5, tokens(1, 4), formats=["int4_g16", "q8_0"], method="gptq")
-    quantize_(model, config, tokens(1, 4))
+    config = Config.auto(model, 5.5, tokens(1, 32), formats=["int4_g16", "q8_0"], method="gptq")
+    quantize_(model, config, tokens(1, 32))
     assert [module for module in model.modules() if not module.training] == list(frozen.modules())
 
 
@@ -257,9 +257,17 @@ def test_what_is_refused() -> None:
         Calibration(tokens(), device="nowhere")
     with pytest.raises(UnsupportedError, match=r"Sequential has no nn\.ModuleList"):
         quantize_(nn.Sequential(nn.Linear(4, 4)), Config("int4_g4", method="gptq"), tokens())
-    for bad in (torch.zeros(0, 4, dtype=torch.int64), torch.zeros(2, 4), torch.zeros(4, dtype=torch.int64)):
+    for bad in (
+        torch.zeros(0, 4, dtype=torch.int64),
+        torch.zeros(2, 16),
+        torch.ones(2, 16, dtype=torch.bool),
+        torch.zeros(4, dtype=torch.int64),
+    ):
         with pytest.raises(ArgumentError, match=r"token ids \[passages, tokens\]"):
             Calibration(bad)
+    for few in (tokens(1, 1), tokens(1, 31)):
+        with pytest.raises(ArgumentError, match=rf"calibration takes 32 or more tokens, got {few.numel()}, .*: use a few pages of text"):
+            quantize_(model, Config("int4_g16", method="gptq"), few)
     with pytest.raises(ArgumentError, match="batch of 0"):
         Calibration(tokens(), batch=0)
     with pytest.raises(ArgumentError, match="method is one of absmax, mse, hqq, gptq, awq"):

@@ -417,7 +417,7 @@ def test_eval_refuses(run: Run, quantized: Path, bert: Path, text: Path, tmp_pat
     run("eval", quantized, "--against", bert, "--text", tmp_path / "nowhere").refuses("nowhere is not there: name a file with UTF-8 text")
     run("eval", quantized, "--against", bert, "--text", tmp_path).refuses(f"{tmp_path} is a folder: name a file with UTF-8 text")
     run("eval", quantized, "--against", tmp_path, "--text", text).refuses("config.json")
-    run("eval", tmp_path, "--against", bert, "--text", text).refuses("config.json")
+    run("eval", tmp_path, "--against", bert, "--text", text).refuses("no *.safetensors files")
     run("eval", tmp_path / "nowhere", "--text", text).refuses("there is no", "nowhere")
     run("eval", quantized, "--against", tmp_path / "nowhere", "--text", text).refuses("there is no", "nowhere")
     run("eval", tmp_path / "nowhere", "--against", bert, "--text", text).refuses("nowhere")

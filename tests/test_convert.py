@@ -166,9 +166,11 @@ def test_integer_activations_go_along(folders: Path, tmp_path: Path) -> None:
 
 
 def test_places_that_are_taken(folders: Path, tmp_path: Path) -> None:
+    place(tmp_path, "gguf").touch()
     for kind in KINDS:
         with pytest.raises(ArgumentError, match="exists: choose another place"):
-            export(folders / "q4_0", folders / "float", kind)
+            export(folders / "q4_0", place(tmp_path, "gguf") if kind == "gguf" else folders / "float", kind)
+    place(tmp_path, "gguf").unlink()
     with pytest.raises(ArgumentError, match="models are converted to"):
         export(folders / "q4_0", tmp_path / "x", "onnx")
     with pytest.raises(ArgumentError, match="export_linear writes one layer"):
@@ -176,7 +178,10 @@ def test_places_that_are_taken(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"the name x does not tell what to write, .*: say halfbyte, gguf, .* by --to"):
         export(folders / "q4_0", tmp_path / "x")
     with pytest.raises(CheckpointError, match="there is no"):
-        export(tmp_path / "nothing", tmp_path / "x", "gguf")
+        export(tmp_path / "nothing", tmp_path / "x.gguf", "gguf")
+    for name in ("x", "llama-3.2"):
+        with pytest.raises(ArgumentError, match=rf"by its suffix, which {name} lacks: write {name}\.gguf$"):
+            export(folders / "q4_0", tmp_path / name, "gguf")
     for name in ("x.gguf", "x.safetensors", "x.onnx"):
         with pytest.raises(ArgumentError, match=r"has the name of a file, and a folder is written: leave \."):
             export(folders / "q4_0", tmp_path / name, "halfbyte")
@@ -355,7 +360,7 @@ from halfbyte.checkpoint import export
 small, source, target, kind = sys.argv[1:]
 def bytes_of(field):
     return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1])
-export(small, target + "-small", kind)  # imports, kernels
+export(small, target.replace("m.gguf", "s.gguf") if kind == "gguf" else target + "-small", kind)  # imports, kernels
 with open("/proc/self/clear_refs", "w") as reset:
     reset.write("5")
 before = bytes_of("VmRSS")

@@ -166,7 +166,7 @@ def test_traced_models_compute() -> None:
 def test_calibration_says_which_models_it_cannot_run() -> None:
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 100}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-    tokens = torch.arange(3, 21).view(2, 9)
+    tokens = torch.arange(3, 39).view(2, 18)
     with pytest.raises(ArgumentError, match="T5ForConditionalGeneration does not run on those"):
         hb.quantize_(model, hb.Config("int4_g32", method="gptq"), tokens)
     with pytest.raises(ArgumentError, match="T5ForConditionalGeneration does not run on those"):

@@ -116,6 +116,26 @@ def test_rows_do_not_depend_on_how_many_are_worked_on_at_a_time(monkeypatch: pyt
         assert torch.equal(whole.scale, parts.scale)
 
 
+def test_small_weights_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, x = layer()
+    module = sys.modules["halfbyte.quantizers.gptq"]
+    seen = []
+    for place, name in ((module, "inverse_factor"), (module._Sweep, "run"), (module, "_grid")):  # type: ignore[attr-defined]
+        whole = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, whole=whole: (seen.append(torch.get_num_threads()), whole(*args))[1])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        gptq(w, as_format("int4_g40"), x.T @ x)
+        assert seen == [1] * 4  # the factor, the sweep, and in it the grids of two blocks
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ArgumentError, match="not positive definite"):
+            gptq(w, as_format("int4_g40"), 2 - torch.eye(80))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_channels_that_are_never_active_keep_their_weights() -> None:
     w, x = layer()
     x[:, 3] = 0

@@ -33,6 +33,23 @@ def test_a_small_run(family: str, contender: str, file: bool, tmp_path: Path) ->
     assert all(found["medians"][contender][rate] > 0 for rate in ("prompt tok/s", "decode tok/s"))
 
 
+@pytest.mark.parametrize("dies", ["kill -9 $PPID", "echo broken >&2; exit 3"])
+def test_a_contender_that_fails_in_a_round_leaves_the_others(dies: str, tmp_path: Path) -> None:
+    program = tmp_path / "llama-bench"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{dies}\n', encoding="utf-8")
+    program.chmod(0o755)
+    command = [sys.executable, str(LLM), "--size", "tiny", "--prompt", "9", "--new", "4", "--rounds", "2", "--threads", "1", "--json"]
+    command += ["--contenders", "llama-bench", "halfbyte", "--llama-bench", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    why = "llama-bench: the process ended with code -9" if "kill" in dies else f"llama-bench: Failed: {program} ended with code 3: broken"
+    assert why in done.stderr
+    found = json.loads(done.stdout)
+    assert list(found["medians"]) == ["halfbyte"]
+    assert len(found["rounds"]["halfbyte"]) == 2
+    assert why.endswith(found["facts"]["llama-bench"]["failed"])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_each_family_a_model_and_its_file_are_made(family: str, tmp_path: Path) -> None:
     config = make_config(family, "tiny")

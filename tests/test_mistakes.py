@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -181,6 +182,12 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.fuse_(model()), "fuse_ takes a quantized model, got a Sequential without quantized layers: call quantize_ first"),
         (lambda: ANYTHING.fuse_("a/path"), "fuse_ takes a model, a torch.nn.Module, got str"),
         (lambda: ANYTHING.shorten_("a/path"), "shorten_ takes a model, a torch.nn.Module, got str"),
+        (lambda: ANYTHING.load(None), "a model is named by its folder or file, a str or a Path, got None: pass its path"),
+        (lambda: ANYTHING.load(b"a/path"), "a str or a Path, got bytes: pass its path"),
+        (lambda: hb.load("a\0b"), r"a str or a Path, got 'a\\x00b': pass its path"),
+        (lambda: hb.save(hb.quantize_(model(), "q4_0"), ""), "a str or a Path, got '': write '.' for the current folder"),
+        (lambda: ANYTHING.save(hb.quantize_(model(), "q4_0"), None), "a str or a Path, got None: pass its path"),
+        (lambda: ANYTHING.convert("a/path", None, "q4_0"), "a str or a Path, got None: pass its path"),
         (lambda: ANYTHING.load("a/path", model()), r"device is a torch.device or its name, got torch.Sequential: a model is load"),
         (lambda: ANYTHING.load("a/path", model="a/path"), "model is a torch.nn.Module or None, got str: leave it out"),
         (lambda: ANYTHING.load_gguf("a/path", dtype="half"), "computes in float32, bfloat16 or float16, got 'half': pass dtype"),
@@ -266,9 +273,46 @@ def test_a_file_that_git_lfs_has_not_fetched(name: str, tmp_path: Path) -> None:
 
 def test_loading_from_a_float_model_shows_the_call(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    save_file({"weight": WEIGHT}, tmp_path / "model.safetensors")
     calls = r"convert\('.*', 'new_folder', 'q4_0'\) does it once, load\('.*', format='q4_0'\) as it loads"
-    with pytest.raises(CheckpointError, match=f"not quantized by halfbyte, {calls}"):
-        hb.load(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(CheckpointError, match=f"not quantized by halfbyte, {calls}"):
+            hb.load(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({"a.weight": WEIGHT.double(), "b": WEIGHT}, r": a.weight stays as it is \(not a 2-D tensor of float32, .* \*.weight\)"),
+        ({"a.weight": torch.ones(0, 64)}, r": a.weight stays as it is"),
+        ({}, ", which has no tensors"),
+    ],
+)
+def test_converting_files_with_nothing_to_quantize_is_refused(tensors: dict[str, torch.Tensor], why: str, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match=f"there is nothing to quantize in .*model.safetensors{why}"):
+        hb.convert(tmp_path / "model.safetensors", tmp_path / "q", "q4_0")
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("load", [hb.load, lambda path: hb.load(path, format="q4_0"), lambda path: hb.convert(path, "nowhere", "q4_0")])
+@pytest.mark.parametrize(
+    ("files", "opened", "message"),
+    [
+        (["h.txt"], "h.txt", r"h.txt (is neither a folder nor a GGUF file: name a folder that|.* is not a safetensors file)"),
+        (["model.pt"], "model.pt", r"model.pt is a pickle, which is never opened: save the model as safetensors first"),
+        (["config.json", "model.ckpt"], "", r"has model.ckpt only, a pickle, which is never opened: save"),
+        (["config.json"], "", r"has no \*.safetensors files: name a folder that has some, or one such file, or a GGUF file"),
+        ([], "", r"has no \*.safetensors files: name a folder that has some, or one such file, or a GGUF file"),
+        (["adapter_config.json", "adapter_model.safetensors"], "", r"holds an adapter, not a model: load the model that .* and then peft"),
+        ([], "model.gguf", r"^there is no \S*model.gguf: name .*a GGUF file"),
+    ],
+)
+def test_loading_what_is_no_model(load: Callable[[Path], object], files: list[str], opened: str, message: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / opened)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +328,13 @@ def test_loading_from_a_float_model_shows_the_call(tmp_path: Path) -> None:
 def test_a_model_with_nothing_to_quantize_is_refused(made: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(ArgumentError, match=f"there is nothing to quantize in Sequential{why}"):
         hb.quantize_(made(), "q4_0")
+
+
+def test_a_model_of_doubles_says_what_it_computes_in() -> None:
+    made = hb.quantize_(nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 40)), "q4_0").double()
+    with pytest.raises(ArgumentError, match=r"to float32, bfloat16 or float16, got torch.float64: convert a model with .float\(\)"):
+        made(torch.tensor([1]))
+    assert made.float()(torch.tensor([1])).dtype == torch.float32
 
 
 def test_a_weight_is_read_like_a_tensor_of_floats() -> None:

@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CONFIG = hb.Config("q4_0", compute="float")
 TOKENS = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(1))
+CALIBRATION = torch.randint(0, 101, (4, 9), generator=torch.Generator().manual_seed(2))
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -207,7 +208,7 @@ def test_methods(tmp_path: Path) -> None:
     for method in ("mse", "hqq"):
         quantized = hb.quantize_(deepcopy(model), hb.Config("int4_g32", method=method))
         assert all(row.error is not None and row.error < 0.12 for row in hb.report(quantized).quantized)
-    quantized = hb.quantize_(deepcopy(model), hb.Config("int4_g32", method="gptq"), calibration=TOKENS)
+    quantized = hb.quantize_(deepcopy(model), hb.Config("int4_g32", method="gptq"), calibration=CALIBRATION)
     assert sum(row.kind == "Experts" for row in hb.report(quantized).quantized) == 4
     assert logits(quantized).isfinite().all()
 
@@ -215,8 +216,8 @@ def test_methods(tmp_path: Path) -> None:
 def test_calibrated_on_disk_and_exported(tmp_path: Path) -> None:
     model, config = build("mixtral"), hb.Config("int4_g32", method="gptq", compute="float")
     model.save_pretrained(tmp_path / "float")
-    hb.convert(tmp_path / "float", tmp_path / "own", config, calibration=hb.Calibration(TOKENS))
-    quantized = hb.quantize_(model, config, calibration=TOKENS)
+    hb.convert(tmp_path / "float", tmp_path / "own", config, calibration=hb.Calibration(CALIBRATION))
+    quantized = hb.quantize_(model, config, calibration=CALIBRATION)
     expected = logits(quantized)
     assert torch.equal(logits(hb.load(tmp_path / "own")), expected)
     report = hb.export(tmp_path / "own", tmp_path / "gptq", "gptq")  # has no place for stacks: they become float parameters again

@@ -1,6 +1,8 @@
 """Quantizers: absmax against its definition element by element, mse never worse than it, and what both refuse."""
 
 import math
+import sys
+from threading import current_thread
 
 import numpy as np
 import pytest
@@ -193,6 +195,31 @@ def test_the_pieces_that_a_weight_is_walked_in_do_not_show(method: str, name: st
         assert all(torch.equal(a, b) for a, b in zip(whole.tensors().values(), pieces.tensors().values(), strict=True))
     else:  # sums of errors over the pieces are rounded in another order
         assert torch.allclose(whole.dequantize(), pieces.dequantize(), atol=float(whole.scale.float().max()))
+
+
+@pytest.mark.parametrize("method", ["mse", "hqq"])
+def test_pieces_have_threads_of_their_own(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.randn(37, 101, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    monkeypatch.setattr(builder, "_CHUNK", 250)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = METHODS[method](w, as_format("int4_g24"))
+        torch.set_num_threads(3)
+        seen = set()
+        place = sys.modules[METHODS[method].__module__]
+        search = vars(place)["_search"]
+        monkeypatch.setattr(place, "_search", lambda *args: (seen.add((current_thread(), torch.get_num_threads())), search(*args))[1])
+        codes = METHODS[method](w, as_format("int4_g24"))
+        assert len(seen) > 3
+        assert {threads for thread, threads in seen if thread is not current_thread()} == {1}
+        assert torch.get_num_threads() == 3
+        assert all(torch.equal(a, b) for a, b in zip(alone.tensors().values(), codes.tensors().values(), strict=True))
+        with pytest.raises(FormatError, match=r"w: the scale of row 20, block 2 is"), torch.no_grad():
+            METHODS[method](w.index_put((torch.tensor(20), torch.tensor(50)), torch.tensor(3e9)), as_format("int4_g24"), "w")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("method", METHODS)

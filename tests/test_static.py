@@ -369,10 +369,11 @@ def test_nan_becomes_the_least_code() -> None:
         ({"calibration": []}, "no calibration images"),
         ({"calibration": [{"x": 1}]}, "got a dict"),
         ({"calibration": [images(1) * float("nan")]}, "hold numbers from nan to nan"),
+        ({"calibration": [images(1).double()]}, "calibration takes images of float32, bfloat16 or float16, got torch.float64: convert"),
         ({"calibration": [images(1) * 1e30]}, "hold numbers from -"),
         ({"calibration": None}, "needs calibration, which was not given: pass calibration=images"),
         ({"calibration": 3}, "takes batches of images, got int: pass a DataLoader"),
-        ({"calibration": hb.Calibration(torch.ones(1, 2, dtype=torch.int64))}, "takes batches of images, got halfbyte.Calibration"),
+        ({"calibration": hb.Calibration(torch.ones(1, 32, dtype=torch.int64))}, "takes batches of images, got halfbyte.Calibration"),
         ({"method": "gptq"}, "has no use for gptq"),
         ({"format": "q4_0"}, "one scale|a scale per channel"),
         ({"observer": "best"}, "observer is one of"),
@@ -384,6 +385,22 @@ def test_bad_arguments(settings: dict[str, object], words: str) -> None:
     calibration = arguments.pop("calibration")
     with pytest.raises(ArgumentError, match=words):
         hb.quantize_(network(nn.Identity()), hb.Config(**arguments), calibration)
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        (Tensor.double, " of float32, bfloat16 or float16, got torch.float64: convert them first"),
+        (Tensor.byte, " of float32, bfloat16 or float16, got torch.uint8: convert them first"),
+        (Tensor.numpy, r", got numpy.ndarray: pass torch.as_tensor\(x\)"),
+    ],
+)
+def test_images_of_another_type_are_named_as_the_users(made: Callable[[Tensor], Any], got: str) -> None:
+    model = on_codes(network(nn.Identity()), [images(1)])
+    for _ in range(3):  # node by node, then programs
+        with pytest.raises(ArgumentError, match=f"^a network on int8 codes takes tensors{got}$"):
+            model(made(images(1)))
+        model(images(1))
 
 
 def test_images_of_the_config() -> None:

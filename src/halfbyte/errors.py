@@ -1,6 +1,7 @@
 """The exceptions of halfbyte. Every message is one sentence: what is wrong, the value received, what is allowed, what to do."""
 
 import re
+from os import PathLike, fspath
 from pathlib import Path
 
 
@@ -42,3 +43,13 @@ def check_type(value: object, allowed: type | tuple[type, ...], what: str, remed
         kind = type(value)
         home = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."
         raise ArgumentError(f"{what}, got {'None' if value is None else home + kind.__qualname__}: {remedy}")
+
+
+def model_path(value: str | PathLike[str]) -> Path:
+    """The path of a model, as a user names it; raises ArgumentError for what names none."""
+    what = "a model is named by its folder or file, a str or a Path"
+    check_type(value, (str, PathLike), what, "pass its path")
+    name = fspath(value)
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ArgumentError(f"{what}, got {name!r}: " + ("write '.' for the current folder" if not name else "pass its path"))
+    return Path(name)

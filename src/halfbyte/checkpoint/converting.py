@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 
 from torch import Tensor
 
@@ -14,15 +13,16 @@ from halfbyte.checkpoint.architecture import Step, known_architecture
 from halfbyte.checkpoint.files import companions, copy_companions, journal
 from halfbyte.checkpoint.folder import replacing
 from halfbyte.checkpoint.materialize import Materializer
-from halfbyte.checkpoint.plan import Plan, Source, plan_by_rule, plan_model, report
+from halfbyte.checkpoint.plan import NOT_A_WEIGHT, Plan, Source, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.saving import publish, stored_specs
 from halfbyte.checkpoint.sources import open_floats
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
+from halfbyte.nn.candidates import NOT_A_KIND
 from halfbyte.nn.config import Config, as_config, choose, take_calibration
 from halfbyte.nn.convert import UNCALIBRATED
 from halfbyte.nn.kinds import quantize_weight, relative_error
@@ -55,7 +55,7 @@ def convert(
     config, calibration = take_calibration(as_config(config), calibration, in_memory=False)
     if resume and calibration is not None:
         raise ArgumentError(f"{config.method} processes all layers one after the other and cannot be resumed: start again")
-    source, target = Path(src), Path(dst)
+    source, target = model_path(src), model_path(dst)
     described, reader = open_floats(source)
     notes = list(reader.notes)
     if known_architecture(described) is not None:
@@ -63,6 +63,10 @@ def convert(
     else:
         plan = plan_by_rule(reader, lambda found, _: choose(found, config))
         notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
+    if not plan.weights:
+        left = sorted(plan.about.items(), key=lambda item: item[1][1] in (NOT_A_KIND, NOT_A_WEIGHT))
+        why = f": {left[0][0]} stays as it is ({left[0][1][1]})" if left else ", which has no tensors"
+        raise ArgumentError(f"there is nothing to quantize in {source}{why}")
     for name, weight in plan.weights.items():
         if name in plan.linears or weight.kind != "Embedding":
             plan.weights[name] = replace(weight, compute=config.compute, activation=config.activation)

@@ -17,7 +17,7 @@ from halfbyte.checkpoint.manifest import CONFIG
 from halfbyte.checkpoint.saving import INDEX, publish, stored_specs
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.checkpoint.targets import TARGETS, Target
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.io import gguf
@@ -38,7 +38,8 @@ def export(
 ) -> Report:
     """Writes the model in `src` (whatever `load` reads, or a float Hugging Face folder) to `dst`, a new folder or a GGUF file.
 
-    to        "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"; may be left out where `dst` ends in .gguf
+    to        "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"; may be left out where `dst` ends in .gguf, as every
+              GGUF file does
     progress  is called after each tensor with (bytes written, bytes in all, name)
     resume    continue an export to the same place that was killed
 
@@ -46,7 +47,7 @@ def export(
     No more than one weight is held in memory. Raises CheckpointError (`dst` is then unchanged), ArgumentError where no weight at all
     could stay quantized.
     """
-    source, target = Path(src), Path(dst)
+    source, target = model_path(src), model_path(dst)
     to = kind_to_write(target, to)
     model = open_model(source, floats=True)
     if model.static is not None and to != "halfbyte":
@@ -84,7 +85,8 @@ def export(
 
 
 def kind_to_write(target: Path, to: str | None) -> str:
-    """One of KINDS: `to`, or if that is None the one that the target's suffix names."""
+    """One of KINDS: `to`, or if that is None the one that the target's suffix names. Raises ArgumentError where the suffix is not the
+    kind's."""
     if to is None and target.suffix not in (".gguf", ".onnx"):
         raise ArgumentError(
             f"the name {target.name} does not tell what to write, as one that ends in .gguf does: say {', '.join(KINDS)} "
@@ -94,6 +96,8 @@ def kind_to_write(target: Path, to: str | None) -> str:
     if to not in KINDS:
         remedy = ": halfbyte.io.onnx.export_linear writes one layer" if to == "onnx" else ""
         raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}{remedy}")
+    if to == "gguf" and target.suffix != ".gguf":
+        raise ArgumentError(f"a GGUF file is known by its suffix, which {target.name} lacks: write {target.name}.gguf")
     return to
 
 

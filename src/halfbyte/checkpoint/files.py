@@ -15,7 +15,9 @@ from halfbyte.io.safetensors import load_json, read_bytes
 COMPANION_BYTES = 64 << 20  # files larger than that are not tokenizers
 # Files besides config.json that describe the quantization: of AutoGPTQ, of AutoAWQ and llm-awq, of Model Optimizer.
 GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS = "quantize_config.json", "quant_config.json", "hf_quant_config.json"
-_WEIGHT_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite", ".pkl"}
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_WEIGHT_SUFFIXES = _PICKLES | {".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite"}
+_ADAPTER = "adapter_config.json"  # of peft
 
 
 def weight_files(source: Path) -> list[Path]:
@@ -23,9 +25,16 @@ def weight_files(source: Path) -> list[Path]:
     if source.suffix == ".onnx":
         raise CheckpointError(f"{source} is not a model that is read: halfbyte.io.onnx.import_linear reads one layer of an ONNX file")
     if isfile(source):
+        if source.suffix in _PICKLES:
+            raise CheckpointError(f"{source} is a pickle, which is never opened: save the model as safetensors first")
         return [source]
     if not isdir(source):
         raise not_there(source, "a folder with safetensors files, or one such file, or a GGUF file")
+    if isfile(source / _ADAPTER) and not isfile(source / CONFIG):
+        raise CheckpointError(
+            f"{source} holds an adapter, not a model: load the model that {_ADAPTER} names, and then peft.PeftModel.from_pretrained(model, "
+            f"{str(source)!r})"
+        )
     if isfile(source / "model.safetensors"):
         return [source / "model.safetensors"]
     if isfile(source / INDEX):
@@ -38,12 +47,12 @@ def weight_files(source: Path) -> list[Path]:
             raise CheckpointError(f"{source / INDEX} is damaged: {e}") from e
     if files := sorted(source.glob("*.safetensors")):
         return files
-    if pickles := [path.name for end in ("*.bin", "*.pt", "*.pth") for path in source.glob(end)]:
+    if pickles := [path.name for path in source.iterdir() if path.suffix in _PICKLES]:
         raise CheckpointError(f"{source} has {min(pickles)} only, a pickle, which is never opened: save the model as safetensors first")
     if files := sorted(source.glob("*.gguf")):
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         raise CheckpointError(f"{source} has no *.safetensors files, but {files[0].name}{more}: name a GGUF file itself, {files[0]}")
-    raise CheckpointError(f"{source} has no *.safetensors files: name a folder that has some, or one such file")
+    raise CheckpointError(f"{source} has no *.safetensors files: name a folder that has some, or one such file, or a GGUF file")
 
 
 def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
-from halfbyte.errors import ArgumentError, CheckpointError, check_type
+from halfbyte.errors import ArgumentError, CheckpointError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.candidates import candidates, named_tensors, own_tensors
@@ -41,7 +40,7 @@ def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Con
     floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
     quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
     """
-    source = Path(path)
+    source = model_path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)
     return Checkpoint(source) if found is None else OtherModel(source, *found, quantize)
 

@@ -15,7 +15,7 @@ import torch
 
 from halfbyte import __version__
 from halfbyte.checkpoint.quantization_config import BITS, SETTINGS, has_bytes_each
-from halfbyte.errors import ArgumentError, CheckpointError, FormatError
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, not_there
 from halfbyte.formats.dense import dense_tensors, stored_bytes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape, load_json
@@ -144,20 +144,25 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
     path = folder / CONFIG
     if not isfile(path):
         if not exists(folder):
+            if folder.suffix in (".gguf", ".safetensors"):
+                raise not_there(folder, "a GGUF file, or a folder that save() or convert() made")
             raise CheckpointError(
                 f"there is no folder {folder}: name one that save() or convert() made, or, for a model of the Hugging Face Hub, use "
                 'transformers, AutoModelForCausalLM.from_pretrained(name, quantization_config=halfbyte.HalfbyteConfig("q4_0"))'
             )
-        what = f"there is no {path}" if isdir(folder) else f"{folder} is not a folder"
-        raise CheckpointError(f"{what}: a halfbyte checkpoint is a folder that save() or convert() made")
+        if folder.suffix == ".safetensors":
+            raise CheckpointError(f"{folder} is not quantized by halfbyte, {_calls(folder)}")
+        what = f"{folder} has no {CONFIG}" if isdir(folder) else f"{folder} is neither a folder nor a GGUF file"
+        raise CheckpointError(
+            f"{what}: name a folder that save() or convert() made or transformers reads, of AWQ, GPTQ or compressed-tensors for example, "
+            "or a GGUF file"
+        )
     config = load_json(path)
     section = config.pop(SECTION, None)
     if section is not None:
         config.pop(SETTINGS, None)  # the same information for transformers
     if section is None:
-        name = repr(str(folder))
-        calls = f"convert({name}, 'new_folder', 'q4_0') does it once, load({name}, format='q4_0') as it loads"
-        raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, {calls}")
+        raise CheckpointError(f"{path} has no {SECTION!r} section: this model is not quantized by halfbyte, {_calls(folder)}")
     if not isinstance(section, dict) or section.get("version") != VERSION:
         version = short(section.get("version") if isinstance(section, dict) else section)
         raise CheckpointError(f"{path} has a {SECTION!r} section of version {version}, this halfbyte reads {VERSION}: use a newer one")
@@ -165,6 +170,11 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
         return config, _parse(section)
     except (ArgumentError, FormatError, ArithmeticError, TypeError, ValueError) as e:
         raise CheckpointError(f"the {SECTION!r} section of {path} is damaged: {e}") from e
+
+
+def _calls(source: Path) -> str:
+    name = repr(str(source))
+    return f"convert({name}, 'new_folder', 'q4_0') does it once, load({name}, format='q4_0') as it loads"
 
 
 def _parse(section: Mapping[str, Any]) -> Manifest:

@@ -21,6 +21,7 @@ from halfbyte.nn.kinds import CONVOLUTIONS, codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.transposed import is_transposed
 
+NOT_A_WEIGHT = "not a 2-D tensor of float32, bfloat16 or float16 called *.weight"
 # (modules that hold a weight, module -> the tensors of the files that its weight consists of) -> for each the format, or why it has none.
 Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[str, Format | str]]
 
@@ -188,7 +189,7 @@ def plan_by_rule(source: Source, choose: Choose) -> Plan:
     found = {name: Candidate(name.removesuffix(".weight"), "Linear", name) for name in fits if name.endswith(".weight")}
     decisions = choose(list(found.values()), {candidate.name: (name,) for name, candidate in found.items()})
     for name, spec in specs.items():
-        decision = decisions[found[name].name] if name in found else "not a 2-D float tensor called *.weight"
+        decision = decisions[found[name].name] if name in found else NOT_A_WEIGHT
         if isinstance(decision, Format):
             plan.weights[name] = Weight("Linear", decision, spec.shape, spec.dtype)
             plan.linears.add(name)

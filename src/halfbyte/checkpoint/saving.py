@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
 from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, guard
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
 from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
@@ -73,7 +72,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
                 tied[f"{dot}{name}"] = owner
     weights = {name: _weight(module, *settings.get(name, ("auto", "block"))) for name, module in modules.items()}
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
-    with replacing(Path(dir)) as staging:
+    with replacing(model_path(dir)) as staging:
         writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
         for name, tensor in plain.items():
             writer.write(name, tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os.path import isfile
+from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,11 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     if (settings := settings_of(source, config)) is not None:
         entries = read_folder(Reader(weight_files(source)), {**config, SETTINGS: settings})
         return {key: value for key, value in config.items() if key != SETTINGS}, entries
-    return (config, read_plain(Reader(weight_files(source)), config)) if floats else None
+    if floats:
+        return config, read_plain(Reader(weight_files(source)), config)
+    if exists(source):
+        weight_files(source)  # says what is wrong, such as pickles, where there are no weights that could be quantized
+    return None
 
 
 def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:

@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         "says so.",
     )
     parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a GGUF file")
-    parser.add_argument("dst", metavar="DST", type=Path, help="folder or GGUF file to write, which does not exist yet")
+    parser.add_argument("dst", metavar="DST", type=Path, help="folder or GGUF file (.gguf) to write, which does not exist yet")
     parser.add_argument("--to", metavar="KIND", help=f"the kind to write: {', '.join(KINDS)} (default: gguf where DST ends in .gguf)")
     parser.add_argument("--resume", action="store_true", help="continue a conversion to DST that was killed")
 

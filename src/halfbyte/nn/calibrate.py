@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.calibrate_experts import quantize_experts
+from halfbyte.nn.calibrate_experts import FEW, quantize_experts
 from halfbyte.nn.experts import StackedExperts
 from halfbyte.nn.folding import Fold, find_folds
 from halfbyte.nn.kinds import relative_distance
@@ -39,7 +39,7 @@ _Folds = dict[tuple[object, ...], list[Fold]]  # key: the structure of the layer
 class Calibration:
     """The calibration data of methods that use activations, and their options.
 
-    tokens   int64 [n, t]: n passages of t tokens each, as `calibration_tokens` returns
+    tokens   int64 [n, t]: n passages of t tokens each, as `calibration_tokens` returns; in all at least 32, better tens of thousands
     batch    passages that run at a time
     device   where the layers run; None: where they are
     gptq, awq   options of these methods
@@ -53,10 +53,15 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check_type(self.tokens, Tensor, "calibration takes token ids, a tensor", "pass calibration_tokens(tokenizer, text)")
-        if self.tokens.dim() != 2 or not self.tokens.numel() or self.tokens.is_floating_point():
+        if self.tokens.dim() != 2 or not self.tokens.numel() or self.tokens.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(
                 f"calibration takes token ids [passages, tokens], at least one, got {self.tokens.dtype} {list(self.tokens.shape)}: "
                 "use calibration_tokens(tokenizer, text)"
+            )
+        if self.tokens.numel() < FEW:
+            raise ArgumentError(
+                f"calibration takes {FEW} or more tokens, got {self.tokens.numel()}, which do not show what the model meets: "
+                "use a few pages of text of the kind that it will see"
             )
         if self.batch < 1:
             raise ArgumentError(f"calibration runs 1 or more passages at a time, got a batch of {self.batch}")

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
+from halfbyte.errors import check_type
 from halfbyte.kernels.problem import Addition, Combination, Window
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule, version
 from halfbyte.ops import conv, elementwise
+from halfbyte.ops.checks import check_floats
 from halfbyte.ops.cpu import qlinear_step
 from halfbyte.ops.cpu_conv import qconv2d_step
 from halfbyte.ops.library import plain
@@ -65,6 +67,8 @@ class Quantize(nn.Module):
         return Combination(torch.int8, 1 / self.scale.step, self.scale.zero, low=LEAST, high=MOST)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_type(x, Tensor, "a network on int8 codes takes tensors", "pass torch.as_tensor(x)")
+        check_floats(x, "a network on int8 codes takes tensors")
         return elementwise.combine(x, self._how)
 
     def step(self, x: Tensor) -> Step | None:

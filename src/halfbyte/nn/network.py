@@ -116,6 +116,7 @@ class _Sizes(fx.Interpreter):
 
     def __init__(self, network: fx.GraphModule) -> None:
         super().__init__(network)
+        self.extra_traceback = False  # errors stay one sentence
         self.seen: dict[fx.Node, Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:

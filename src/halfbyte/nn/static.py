@@ -39,6 +39,7 @@ from halfbyte.nn.modules import AnyPacked
 from halfbyte.nn.network import IntegerNetwork
 from halfbyte.nn.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, module_of
 from halfbyte.ops import conv
+from halfbyte.ops.checks import check_floats
 
 _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
@@ -109,7 +110,10 @@ def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, obser
     watcher = _Watcher(traced, observer, {layer for layer, _ in folded})
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
-            watcher.run(_image_of(batch))
+            image = _image_of(batch)
+            if image.is_floating_point():  # others may be ids
+                check_floats(image, "calibration takes images")
+            watcher.run(image)
     if not watcher.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()

@@ -153,9 +153,9 @@ def check_requantization(fmt: Format, k: int, in_scale: float, in_zero: int, out
 
 def check_ids(ids: Tensor) -> None:
     if ids.dtype not in (torch.int64, torch.int32):
-        raise ArgumentError(f"embedding takes ids of int64 or int32, got {ids.dtype}")
+        raise ArgumentError(f"embedding takes ids of int64 or int32, got {ids.dtype}: convert them with .long() first")
 
 
 def check_out_dtype(dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
-        raise ArgumentError(f"weights are dequantized to float32, bfloat16 or float16, not {dtype}")
+        raise ArgumentError(f"weights are dequantized to float32, bfloat16 or float16, got {dtype}: convert a model with .float()")

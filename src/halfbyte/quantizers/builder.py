@@ -76,10 +76,13 @@ class Builder:
         self.rows = weight.detach().reshape(-1, weight.shape[-1]) if weight.numel() else weight.new_empty(0, weight.shape[-1])
         stored = Codes.zeros(fmt, tuple(self.rows.shape), weight.device)
         self.data, self.scale, self.zero = stored.data, stored.scale, stored.zero
-        self._row = 0
+        self._row = 0  # the next to be added
+        self._begun = 0  # the first of the group that the loop over the groups is at
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        return groups(self.rows, self.fmt)
+        for group in groups(self.rows, self.fmt):
+            yield group
+            self._begun += sum(map(len, group))
 
     def add(self, group: list[Tensor], grid: Grid, codes: Iterator[Tensor]) -> None:
         """Stores a group's grid and, piece by piece, its codes (float32 integers [r, nb, B])."""
@@ -95,12 +98,13 @@ class Builder:
             self._row += len(rows)
 
     def check(self, what: str, exact: Tensor, stored: Tensor) -> None:
-        """Raises unless every `stored` value of a group ([r, nb]) is finite; `exact` holds the values before rounding."""
+        """Raises unless every `stored` value ([r, nb]) of the group that the loop is at is finite; `exact` holds the values before
+        rounding."""
         if bool(torch.isfinite(stored).all()):
             return
         check_finite(self.weight, self.name)  # a NaN or Inf in the weight is the more likely cause, with the clearer message
         row, block = (int(i) for i in (~torch.isfinite(stored)).nonzero()[0])
-        place = "the whole tensor" if self.fmt.block == "tensor" else f"row {self._row + row}, block {block}"
+        place = "the whole tensor" if self.fmt.block == "tensor" else f"row {self._begun + row}, block {block}"
         raise overflow(self.fmt, self.name, what, place, float(exact[row, block]))
 
     def codes(self) -> Codes:

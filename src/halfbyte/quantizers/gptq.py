@@ -8,9 +8,11 @@ D = dequantize(codes) - W. With U the upper Cholesky factor of (H + damping * me
         w_k  ->  its nearest codes
         W[:, j] -= (w_k - dequantize(codes_k)) / U[k, k] * U[k, j]      for every j > k
 
-Columns are processed in blocks; the columns after a block are updated when it is done. The grid of a block of the format is fixed when
-its first column is reached, from the weights at that moment, or before anything is rounded (static groups). Everything is computed
-in float64.
+Columns are processed in blocks, and these in smaller ones; the columns after a block are updated when it is done. The grid of a block of
+the format is fixed when its first column is reached, from the weights at that moment, or before anything is rounded (static groups).
+Everything is computed in float64.
+
+On a CPU small weights have one thread (threads.py says why).
 
 A weight that is 0 counts as pruned: its code means 0 too, and the error of that is compensated like any other. Formats with offsets
 have no code for 0; there it is a weight like any other.
@@ -32,9 +34,13 @@ from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax, nearest
 from halfbyte.quantizers.check import check_finite, check_weight
 from halfbyte.quantizers.mse import mse
+from halfbyte.quantizers.threads import at_most
 
 GRIDS = ("mse", "absmax")
 _CHUNK = 1 << 24  # weights processed at a time: rows are independent of each other
+_NEAR = 16  # columns of the smaller blocks: rows that fit the nearest cache while each column is subtracted from those after it
+_SHARE_OF_COLUMNS = 1 << 17  # weights of a block of columns, for each thread
+_SHARE_OF_MOMENTS = 1 << 20  # moments to factor, for each thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,8 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
     if not weight.numel() or not bool((energy > 0).any()):
         return _grid(weight, fmt, energy, options, name)
     order = energy.argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=weight.device)
-    upper = inverse_factor(moments[order][:, order], options.damping, name)
+    with at_most(moments.numel() // _SHARE_OF_MOMENTS):
+        upper = inverse_factor(moments[order][:, order], options.damping, name)
     # The cost of an error in each column once all later columns have compensated for it as far as possible.
     energy[order] = upper.diagonal().square().reciprocal().float()
     static = _grid(weight, fmt, energy, options, name) if options.static_groups or not isinstance(fmt.block, int) else None
@@ -98,7 +105,8 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
         if static is not None:
             take = slice(None) if fmt.block == "tensor" else rows
             sweep.fix(static.scale[take], None if static.zero is None else static.zero[take])
-        parts.append(sweep.run(upper, order))
+        with at_most(len(rows) * options.columns // _SHARE_OF_COLUMNS):
+            parts.append(sweep.run(upper, order))
     values = torch.cat([part[0] for part in parts])
     if static is not None:
         return Codes.from_values(fmt, values, static.scale, static.zero)
@@ -159,12 +167,15 @@ class _Sweep:
                 block, factor = blocks[first + i], upper[first + i]
                 if not self.known[block]:
                     self._decide(block, w[places[block]] - upper[first : first + i, places[block]].T @ errors[:i])
+                begin, end = i // _NEAR * _NEAR, min((i // _NEAR + 1) * _NEAR, last - first)
                 q = self._encode(near[i], block)
                 if self.pruned is not None:
                     q = torch.where(self.pruned[order[first + i]], self.zero[block], q)
                 codes[first + i] = q.to(torch.int16)
                 errors[i] = (near[i] - self._decode(q, block)) / factor[first + i]
-                near[i + 1 :].addr_(factor[first + i + 1 : last], errors[i], alpha=-1)
+                near[i + 1 : end].addr_(factor[first + i + 1 : first + end], errors[i], alpha=-1)
+                if i + 1 == end:
+                    near[end:].addmm_(upper[first + begin : first + end, first + end : last].T, errors[begin:end], alpha=-1)
             w[last:].addmm_(upper[first:last, last:].T, errors, alpha=-1)
         return codes[order.argsort()].T.contiguous(), self.scale.T, self.zero.T
 

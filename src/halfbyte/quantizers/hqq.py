@@ -33,6 +33,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax_grid, decode, encode, limits, stored_grid
 from halfbyte.quantizers.builder import Builder, Grid, as_blocks
 from halfbyte.quantizers.mse import Blocks, refit
+from halfbyte.quantizers.threads import each
 
 _P = 0.7
 _BETA, _GROWTH = 10.0, 1.01
@@ -46,22 +47,26 @@ def hqq(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
     Arguments, result and errors as for `absmax`; about a hundred times its work. Memory beyond the result: a few MB.
     """
     builder = Builder(weight, fmt, name)
-    for group in builder:
-        blocks = Blocks(fmt, group)
-        best = plain = absmax_grid(builder, group)
-        least = torch.full(plain.scale.shape, torch.inf, dtype=torch.float64, device=plain.scale.device)
-        for grid in _starts(blocks, plain):
-            going = torch.ones_like(least, dtype=torch.bool)  # blocks stop independently of each other
-            for step in range(_ROUNDS):
-                loss, moved = _round(blocks, grid, _BETA * _GROWTH**step)
-                better = going & (loss < least)  # False where a scale overflowed
-                best, least = grid.where(better, best), torch.where(better, loss, least)
-                going = better if step else going
-                if not bool(going.any()):
-                    break
-                grid = moved
+    starts = ((group, absmax_grid(builder, group)) for group in builder)
+    for group, best in each(lambda start: (start[0], _search(Blocks(fmt, start[0]), start[1])), starts, builder.rows.device):
         builder.add(group, best, (encode(fmt, as_blocks(rows, fmt), best) for rows in group))
     return builder.codes()
+
+
+def _search(blocks: Blocks, plain: Grid) -> Grid:
+    best = plain
+    least = torch.full(plain.scale.shape, torch.inf, dtype=torch.float64, device=plain.scale.device)
+    for grid in _starts(blocks, plain):
+        going = torch.ones_like(least, dtype=torch.bool)  # blocks stop independently of each other
+        for step in range(_ROUNDS):
+            loss, moved = _round(blocks, grid, _BETA * _GROWTH**step)
+            better = going & (loss < least)  # False where a scale overflowed
+            best, least = grid.where(better, best), torch.where(better, loss, least)
+            going = better if step else going
+            if not bool(going.any()):
+                break
+            grid = moved
+    return best
 
 
 def shrink(v: Tensor, beta: float) -> Tensor:

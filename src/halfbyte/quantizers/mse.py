@@ -34,6 +34,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax_grid, decode, encode, limits, steps, stored_grid
 from halfbyte.quantizers.builder import Builder, Grid, as_blocks
 from halfbyte.quantizers.check import check_finite
+from halfbyte.quantizers.threads import each
 
 _FACTORS = (1.0, 0.95, 0.9, 0.875, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3)  # of a symmetric range
 _CUTS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4)  # fractions of a range clipped at one end or both
@@ -57,12 +58,16 @@ def mse(weight: Tensor, fmt: Format, name: str = "weight", moments: Tensor | Non
         check_finite(moments, f"the input moments of {name}")
     builder = Builder(weight, fmt, name)
     metric = None if moments is None or not builder.rows.numel() else _metric(moments.to(builder.rows.device), fmt)
-    for group in builder:
-        plain = absmax_grid(builder, group)
+
+    def best(start: tuple[list[Tensor], Grid]) -> tuple[list[Tensor], Grid]:
+        group, plain = start
         blocks = Blocks(fmt, group, metric)
         found = _search(blocks, plain)
         better = squared_error(blocks, found, torch.float64) < squared_error(blocks, plain, torch.float64)
-        grid = found.where(better, plain)
+        return group, found.where(better, plain)
+
+    starts = ((group, absmax_grid(builder, group)) for group in builder)
+    for group, grid in each(best, starts, builder.rows.device):
         builder.add(group, grid, (encode(fmt, as_blocks(rows, fmt), grid) for rows in group))
     return builder.codes()
 
