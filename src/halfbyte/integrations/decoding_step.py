@@ -202,8 +202,8 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
     furthest = max(where)
     if held.nearest is not None and furthest >= held.nearest:
         return None
-    rotary = [held.turn(position, furthest) for position in where]
-    y = held.step(ids.flatten().tolist(), rotary, cache.stamps, partial(_entries, layers), length, seen)
+    turns = [held.turn(position, furthest) for position in where]  # with their tables: others may put new ones in their place
+    y = held.step(ids.flatten().tolist(), [at for _, at in turns], cache.stamps, partial(_entries, layers), length, seen)
     for layer in layers:
         layer.length = length + 1
     if y.dtype != held.dtype:
@@ -309,8 +309,9 @@ class _Held:
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
         return same and [version(getattr(*place)) for place in self._tensors] == self._versions and self._unchanged.is_still()
 
-    def turn(self, position: int, furthest: int) -> int:
-        """The address of the cosines and sines [kinds, 2, R] of a position, float32, where all sequences reach to `furthest`."""
+    def turn(self, position: int, furthest: int) -> tuple[Tensor, int]:
+        """A table, and the address in it of the cosines and sines [kinds, 2, R] of a position, float32, where all sequences reach to
+        `furthest`."""
         block, at = divmod(position, _AT_ONCE)
         far = self._switch is not None and furthest >= self._switch
         found = self._turns.get((block, far))
@@ -327,7 +328,7 @@ class _Held:
                 wide = [torch.cat([part] * max(1, self._turned // part.shape[-1]), -1) for part in parts]
                 table = torch.cat(wide, -1)[0].float().contiguous()
             found = self._turns[block, far] = table, table.data_ptr()
-        return found[1] + at * found[0].stride(0) * 4
+        return found[0], found[1] + at * found[0].stride(0) * 4
 
 
 _models: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
