@@ -194,7 +194,7 @@ def test_a_nan_spoils_its_row_alone() -> None:
         (lambda p: hb.embedding(torch.tensor([0, N]), p), rf"ids lie in 0 … {N - 1}, got 0 … {N}"),
         (lambda p: hb.embedding(torch.tensor([-1]), p), "got -1 … -1"),
         (lambda p: hb.embedding(torch.tensor([0.5]), p), "int64 or int32, got torch.float32"),
-        (lambda p: hb.dequantize(p, torch.float64), "float32, bfloat16 or float16, not torch.float64"),
+        (lambda p: hb.dequantize(p, torch.float64), "float32, bfloat16 or float16, got torch.float64"),
         (lambda p: hb.quantize(torch.full((2, 3), math.nan), "q4_0", name="head"), "head"),
         (lambda p: hb.quantize(torch.randn(2, 3), "q4_0", "best"), "unknown quantization method 'best': use one of absmax, mse"),
         (lambda p: hb.quantize(torch.randn(2, 3), "q5_9"), "unknown format 'q5_9'"),
