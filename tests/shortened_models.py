@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from halfbyte.integrations.decoding import is_short, shorten_
@@ -39,3 +40,15 @@ def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list
 
     monkeypatch.setattr(module, name, noting)
     return found
+
+
+class Shifted(torch.nn.Module):
+    """What a norm may be replaced by."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x) + 1
+        return y

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 import decoder_parts
 from language_model import make_decoder
-from shortened_models import beside, close
+from shortened_models import Shifted, beside, close
 from transformers import DynamicCache, StaticCache
 
 from halfbyte import ops
@@ -434,18 +434,6 @@ def test_arguments() -> None:
         DecoderLayer(attention, odd)
     with pytest.raises(ArgumentError, match="have one width, got 32 and 64"):
         DecoderLayer(attention, wide)
-
-
-class Shifted(torch.nn.Module):
-    """What a norm may be replaced by."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x) + 1
-        return y
 
 
 def test_a_norm_that_was_replaced() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from shortened_models import close, done
+from shortened_models import Shifted, close, done
 from transformers import DynamicCache, StaticCache
 
-from halfbyte.integrations import decoding, decoding_gpu, prompt_gpu
+from halfbyte.integrations import decoding, decoding_gpu, layer_gpu, prompt_gpu
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.graphs import static_cache
 from halfbyte.integrations.rings import Ring
@@ -214,18 +214,6 @@ def takes_prompts(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class Shifted(torch.nn.Module):
-    """What a norm may be replaced by."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x) + 1
-        return y
-
-
 def test_what_changes_attention_is_left_to_transformers(device: torch.device, prompts: list[bool]) -> None:
     """Masks for all tokens alike, other implementations and settings of attention, and norms that were replaced."""
     plain, short = pair("mistral", device)
@@ -272,6 +260,47 @@ def test_a_mask_that_is_added_may_change(device: torch.device, prompts: list[boo
             mask[..., 4:, :hidden] = torch.finfo(torch.float32).min
             assert close(short(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits)
     assert prompts == [takes_prompts(device)] * 4
+
+
+def test_tokens_that_are_left_to_transformers(device: torch.device, calls: list[bool]) -> None:
+    """With a hook within the layer, which is called, and after a norm was replaced."""
+    plain, short = pair("llama", device)
+    seen: list[int] = []
+    handle = short.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
+    found = logits(short, static_cache(short, 64), (9, 1))
+    assert calls[-2:] == [False, True]
+    assert len(seen) == 2
+    handle.remove()
+    for model in (plain, short):
+        model.model.layers[1].input_layernorm = Shifted(model.model.layers[1].input_layernorm)
+    changed = logits(short, static_cache(short, 64), (9, 1))
+    assert calls[-2:] == [True, False]
+    assert close(changed, logits(plain, StaticCache(config=plain.config, max_cache_len=64), (9, 1)))
+    assert not close(found, changed)
+
+
+CHANGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "llama": lambda layer: (layer.input_layernorm, "variance_epsilon"),
+    "qwen3": lambda layer: (layer.self_attn, "scaling"),
+    "granite": lambda layer: (layer, "residual_multiplier"),
+    "qwen3_moe": lambda layer: (layer.mlp.gate, "top_k"),
+    "glm4_moe": lambda layer: (layer.mlp.gate, "routed_scaling_factor"),
+    "gpt_oss": lambda layer: (layer.mlp.experts.float_module, "limit"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_layers_are_alike_that_launch_the_same(kind: str, device: torch.device) -> None:
+    """Their launches are made again for each other: whatever number a kernel is given tells layers apart."""
+    _, short = pair(kind, device)
+    first, second = short.model.layers
+    for index in (0, 1):
+        found = [layer_gpu.parts(layer) for layer in (first, second)]
+        numbers = [part and part.alike for part in found]
+        assert None not in numbers
+        assert (numbers[0] == numbers[1]) == (index == 0)
+        owner, name = CHANGES[kind](second)
+        setattr(owner, name, getattr(owner, name) * 2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "glm4", "cohere", "phi", "starcoder2", "gemma", "phi3", "mixtral", "olmo2"])
