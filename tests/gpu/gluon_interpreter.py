@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 import types
@@ -251,8 +252,9 @@ class Mbarrier:
         bar.count = bar.left = count
 
     @staticmethod
-    def expect(bar: Barrier, nbytes: Any) -> None:
-        bar.step(1, int(nbytes))
+    def expect(bar: Barrier, nbytes: Any, pred: Any = True) -> None:
+        if _raw(pred):
+            bar.step(1, int(nbytes))
 
     @staticmethod
     def arrive(bar: Barrier, count: int, pred: Any = True) -> None:
@@ -267,8 +269,10 @@ class Mbarrier:
 
 class Tma:
     @staticmethod
-    def async_copy_global_to_shared(source: Descriptor, at: list[Any], bar: Barrier, to: Shared) -> None:
+    def async_copy_global_to_shared(source: Descriptor, at: list[Any], bar: Barrier, to: Shared, pred: Any = True) -> None:
         """What lies outside of the tensor is 0."""
+        if not _raw(pred):
+            return
         assert list(to.t.shape) == list(source.block_shape), f"a box of {source.block_shape} into {list(to.t.shape)}"
         first = list(map(int, at))
         box = torch.zeros_like(to.t)
@@ -454,8 +458,8 @@ def _where(condition: Any, a: Any, b: Any) -> Value:
 
 
 _LANGUAGE = _Language(
-    program_id=lambda axis: _scalar(_here.program[0]),
-    num_programs=lambda axis: _scalar(_here.program[1]),
+    program_id=lambda axis: _scalar(_here.program[0][axis]),
+    num_programs=lambda axis: _scalar(_here.program[1][axis]),
     static_range=range,
     arange=lambda start, end, layout=None: Value(torch.arange(start, end, dtype=torch.int32)),
     zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=_TORCH[dtype])),
@@ -532,11 +536,12 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     constants = {name: value for name, value in options.items() if name in kernel.arg_names}
     function, converted = _python(kernel), [_argument(arg) for arg in args]
     _failed.clear()
-    _together([functools.partial(_program, (i, grid[0]), function, converted, constants) for i in range(grid[0])])
+    places = itertools.product(*map(range, reversed(grid)))
+    _together([functools.partial(_program, (place[::-1], grid), function, converted, constants) for place in places])
     return None
 
 
-def _program(place: tuple[int, int], function: Any, args: list[Any], constants: dict[str, Any]) -> None:
+def _program(place: tuple[tuple[int, ...], tuple[int, ...]], function: Any, args: list[Any], constants: dict[str, Any]) -> None:
     _here.program = place
     function(*args, **constants)
 

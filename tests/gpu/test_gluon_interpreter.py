@@ -82,6 +82,9 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
         ("int4_g256_zp", torch.bfloat16, 20, (32, 1, 1, 2, 3)),
         ("int4_channel_zp", torch.float16, 33, (64, 4, 1, 3, 2)),
         ("q4_0", torch.bfloat16, 32, (32, 2, 1, 2, 3)),
+        ("int4_g128", torch.bfloat16, 71, (64, 1, 1, 3, 3)),
+        ("q8_0", torch.float16, 130, (64, 2, 1, 2, 3)),
+        ("int4_g128", torch.bfloat16, 6, (8, 1, 1, 3, 3)),
         ("int8_g64_zp", torch.bfloat16, 9, (16, 1, 1, 2, 3)),
         ("int8_g128_zp", torch.float16, 2, (8, 4, 1, 3, 3)),
     ],
@@ -91,7 +94,7 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
     problem = Problem("linear", m, 140, 640, as_format(name), dtype)
     assert skinny_hopper.supports(problem, GPU) is None
     with interpreted(skinny_hopper):
-        check_linear(skinny_hopper, skinny_hopper.Config(*config), problem, CPU, interpreted=False, weight_rounded=True, epilogue=m == 7)
+        check_linear(skinny_hopper, skinny_hopper.Config(*config), problem, CPU, interpreted=False, weight_rounded=True, epilogue=m in (7, 71))
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,14 @@ def hopper(device: torch.device, gpu: Gpu) -> torch.device:
 def test_formats_and_shares(name: str, dtype: torch.dtype, hopper: torch.device) -> None:
     """With each number of rows another config, and with each format and dtype others: to compile them takes the time."""
     turn = FORMATS.index(name) + 2 * (dtype == H)
-    for m, n, k in ((7, 333, 1024), (16, 512, 2048), (1, 640, 1000 if name in ("q4_0", "q8_0") else 1152), (60, 333, 1024)):
+    for m, n, k in ((7, 333, 1024), (16, 512, 2048), (1, 640, 1000 if name in ("q4_0", "q8_0") else 1152), (60, 333, 1024), (150, 333, 1024)):
         asked = problem(name, m, n, k, dtype)
         configs = skinny_hopper.configs(asked, GPUS["sm_90"])
         turn += 1
         for programs in (7, 132):
             config = configs[turn % len(configs)]
             cut, paired = replace(config, programs=min(programs, config.programs)), programs == 7 and asked.format.bits == 8
-            check_linear(skinny_hopper, cut, replace(asked, paired=paired), hopper, interpreted=False, weight_rounded=True, epilogue=m == 7)
+            check_linear(skinny_hopper, cut, replace(asked, paired=paired), hopper, interpreted=False, weight_rounded=True, epilogue=m in (7, 150))
 
 
 @pytest.mark.parametrize("name", ["int4_channel", "int8_channel"])
@@ -75,7 +75,8 @@ def test_x_need_not_be_aligned(hopper: torch.device) -> None:
     ("asked", "arch", "reason"),
     [
         (problem("int4_g128"), "sm_80", "Hopper's instructions"),
-        (problem("q8_0", 65), "sm_90", "64 rows of x at most"),
+        (problem("q8_0", 129), "sm_90", "128 rows of x at most where N is 4096"),
+        (problem("q8_0", 65, 8192), "sm_90", "64 rows of x at most"),
         (problem("int4_g128_offset"), "sm_90", "has offsets"),
         (problem("int4_g128", dtype=torch.float32), "sm_90", "16 bits"),
         (problem("int8_g32_f32", dtype=H), "sm_90", "16 bits"),
@@ -97,7 +98,7 @@ def test_what_it_refuses(asked: Problem, arch: str, reason: str) -> None:
 @pytest.mark.parametrize("name", ["int4_channel", "q4_0", "int4_g32_zp", "int8_channel", "q8_0"])
 def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
     gpu = GPUS["sm_90"]
-    for m in (1, 9, 32, 64):
+    for m in (1, 9, 32, 64, 128):
         for n, k in ((64, 128), (4096, 4096), (28672, 8192), (151936, 896)):
             asked = problem(name, m, n, k, **ways)
             module = skinny_int8_hopper if ways else skinny_hopper
@@ -107,8 +108,8 @@ def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
                     steps = -(-n // static.rows) * -(-k // (128 * static.depth))
                     together = 4 // config.partitions
                     # Each has a step, or who is to come last is counted wrongly.
-                    assert 1 <= config.programs <= min(steps, together * gpu.sms)
-                    assert config.columns >= m
+                    assert 1 <= config.programs <= min(steps, together * gpu.sms // -(-m // 64))
+                    assert config.columns >= min(m, 64)
                     assert config.stages >= 2
                     assert together * config.stages * static.stage_bytes + (8 << 10) <= gpu.shared
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.dispatch import tune
-from halfbyte.dispatch.roofline import Tiles, predict, spreading
+from halfbyte.dispatch.roofline import Tiles, predict, reading, spreading
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.problem import Compute, Problem, check_compute
@@ -266,7 +266,7 @@ def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[
             seconds = of_candidate.get(str(option.config))
             found.append(option._replace(seconds=seconds or option.seconds + longer, measured="" if seconds is None else where))
         return found, failures
-    guess, configs = None, candidate.module.configs(problem, gpu)
+    guess, configs, known = None, candidate.module.configs(problem, gpu), getattr(candidate.module, "seconds", None)
     if candidate.floats and not of_candidate:
         alike = tune.measured(gpu, replace(problem, compute="float")).times.get(candidate.floats, {})
         configs = sorted(configs, key=lambda config: alike.get(str(config), inf))
@@ -275,7 +275,9 @@ def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[
             failures.append(f"{config} failed: {failure}")
             continue
         seconds = of_candidate.get(str(config))
-        if seconds is None:
-            guess = predict(problem, gpu, candidate.name, candidate.tiles(config, problem)) if guess is None else guess
+        if seconds is None and known is not None and (own := known(problem, config)) is not None:
+            guess = max(own, reading(problem, gpu))
+        elif seconds is None and guess is None:
+            guess = predict(problem, gpu, candidate.name, candidate.tiles(config, problem))
         found.append(GpuOption(candidate, config, seconds or guess or 0.0, "" if seconds is None else where))
     return found, failures

@@ -145,9 +145,9 @@ _OF_SCALED_BYTES = 0.4
 # Seconds that skinny takes besides for 8-bit weights and more than eight rows: the median of what eleven times of an H200, 15 to 115 us,
 # were above the prediction without.
 _MANY_ROWS_OF_BYTES = 7e-6
-# What skinny takes of its prediction with more than 64 rows on Hopper, where mma is slower than wgmma: the median of 220 times of an H200,
-# 0.9 to 1.8. gemm_hopper was faster in 219 of these.
-_MANY_ROWS = 1.2
+# What skinny takes of its prediction with more than 64 rows on Hopper, where mma is slower than wgmma: the median of 83 times of an H200,
+# 0.9 to 2.8. Others were faster in 82 of these.
+_MANY_ROWS = 1.7
 # Bytes of the weight that a multiprocessor makes floats of in a clock by `skinny`, at the most: with more bandwidth for each than an H100
 # has, reading is not what it waits for (H200).
 _UNPACKED = 12.0
@@ -202,6 +202,12 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
         memory += (row_tiles - 1) * geo.nbytes / (_CACHE * ceilings.bandwidth)
     seconds += (arithmetic**cost.norm + memory**cost.norm) ** (1 / cost.norm)
     return float(seconds * (_MANY_ROWS if candidate == "skinny" and gpu.arch == "sm_90" and m > 64 else 1.0))
+
+
+def reading(problem: Problem, gpu: Gpu) -> float:
+    """Seconds to start and to read and write what must be."""
+    nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).nbytes + problem.dtype.itemsize * problem.m * (problem.k + problem.n)
+    return _START + nbytes / gpu_ceilings(gpu).bandwidth
 
 
 def spreading(problem: Problem, gpu: Gpu) -> float:

@@ -73,8 +73,10 @@ def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_
     """What `skinny` does with `columns` rows and a weight as high as those of `count` tiles are together."""
     alike = replace(problem, op="linear", compute="float", m=columns, n=problem.n * count, experts=1)
     found = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
-    many = -(-problem.n // (8 * skinny_config.BAND)) * count >= 2 * gpu.sms
-    return sorted(found, key=lambda config: -config.bands) if columns > 8 and many else found
+    # Rules from times of an H200, six shapes of experts in q4_0 and q8_0.
+    many = -(-problem.n // (8 * skinny_config.BAND)) * count >= 1.5 * gpu.sms
+    fewer = problem.format.bits == 8  # records at once
+    return sorted(found, key=lambda config: (-config.bands, config.records if fewer else 0)) if columns > 8 and many else found
 
 
 def gated(problem: Problem, config: Config) -> Config | None:

@@ -10,7 +10,7 @@ out which, and tells the others. Rows of y are written where they belong.
 Weight: the words or bytes of `layouts/gpu_tiles.py`, matrices one after the other. Arithmetic: that of `hopper_tile.py`. An id that is no
 expert's gives a row of NaN.
 
-It wins from some 64 rows an expert on, where a weight that is made once serves a whole tile.
+It wins from some 16 rows an expert on, where a weight that is made once serves a whole tile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from halfbyte.machine import Gpu
 
 TOLD = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of shared memory [4 times the stages, 1] for what `tell` tells
 _ROWS = 64  # of the weight, for each of two warpgroups
-LEAST_ROWS = 48  # of an expert on the average
+_LEAST_ROWS = {4: 16, 8: 12}  # of an expert on the average, by bits
 NARROWEST = gl.constexpr(64)  # rows of x of a tile
 CHUNK = gl.constexpr(256)  # elements of rows of x that are put in order together
 # Microseconds of a record of tiles of 64, 128, … rows of x in stages for the widest of them, by bits, and of what else 64 rows take of a
@@ -54,8 +54,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
     if problem.op != "grouped_linear":
         return f"it multiplies experts, not {problem.op}"
-    if problem.m < LEAST_ROWS * problem.experts:
-        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {LEAST_ROWS} an expert on"
+    if problem.m < (least := _LEAST_ROWS[problem.format.bits]) * problem.experts:
+        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {least} an expert on"
     return gemm_hopper.supports(replace(problem, op="linear", compute="float", experts=1), gpu)
 
 
@@ -243,13 +243,14 @@ def _gather(table, gathering, chunks, S: gl.constexpr):
 def _load(read, buffers, full, empty, tile, matrix, table, chunks, step, sizes, S: gl.constexpr):
     """A tile on its way to shared memory; the step after it, and the next tile. That is looked for halfway, when the stages are full."""
     EACH: gl.constexpr = CHUNK // S.width
+    BOXES: gl.constexpr = S.block_m // NARROWEST
     _e, first, count, pn, marks, there = tile
     steps = sizes[3] * S.parts
     following = tile
     for r in range(steps):
         if (r % EACH == 0) & (there == 0):
             _passed(table[5] + marks + r // EACH, gl.cdiv(count, NARROWEST))
-        load_stage(read, buffers, full, empty, first, matrix, pn, r, step + r, sizes, S)
+        load_stage(read, buffers, full, empty, (first, BOXES), matrix, pn, r, step + r, sizes, S)
         if r == steps // 2:
             following = _tile(untaken(table), table, chunks, sizes, S)
     return step + steps, following

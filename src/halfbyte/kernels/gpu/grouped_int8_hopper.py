@@ -16,12 +16,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8_hopper, grouped
 from halfbyte.kernels.gpu.gemm_int8_hopper import Config, compiled_for, descriptor, load_tile, multiply_tile, ring
-from halfbyte.kernels.gpu.grouped_hopper import LEAST_ROWS, NARROWEST, TOLD, as_narrow, learn, tell, tile_of, untaken
+from halfbyte.kernels.gpu.grouped_hopper import NARROWEST, TOLD, as_narrow, learn, tell, tile_of, untaken
 from halfbyte.kernels.gpu.launch import run
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
+_LEAST_ROWS = 48  # of an expert on the average
 _MANY_ROWS = 192  # of an expert on the average, from which on tiles of 256 are faster (H200)
 _ALIGNED = 4  # rows of x: TMA reads their scales, float32, from multiples of 16 bytes on
 
@@ -32,8 +33,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"it multiplies experts in integers, not {problem.op} in {problem.compute}"
     if problem.format.bits != 4:
         return f"it reads 4 bits, not {problem.format.bits}"
-    if problem.m < LEAST_ROWS * problem.experts:
-        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {LEAST_ROWS} an expert on"
+    if problem.m < _LEAST_ROWS * problem.experts:
+        return f"{problem.m} rows for {problem.experts} experts do not fill its tiles: from {_LEAST_ROWS} an expert on"
     return gemm_int8_hopper.supports(_linear(problem), gpu)
 
 

@@ -184,36 +184,39 @@ def ring(read, S: gl.constexpr):
 
 
 @gluon.jit
-def load_stage(read, buffers, full, empty, first_m, matrix, pn, r, step, sizes, S: gl.constexpr):
-    """Stage r of a tile on its way to shared memory, the `step`th in all: x from row first_m on; `matrix` is how many times 128 bytes
-    are in front of the weight, and how many matrices of scales."""
+def load_stage(read, buffers, full, empty, rows, matrix, pn, r, step, sizes, S: gl.constexpr):
+    """Stage r of a tile on its way to shared memory, the `step`th in all; rows: its first of x, and how many boxes of x have rows at all;
+    `matrix` is how many times 128 bytes are in front of the weight, and how many matrices of scales."""
     mbarrier.wait(empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
-    load_weight(read, buffers, full, matrix, pn, r, step, sizes, S)
-    load_x(read[0], buffers[0], full, first_m, r, step, S)
+    load_weight(read, buffers, full, rows[1], matrix, pn, r, step, sizes, S)
+    load_x(read[0], buffers[0], full, rows, r, step, S)
 
 
 @gluon.jit
-def load_weight(read, buffers, full, matrix, pn, r, step, sizes, S: gl.constexpr):
+def load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, S: gl.constexpr):
     """The weight's half of it, and how many bytes are to come in all."""
     if S.parts == 1:
-        _load_weight(read, buffers, full, matrix, pn, r, step, sizes, True, True, S)
+        _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, True, True, S)
     elif r % 2 == 0:
-        _load_weight(read, buffers, full, matrix, pn, r, step, sizes, S.bits == 8, True, S)
+        _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, S.bits == 8, True, S)
     else:  # words come with the last of their stages of x: with the first, another record would still be read where they go
-        _load_weight(read, buffers, full, matrix, pn, r, step, sizes, True, False, S)
+        _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, True, False, S)
 
 
 @gluon.jit
-def _load_weight(read, buffers, full, matrix, pn, r, step, sizes, CODES: gl.constexpr, TAILS: gl.constexpr, S: gl.constexpr):
+def _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, CODES: gl.constexpr, TAILS: gl.constexpr, S: gl.constexpr):
     PANELS: gl.constexpr = S.rows // 32
     GROUPS: gl.constexpr = S.groups
-    X_BYTES: gl.constexpr = 2 * S.block_m * S.width
+    BOX: gl.constexpr = read[0].block_shape[0]
+    BOXES: gl.constexpr = S.block_m // BOX
     CODE_BYTES: gl.constexpr = S.block_n * (S.width if S.bits == 8 else 64) if CODES else 0
     SCALE: gl.constexpr = 0 if read[2] is None else read[2].dtype.primitive_bitwidth // 8
     ZERO: gl.constexpr = 0 if read[3] is None else read[3].dtype.primitive_bitwidth // 8
     TAIL_BYTES: gl.constexpr = GROUPS * S.block_n * (SCALE + ZERO) if TAILS else 0
     bar = full.index(step % S.stages)
-    mbarrier.expect(bar, X_BYTES + CODE_BYTES + TAIL_BYTES)
+    for i in gl.static_range(1, BOXES + 1):  # it takes constants
+        mine = boxes == i if BOXES > 1 else True
+        mbarrier.expect(bar, 2 * i * BOX * S.width + CODE_BYTES + TAIL_BYTES, pred=mine)
     if CODES:
         to = weight_stage(buffers[1], step, S)
         if S.bits == 8:
@@ -230,13 +233,16 @@ def _load_weight(read, buffers, full, matrix, pn, r, step, sizes, CODES: gl.cons
 
 
 @gluon.jit
-def load_x(xd, xs, full, first_m, r, step, S: gl.constexpr):
-    """The other half."""
+def load_x(xd, xs, full, rows, r, step, S: gl.constexpr):
+    """The other half, but for boxes that have no rows: what was there before is multiplied, and not written. (TMA takes longer to fill rows
+    that are not there than to read others.)"""
     BOX: gl.constexpr = xd.block_shape[0]
+    BOXES: gl.constexpr = S.block_m // BOX
     stage = step % S.stages
-    for i in gl.static_range(S.block_m // BOX):
+    for i in gl.static_range(BOXES):
         to = xs.index(stage).slice(i * BOX, BOX, dim=0)
-        tma.async_copy_global_to_shared(xd, [first_m + i * BOX, r * S.width], full.index(stage), to)
+        there = i < rows[1] if BOXES > 1 else True
+        tma.async_copy_global_to_shared(xd, [rows[0] + i * BOX, r * S.width], full.index(stage), to, pred=there)
 
 
 @gluon.jit

@@ -39,15 +39,18 @@ from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-_MOST_M = 64
+_WIDEST = 64  # tile of x, in rows
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
 _MEETING_US = 2.2  # that it takes programs to add up the sums of a tile which they share, on an H200; twice where one shares two
+# With more rows than a tile of x has: microseconds of a record of 64 rows of the weight, by panels, and of all else; 8 bits take longer.
+# Fitted to 144 times of q4_0 on an H200, 18 shapes.
+_MANY_RECORD_US, _MANY_REST_US, _OF_BYTES = {1: 0.255, 2: 0.22, 4: 0.29}, 3.3, 1.3
 
 
 @dataclass(frozen=True)
 class Config:
     """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `each` records.
-    With two partitions for four a program takes half of a multiprocessor."""
+    With two partitions for four a program takes half of a multiprocessor. `programs` share the tiles of the same rows of x."""
 
     columns: int
     panels: int
@@ -62,7 +65,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if problem.op != "linear" or problem.compute != "float":
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    if reason := refused(problem, gpu, _MOST_M):
+    most = _WIDEST * (1 if problem.sparse else max(1, gpu.sms // geo.panels))  # with which each tile has a program
+    if reason := refused(problem, gpu, most):
         return reason
     scaled = compiled_for(problem, Config(_columns(problem.m), 1, 1, 1, 1), clamp=False).scaled
     if problem.dtype == torch.float32 or (scaled and problem.dtype == torch.float16 != problem.format.scale):
@@ -79,7 +83,7 @@ def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
     if problem.format.zero == "offset":
         return f"it takes points off codes, and {problem.format} has offsets"
     if problem.m > most:
-        return f"a tile has {most} rows of x at most, and there are {problem.m}"
+        return f"it multiplies {most} rows of x at most where N is {problem.n}, and there are {problem.m}"
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     if geo.panels * geo.records * gpu.sms >= 1 << 31:
         return f"it counts steps in 32 bits, and there are {geo.panels} x {geo.records} for each multiprocessor"
@@ -97,6 +101,9 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         tiles = [(2, 1), (4, 1), (4, 2), (1, 1)]
         if problem.sparse and problem.n < 128 * gpu.sms:
             tiles.insert(0, tiles.pop())
+    if problem.m > _WIDEST:
+        every = [config for panels, each in tiles for config in _configs(problem, gpu, panels, each, 0.0) if config.stages > 1]
+        return tuple(sorted(dict.fromkeys(every), key=lambda config: seconds(problem, config) or 0.0)[:6])
     many = problem.n >= 8 * 64 * gpu.sms  # panels: large tiles leave no program without one, and equal shares have one cut in several
     if many:
         tiles.sort(key=lambda tile: tile[0] != 4)
@@ -108,6 +115,17 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(config for config in best + others if config.stages > 1))
 
 
+def seconds(problem: Problem, config: Config) -> float | None:
+    """With more rows of x than a tile has; None with fewer, where it is reading that takes time."""
+    if problem.m <= _WIDEST:
+        return None
+    tiles, programs = -(-problem.n // (64 * config.panels)), config.programs
+    share = config.panels * tiles * gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records / programs
+    us = share * _MANY_RECORD_US[config.panels] * (_OF_BYTES if problem.format.bits == 8 else 1.0)
+    meeting = 0.0 if tiles % programs == 0 else 0.45 + 0.6 * (programs // tiles) if programs % tiles == 0 else 4.2
+    return 1e-6 * (_MANY_REST_US + us + meeting)
+
+
 def _configs(problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: float, partitions: int = 4) -> list[Config]:
     """Numbers of programs for a tile, the best first: by the records of 64 rows that each multiplies, and whether programs share tiles."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
@@ -116,8 +134,8 @@ def _configs(problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: flo
     together = 4 // partitions  # programs on a multiprocessor
     room = (gpu.shared - (together - 1) * 1024 - _BESIDE) // together
     stages = min(12, (room - (partitions - panels) * 256 * columns) // static.stage_bytes)
-    tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.depth)
-    whole = -(-tiles // -(-tiles // (together * gpu.sms)))
+    tiles, steps, most = -(-problem.n // static.rows), -(-geo.records // static.depth), gpu.sms // _row_tiles(problem.m)
+    whole = -(-tiles // -(-tiles // (together * most)))
     if partitions == 2:
         return [Config(columns, panels, each, stages, whole, partitions)]
     # Of integers as measured on an H200 with 16 to 64 rows.
@@ -128,20 +146,24 @@ def _configs(problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: flo
         meeting = 0.0 if tiles % programs == 0 else met_us if programs % tiles == 0 else 2 * met_us
         return panels * tiles * geo.records / programs * record_us + meeting
 
-    alike = tiles * max(1, min(gpu.sms // tiles, steps))  # for each tile as many
-    programs = sorted({count for count in (whole, alike, min(gpu.sms, tiles * steps)) if count <= gpu.sms}, key=us)
+    alike = tiles * max(1, min(most // tiles, steps))  # for each tile as many
+    programs = sorted({count for count in (whole, alike, min(most, tiles * steps)) if count <= most}, key=us)
     return [Config(columns, panels, each, stages, count) for count in programs]
 
 
 def _columns(m: int) -> int:
-    return next((size for size in (8, 16, 32) if m <= size), 64)
+    return next((size for size in (8, 16, 32) if m <= size), _WIDEST)
+
+
+def _row_tiles(m: int) -> int:
+    return -(-m // _WIDEST)
 
 
 def gated(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """`config` as gates need it: whole tiles of two panels of them and two of what they gate, for about half of the multiprocessors or
     more; None where the shape or the format has no such."""
     short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
-    if problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4 or 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
+    if problem.m > _WIDEST or problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4 or 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
         return None
     static = compiled_for(problem, config, clamp=False, gates="silu")
     stages = min(config.stages, (gpu.shared - _BESIDE - 2 * 256 * config.columns) // static.stage_bytes)
@@ -193,7 +215,7 @@ def launch(
 def beside(problem: Problem, config: Config) -> int:
     """Bytes of memory where the sums of programs that share tiles meet; 0 where none do."""
     shared = config.partitions == 4 and -(-problem.n // (64 * config.panels)) % config.programs != 0
-    return 8 * config.programs * 64 * config.panels * config.columns if shared else 0
+    return 8 * config.programs * 64 * config.panels * config.columns * _row_tiles(problem.m) if shared else 0
 
 
 def multiply(
@@ -212,7 +234,7 @@ def multiply(
     scratch, units = None, -(-problem.n // static.rows)
     if not static.gated and beside(problem, config):
         sums = memory.view(torch.int32 if static.integers else torch.float32)
-        scratch = sums, launcher.locks(out.device, units * static.panels)
+        scratch = sums, launcher.locks(out.device, units * static.panels * _row_tiles(problem.m))
         units *= -(-geo.records // static.depth)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if static.sparse else 16 if static.bits == 4 else 8, rank=2)
     positions = None
@@ -226,8 +248,9 @@ def multiply(
         read = TensorDescriptor.from_tensor(codes, [64, 128], layout)
     launcher.run(
         _skinny,
-        (config.programs,),
+        (config.programs, _row_tiles(problem.m)),
         _rows(rows, static),
+        _apart(problem.m, static.columns // 2),
         read,
         positions,
         None if static.whole else _tails(scale, static),
@@ -250,13 +273,20 @@ def multiply(
 
 
 def _rows(x: Tensor, static: Static) -> TensorDescriptor:
-    """Rows in pieces of 128 bytes, those of a stage at once."""
-    piece = 128 // x.element_size()
+    """Rows in pieces of 128 bytes, those of a stage at once: half of a tile's, and the others, which are `_apart` from these."""
+    piece, half = 128 // x.element_size(), static.columns // 2
     if x.shape[1] % piece:
         x = functional.pad(x, (0, -x.shape[1] % piece))
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=3)
-    shape, strides = [x.shape[1] // piece, x.shape[0], piece], [piece, x.stride(0), 1]
-    return TensorDescriptor(x, shape, strides, [static.pieces, static.columns, piece], layout)
+    (m, k), stride, apart = x.shape, x.stride(0), _apart(len(x), half)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=4)
+    shape = [k // piece, 2, m - apart, piece] if m > half else [k // piece, 1, m, piece]
+    return TensorDescriptor(x, shape, [piece, apart * stride, stride, 1], [static.pieces, 2, half, piece], layout)
+
+
+def _apart(m: int, half: int) -> int:
+    """Rows between the halves of a tile of x. Where M does not fill it, some of them are in both: TMA takes longer to fill rows that are
+    not there than to read others."""
+    return min(half, m - half) if m > half else half
 
 
 def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
@@ -266,7 +296,8 @@ def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(of_blocks, box, flat)
 
 
-# The kernel. `S` is a Static; `sizes` is (M, N, N padded, records of a row, steps of a tile).
+# The kernel. `S` is a Static; `sizes` is (rows, N, N padded, records of a row, steps of a tile), and `rows` is (M without the rows in front
+# of the tile of x, `_apart`, how many of the tile's first rows another one writes).
 
 
 @gluon.jit
@@ -349,15 +380,15 @@ def _load_lines(read, buffer, first, bar, stage, PANEL: gl.constexpr, LINES: gl.
 
 
 @gluon.jit
-def _load_x(xd, buffers, full, t, stage, S: gl.constexpr):
+def _load_x(xd, buffers, full, row, t, stage, S: gl.constexpr):
     """The other half."""
     to = buffers[0].index(stage * S.pieces)._reinterpret(xd.dtype, xd.block_shape, xd.layout)
-    tma.async_copy_global_to_shared(xd, [t * S.pieces, 0, 0], full.index(stage), to)
+    tma.async_copy_global_to_shared(xd, [t * S.pieces, 0, row, 0], full.index(stage), to)
 
 
 @gluon.jit
 def _produce(sent, S: gl.constexpr):
-    xd, wd, pd, tails, buffers, full, empty, scratch, share, sizes = sent
+    xd, row, wd, pd, tails, buffers, full, empty, scratch, share, sizes = sent
     STAGES: gl.constexpr = S.stages
     pn, t, steps = _share(share, sizes, scratch)
     first = gl.minimum(steps, STAGES)
@@ -367,14 +398,14 @@ def _produce(sent, S: gl.constexpr):
         pn, t = _following(pn, t, sizes)
     gdc_wait()
     for i in range(first):
-        _load_x(xd, buffers, full, of_x, i, S)
+        _load_x(xd, buffers, full, row, of_x, i, S)
         _pn, of_x = _following(pn, of_x, sizes)
     stage = 0
     phase = 0
     for _ in range(first, steps):
         mbarrier.wait(empty.index(stage), phase)
         _load_weight(wd, pd, tails, buffers, full, pn, t, stage, sizes, S)
-        _load_x(xd, buffers, full, t, stage, S)
+        _load_x(xd, buffers, full, row, t, stage, S)
         pn, t = _following(pn, t, sizes)
         stage, phase = next_stage(stage, phase, STAGES)
 
@@ -494,19 +525,26 @@ def _scaled(total, scales, first, sizes, S: gl.constexpr):
     if S.integers:
         if S.bits == 4:
             total *= 0.0625
-        total *= gl.expand_dims(gl.load(scales[1] + gl.arange(0, S.columns, layout=gl.SliceLayout(0, MMA))), 0)
+        total *= gl.expand_dims(gl.load(scales[1] + _rows_of_x(sizes[0], gl.SliceLayout(0, MMA), S)), 0)
     return total
 
 
 @gluon.jit
+def _rows_of_x(rows, LAYOUT: gl.constexpr, S: gl.constexpr):
+    """Of a tile's columns."""
+    HALF: gl.constexpr = S.columns // 2
+    column = gl.arange(0, S.columns, layout=LAYOUT)
+    return gl.where(column < HALF, column, column - HALF + rows[1])
+
+
+@gluon.jit
 def _write(total, out, added, first, sizes, bounds, S: gl.constexpr):
-    COLUMNS: gl.constexpr = S.columns
     MMA: gl.constexpr = total.type.layout
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     DTYPE: gl.constexpr = out.dtype.element_ty
     rn = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    rm = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
-    mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(rm < sizes[0], 0)
+    rm = _rows_of_x(sizes[0], gl.SliceLayout(0, OUT), S)
+    mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims((rm >= sizes[0][2]) & (rm < sizes[0][0]), 0)
     at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     if added[1] is not None:
@@ -515,15 +553,15 @@ def _write(total, out, added, first, sizes, bounds, S: gl.constexpr):
     gl.store(out + at, gl.convert_layout(y, OUT), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["share", "M", "records"])
-def _skinny(xd, wd, pd, sd, zd, scales, out, added, scratch, share, M, N, n_padded, records, bounds, S: gl.constexpr):
+@gluon.jit(do_not_specialize=["apart", "share", "M", "records"])
+def _skinny(xd, apart, wd, pd, sd, zd, scales, out, added, scratch, share, M, N, n_padded, records, bounds, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     DEPTH: gl.constexpr = S.depth
     PANELS: gl.constexpr = S.panels
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     gdc_launch_dependents()
     XS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=xd.dtype.primitive_bitwidth, rank=2)
-    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.pieces, S.columns, xd.block_shape[2]], XS)
+    xs = gl.allocate_shared_memory(xd.dtype, [STAGES * S.pieces, S.columns, xd.block_shape[3]], XS)
     positions = xs  # what is not there is not read
     if S.sparse:
         ws = gl.allocate_shared_memory(gl.int32, [STAGES, 16 * S.bits * S.each, 32], wd.layout)
@@ -553,12 +591,21 @@ def _skinny(xd, wd, pd, sd, zd, scales, out, added, scratch, share, M, N, n_padd
             mbarrier.init(met.index(i), count=max(1, S.parts - 1))
             mbarrier.init(met.index(PANELS + i), count=1)
     fence_async_shared()
-    sizes = (M, N, n_padded, records, gl.cdiv(records, DEPTH))
+    first = gl.program_id(1) * S.columns  # row of x; where rows are left that do not fill a tile, it begins with some of the one before
+    row = gl.minimum(first, gl.maximum(M - S.columns, 0))
+    at = row.to(gl.int64) * N
+    out += at
+    if added[1] is not None:
+        added = (added[0], added[1] + at)
+    if scratch is not None:
+        tiles = gl.program_id(1) * gl.cdiv(N, S.rows)
+        scratch = (scratch[0] + first.to(gl.int64) * (gl.num_programs(0) * 2 * S.rows), scratch[1] + tiles * PANELS)
+    sizes = ((M - row, apart, first - row), N, n_padded, records, gl.cdiv(records, DEPTH))
     # Of one panel the first partition adds up and writes the sums of all, for which integers take registers of the others.
     FIRST: gl.constexpr = S.integers and PANELS == 1
     REGISTERS: gl.constexpr = 96 if FIRST else 112
     read = (buffers, sums, full, empty, met, scales, out, added, scratch, share, sizes, bounds)
-    sent = (xd, wd, pd, tails, buffers, full, empty, scratch, share, sizes)
+    sent = (xd, row, wd, pd, tails, buffers, full, empty, scratch, share, sizes)
     if S.partitions == 2:
         gl.warp_specialize([(_consume, (read, 0, S)), (_consume, (read, 1, S)), (_produce, (sent, S))], [4, 1], [104, 24])
     else:
