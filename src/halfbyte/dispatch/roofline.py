@@ -148,6 +148,9 @@ _MANY_ROWS_OF_BYTES = 7e-6
 # What skinny takes of its prediction with more than 64 rows on Hopper, where mma is slower than wgmma: the median of 83 times of an H200,
 # 0.9 to 2.8. Others were faster in 82 of these.
 _MANY_ROWS = 1.7
+# The same with 2 to 64 rows (8 bits: 2 to 8), and of 4 bits with blocks of 32 and 64 or points: with these the faster kernel is found in 341
+# of 344 cells of an H200, 19 shapes, within 5 %.
+_FEW_ROWS, _SHORT_BLOCKS = 1.25, 1.3
 # Bytes of the weight that a multiprocessor makes floats of in a clock by `skinny`, at the most: with more bandwidth for each than an H100
 # has, reading is not what it waits for (H200).
 _UNPACKED = 12.0
@@ -163,6 +166,21 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     """Seconds of a linear layer: bytes over bandwidth, operations of whole waves of tiles over the matrix units' rate."""
     if problem.op == "grouped_linear":
         return _LONGER * _predict_experts(problem, gpu, candidate, tiles)
+    seconds = _predict_linear(problem, gpu, candidate, tiles)
+    return seconds * _of_skinny(problem) if candidate == "skinny" and gpu.arch == "sm_90" else seconds
+
+
+def _of_skinny(problem: Problem) -> float:
+    """What skinny takes of its prediction on Hopper, where rows, short blocks and points cost more than elsewhere."""
+    if problem.m > 64:
+        return _MANY_ROWS
+    words = problem.format.bits == 4
+    short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
+    taken = _SHORT_BLOCKS if words and (short or problem.format.zero == "point") else 1.0
+    return taken * (_FEW_ROWS if 1 < problem.m <= (64 if words else 8) else 1.0)
+
+
+def _predict_linear(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     ceilings, cost = gpu_ceilings(gpu), COST_MODELS[candidate]
     m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
     geo = gpu_tiles.geometry(problem.format, (n, k), sparse=problem.sparse)
@@ -201,7 +219,7 @@ def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
     if cost.norm == 1:  # each further tile of rows reads and unpacks the weight once more, from the cache
         memory += (row_tiles - 1) * geo.nbytes / (_CACHE * ceilings.bandwidth)
     seconds += (arithmetic**cost.norm + memory**cost.norm) ** (1 / cost.norm)
-    return float(seconds * (_MANY_ROWS if candidate == "skinny" and gpu.arch == "sm_90" and m > 64 else 1.0))
+    return float(seconds)
 
 
 def reading(problem: Problem, gpu: Gpu) -> float:
@@ -226,7 +244,7 @@ def _predict_experts(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -
         compute: Compute = "float" if COST_MODELS[cost_model].floats else "int8"
         rows = min(tiles.rows, -(-problem.m // active))
         alike = replace(problem, op="linear", m=rows, n=n * count, experts=1, compute=compute)
-        return predict(alike, gpu, cost_model, tiles) + (ceilings.start if tiles.ordered else 0.0)
+        return _predict_linear(alike, gpu, cost_model, tiles) + (ceilings.start if tiles.ordered else 0.0)
     cost, element = COST_MODELS["dequantized"], problem.dtype.itemsize
     written = problem.experts * (gpu_tiles.geometry(problem.format, (n, k)).nbytes + n * k * element)
     read = active * n * k * element + 2 * element * problem.m * (k + n)
