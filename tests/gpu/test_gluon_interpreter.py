@@ -94,7 +94,8 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
     problem = Problem("linear", m, 140, 640, as_format(name), dtype)
     assert skinny_hopper.supports(problem, GPU) is None
     with interpreted(skinny_hopper):
-        check_linear(skinny_hopper, skinny_hopper.Config(*config), problem, CPU, interpreted=False, weight_rounded=True, epilogue=m in (7, 71))
+        ways = {"interpreted": False, "weight_rounded": True, "epilogue": m in (7, 71)}
+        check_linear(skinny_hopper, skinny_hopper.Config(*config), problem, CPU, **ways)
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,8 @@ _MANY_ROWS_OF_BYTES = 7e-6
 # What skinny takes of its prediction with more than 64 rows on Hopper, where mma is slower than wgmma: the median of 83 times of an H200,
 # 0.9 to 2.8. Others were faster in 82 of these.
 _MANY_ROWS = 1.7
-# The same with 2 to 64 rows (8 bits: 2 to 8), and of 4 bits with blocks of 32 and 64 or points: with these the faster kernel is found in 341
-# of 344 cells of an H200, 19 shapes, within 5 %.
+# The same with 2 to 64 rows (8 bits: 2 to 8), and of 4 bits with blocks of 32 and 64 or points: with these the faster kernel is found in
+# 341 of 344 cells of an H200, 19 shapes, within 5 %.
 _FEW_ROWS, _SHORT_BLOCKS = 1.25, 1.3
 # Bytes of the weight that a multiprocessor makes floats of in a clock by `skinny`, at the most: with more bandwidth for each than an H100
 # has, reading is not what it waits for (H200).
@@ -224,7 +224,8 @@ def _predict_linear(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) ->
 
 def reading(problem: Problem, gpu: Gpu) -> float:
     """Seconds to start and to read and write what must be."""
-    nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).nbytes + problem.dtype.itemsize * problem.m * (problem.k + problem.n)
+    m, n, k = problem.m, problem.n, problem.k
+    nbytes = gpu_tiles.geometry(problem.format, (n, k)).nbytes + problem.dtype.itemsize * m * (k + n)
     return _START + nbytes / gpu_ceilings(gpu).bandwidth
 
 

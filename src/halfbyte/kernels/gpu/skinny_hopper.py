@@ -1,4 +1,4 @@
-"""y [M, N] = x [M, K] · Wᵀ with few rows M on Hopper: TMA, a persistent grid, weights through registers into mma.
+"""y [M, N] = x [M, K] · Wᵀ with few rows M, or few N, on Hopper: TMA, a persistent grid, weights through registers into mma.
 
 Weight: the words or bytes of `layouts/gpu_tiles.py`, with zero points or without. Yᵀ = W · Xᵀ, as `skinny.py` has it.
 
@@ -9,6 +9,9 @@ that one's waits lie under the others' work.
 
 All programs multiply the same number of steps, so that no multiprocessor waits for another (Osama et al., Stream-K, 2023). Where a
 cut goes through a tile, sums meet in a workspace, and the last to arrive adds them in a fixed order.
+
+Of more than 64 rows each 64 are multiplied by programs of their own, where all have room at once. TMA never reads rows that are not there:
+a tile's second half, and the last tile, begin as early as it takes (`_apart`).
 
 With two partitions and half of the stages, two programs have room on a multiprocessor: one reads while the other begins or ends. Each
 takes whole tiles then. It gains where these fill most of the room, and nearly as much in the last round as in the others.
@@ -163,7 +166,9 @@ def gated(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """`config` as gates need it: whole tiles of two panels of them and two of what they gate, for about half of the multiprocessors or
     more; None where the shape or the format has no such."""
     short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
-    if problem.m > _WIDEST or problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4 or 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
+    if problem.m > _WIDEST or problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4:
+        return None
+    if 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
         return None
     static = compiled_for(problem, config, clamp=False, gates="silu")
     stages = min(config.stages, (gpu.shared - _BESIDE - 2 * 256 * config.columns) // static.stage_bytes)
