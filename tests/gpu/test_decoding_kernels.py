@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte.errors import KernelError
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import attend, gates, norm, skinny, skinny_config, skinny_hopper, skinny_tile
+from halfbyte.kernels.gpu import attend, gates, norm, skinny, skinny_config, skinny_hopper, skinny_hopper_config, skinny_tile
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -113,9 +113,9 @@ def test_gates_on_hopper(name: str, m: int, dtype: torch.dtype, config: tuple[in
     if not interpreted and gpu.capability != (9, 0):
         pytest.skip("needs a Hopper GPU")
     problem = Problem("linear", m, 768, 384, as_format(name), dtype)
-    fitting = skinny_hopper.gated(problem, skinny_hopper.Config(*config), replace(GPUS["sm_90"], sms=4))
+    fitting = skinny_hopper_config.gated(problem, skinny_hopper_config.Config(*config), replace(GPUS["sm_90"], sms=4))
     assert fitting is not None
-    static = skinny_hopper.compiled_for(problem, fitting, clamp=False, gates=kind)
+    static = skinny_hopper_config.compiled_for(problem, fitting, clamp=False, gates=kind)
     check(skinny_hopper, fitting, problem, where, static.scaled, kind)
 
 
@@ -154,11 +154,11 @@ def test_what_gates_do_not_fit(gpu: Gpu) -> None:
     config = skinny.configs(problem, gpu)[0]
     assert skinny.gated(problem, config) is None, "half of 192 rows are not whole panels"
     assert skinny.gated(replace(problem, n=256), replace(config, split=2)) is None
-    hopper, large = GPUS["sm_90"], skinny_hopper.Config(8, 4, 1, 3, 100)
-    assert skinny_hopper.gated(replace(problem, n=28672 + 128), large, hopper) is None, "half of them are not whole tiles"
-    assert skinny_hopper.gated(replace(problem, n=4096), large, hopper) is None, "16 tiles leave most multiprocessors without one"
-    assert skinny_hopper.gated(replace(problem, n=28672, format=as_format("q4_0")), large, hopper) is None
-    assert skinny_hopper.gated(replace(problem, n=28672), large, hopper) is not None
+    hopper, large = GPUS["sm_90"], skinny_hopper_config.Config(8, 4, 1, 3, 100)
+    assert skinny_hopper_config.gated(replace(problem, n=28672 + 128), large, hopper) is None, "half of them are not whole tiles"
+    assert skinny_hopper_config.gated(replace(problem, n=4096), large, hopper) is None, "16 tiles leave most multiprocessors without one"
+    assert skinny_hopper_config.gated(replace(problem, n=28672, format=as_format("q4_0")), large, hopper) is None
+    assert skinny_hopper_config.gated(replace(problem, n=28672), large, hopper) is not None
     x, out = torch.zeros(1, 256, dtype=H), torch.zeros(1, 96, dtype=H)
     with pytest.raises(KernelError, match="takes no gates"):
         skinny.launch(problem, config, x, x, x, None, out, Epilogue(gates="silu"))

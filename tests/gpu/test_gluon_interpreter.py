@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch, skinny_hopper, skinny_int8_hopper
+from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch, skinny_hopper, skinny_hopper_config, skinny_int8_hopper
 from halfbyte.kernels.gpu.conv import Convolution
 from halfbyte.kernels.problem import Activation, Epilogue, Problem, Window
 from halfbyte.layouts import convolution, gpu_tiles
@@ -85,6 +85,7 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
         ("int4_g128", torch.bfloat16, 71, (64, 1, 1, 3, 3)),
         ("q8_0", torch.float16, 130, (64, 2, 1, 2, 3)),
         ("int4_g128", torch.bfloat16, 6, (8, 1, 1, 3, 3)),
+        ("q4_0", torch.bfloat16, 20, (8, 1, 2, 2, 3)),
         ("int8_g64_zp", torch.bfloat16, 9, (16, 1, 1, 2, 3)),
         ("int8_g128_zp", torch.float16, 2, (8, 4, 1, 3, 3)),
     ],
@@ -95,7 +96,7 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
     assert skinny_hopper.supports(problem, GPU) is None
     with interpreted(skinny_hopper):
         ways = {"interpreted": False, "weight_rounded": True, "epilogue": m in (7, 71)}
-        check_linear(skinny_hopper, skinny_hopper.Config(*config), problem, CPU, **ways)
+        check_linear(skinny_hopper, skinny_hopper_config.Config(*config), problem, CPU, **ways)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +108,11 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
         ("int4_g128", "row", 2),
         ("int8_g128_zp", "row", 12),
         ("int8_g128", "block", 1),
-        ("int4_channel", "row", skinny_hopper.Config(64, 1, 1, 3, 2)),
-        ("int8_channel", "row", skinny_hopper.Config(64, 2, 1, 2, 3)),
+        ("int4_channel", "row", skinny_hopper_config.Config(64, 1, 1, 3, 2)),
+        ("int8_channel", "row", skinny_hopper_config.Config(64, 2, 1, 2, 3)),
     ],
 )
-def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper.Config | int) -> None:
+def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper_config.Config | int) -> None:
     """Some tiles for a program or two programs for a tile, chains of four records and of one, tiles of 256 rows of which the last
     is halved, results by TMA and without; with few rows skinny_int8_hopper."""
     m, k = (70, 600) if isinstance(config, int) else (60, 450)

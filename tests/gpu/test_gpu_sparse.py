@@ -17,7 +17,7 @@ from halfbyte.dispatch.gpu import choose_gpu, report_failure
 from halfbyte.errors import FormatError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import skinny_hopper, spread
+from halfbyte.kernels.gpu import skinny_hopper, skinny_hopper_config, spread
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -82,7 +82,7 @@ def test_products(name: str, dtype: torch.dtype, m: int, n: int, k: int, device:
     for config in skinny_hopper.configs(asked, GPUS["sm_90"])[: 2 if hopper else 1]:
         config = replace(config, programs=min(config.programs, 7 if hopper else 3), stages=config.stages if hopper else 2)
 
-        def launch(out: torch.Tensor, config: skinny_hopper.Config = config) -> None:
+        def launch(out: torch.Tensor, config: skinny_hopper_config.Config = config) -> None:
             skinny_hopper.launch(asked, config, x.to(device), *sections, out, ends)
 
         if hopper:

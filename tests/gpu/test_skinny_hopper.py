@@ -13,7 +13,7 @@ from samples import random_codes
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import skinny_hopper, skinny_int8_hopper
+from halfbyte.kernels.gpu import skinny_hopper, skinny_hopper_config, skinny_int8_hopper
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -106,12 +106,12 @@ def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
             module = skinny_int8_hopper if ways else skinny_hopper
             if module.supports(asked, gpu) is None:
                 for config in module.configs(asked, gpu):
-                    static = skinny_hopper.compiled_for(asked, config, clamp=False)
+                    static = skinny_hopper_config.compiled_for(asked, config, clamp=False)
                     steps = -(-n // static.rows) * -(-k // (128 * static.depth))
                     together = 4 // config.partitions
                     # Each has a step, or who is to come last is counted wrongly.
-                    assert 1 <= config.programs <= min(steps, together * gpu.sms // -(-m // 64))
-                    assert config.columns >= min(m, 64)
+                    assert 1 <= config.programs <= min(steps, together * gpu.sms // -(-m // config.columns))
+                    assert config.columns >= min(m, 64) or (config.panels == 1 and m <= 64)
                     assert config.stages >= 2
                     assert together * config.stages * static.stage_bytes + (8 << 10) <= gpu.shared
 

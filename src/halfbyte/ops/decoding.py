@@ -242,7 +242,7 @@ def normed_plan(problem: Problem, here: Gpu, *, normed: bool = True, gated: bool
 
 @lru_cache(maxsize=1024)
 def _plan(problem: Problem, normed: bool, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
-    from halfbyte.kernels.gpu import skinny, skinny_hopper
+    from halfbyte.kernels.gpu import skinny, skinny_hopper_config
 
     rows, n, dtype = problem.m, problem.n, problem.dtype
     if not n or not rows:
@@ -260,7 +260,7 @@ def _plan(problem: Problem, normed: bool, gated: bool, biased: bool, here: Gpu) 
         return NormedPlan(problem, "skinny", config, normed and config is not None and skinny.takes_norm(config))
     if choice.taken.candidate.home == "skinny_hopper" and not biased:
         alike = (o.config for o in direct if o.candidate.home == "skinny_hopper")
-        best = next((found for config in alike if (found := skinny_hopper.gated(problem, config, here))), None)
+        best = next((found for config in alike if (found := skinny_hopper_config.gated(problem, config, here))), None)
         if best is not None:
             return NormedPlan(problem, "skinny_hopper", best, False)
     gates = (skinny.gated(problem, o.config) for o in options)

@@ -7,7 +7,8 @@ Starting kernels
 
 Linear layers: docs/gpu-kernels.md says which one is taken when
   skinny.py, skinny_hopper.py                            floats, few rows; skinny_tile.py, skinny_hopper_tile.py: their tiles;
-                                                         skinny_config.py: what the former is compiled for;
+                                                         skinny_config.py, skinny_hopper_config.py: what they
+                                                         are compiled for, the latter also which tiles;
                                                          sparse_tile.py: the latter's of 2:4 sparse weights, whose
                                                          zeros spread.py puts back for all other kernels
   gemm_hopper.py, dequantized.py, plain.py               floats, many rows; hopper_tile.py: the former's tile;

@@ -21,8 +21,6 @@ What a partition does with a stage, and its arithmetic: `skinny_hopper_tile.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -33,177 +31,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu import skinny_hopper_config
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
-from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper
+from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
+from halfbyte.kernels.gpu.skinny_hopper_config import Config, beside, compiled_for, row_tiles
 from halfbyte.kernels.gpu.skinny_hopper_tile import LIFT, ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
-from halfbyte.machine import Gpu
 
-_WIDEST = 64  # tile of x, in rows
-_BESIDE = 10 << 10  # bytes of shared memory beside the stages
-_MEETING_US = 2.2  # that it takes programs to add up the sums of a tile which they share, on an H200; twice where one shares two
-# With more rows than a tile of x has: microseconds of a record of 64 rows of the weight, by panels, and of all else; 8 bits take longer.
-# Fitted to 144 times of q4_0 on an H200, 17 shapes.
-_MANY_RECORD_US, _MANY_REST_US, _OF_BYTES = {1: 0.255, 2: 0.22, 4: 0.29}, 3.3, 1.3
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `each` records.
-    With two partitions for four a program takes half of a multiprocessor. `programs` share the tiles of the same rows of x."""
-
-    columns: int
-    panels: int
-    each: int
-    stages: int
-    programs: int
-    partitions: int = 4
-
-
-def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
-    if problem.op != "linear" or problem.compute != "float":
-        return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    most = _WIDEST * (1 if problem.sparse else max(1, gpu.sms // geo.panels))  # with which each tile has a program
-    if reason := refused(problem, gpu, most):
-        return reason
-    scaled = compiled_for(problem, Config(_columns(problem.m), 1, 1, 1, 1), clamp=False).scaled
-    if problem.dtype == torch.float32 or (scaled and problem.dtype == torch.float16 != problem.format.scale):
-        return f"it makes the weight in 16 bits, and {problem.format} with activations of {problem.dtype} takes more"
-    if not geo.contiguous or problem.k % 8:
-        return f"TMA reads x in rows of a multiple of 8 elements and without gaps, not K = {problem.k} in blocks of {geo.block}"
-    return None
-
-
-def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
-    """What integers are refused for, too."""
-    if reason := not_hopper(gpu):
-        return reason
-    if problem.format.zero == "offset":
-        return f"it takes points off codes, and {problem.format} has offsets"
-    if problem.m > most:
-        return f"it multiplies {most} rows of x at most where N is {problem.n}, and there are {problem.m}"
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    if geo.panels * geo.records * gpu.sms >= 1 << 31:
-        return f"it counts steps in 32 bits, and there are {geo.panels} x {geo.records} for each multiprocessor"
-    return None
-
-
-def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first, from measurements on an H200."""
-    words = problem.format.bits == 4
-    if problem.m <= 16:
-        tiles = [(1, 2), (2, 2), (4, 2), (1, 1), (2, 1), (4, 1), (4, 4)] if words else [(1, 1), (2, 1), (4, 1), (1, 2)]  # panels, each
-    elif problem.m <= 32:
-        tiles = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)] if words or problem.sparse else [(2, 1), (1, 1), (4, 1), (4, 2)]
-    else:
-        tiles = [(2, 1), (4, 1), (4, 2), (1, 1)]
-        if problem.sparse and problem.n < 128 * gpu.sms:
-            tiles.insert(0, tiles.pop())
-    if problem.m > _WIDEST:
-        every = [config for panels, each in tiles for config in _configs(problem, gpu, panels, each, 0.0) if config.stages > 1]
-        return tuple(sorted(dict.fromkeys(every), key=lambda config: seconds(problem, config) or 0.0)[:6])
-    many = problem.n >= 8 * 64 * gpu.sms  # panels: large tiles leave no program without one, and equal shares have one cut in several
-    if many:
-        tiles.sort(key=lambda tile: tile[0] != 4)
-    found = [_configs(problem, gpu, panels, each, 1.0 if many else _MEETING_US) for panels, each in tiles]
-    if problem.compute == "float" and not problem.sparse and (many or (problem.m <= 16 and 64 * gpu.sms < problem.n <= 2 * 64 * gpu.sms)):
-        half = _configs(problem, gpu, 2 if many else 1, 1 if many or not words else 2, 0.0, partitions=2)
-        found.insert(0, half)
-    best, others = [of_tile[0] for of_tile in found], [config for of_tile in found for config in of_tile[1:]]
-    return tuple(dict.fromkeys(config for config in best + others if config.stages > 1))
-
-
-def seconds(problem: Problem, config: Config) -> float | None:
-    """With more rows of x than a tile has; None with fewer, where it is reading that takes time."""
-    if problem.m <= _WIDEST:
-        return None
-    tiles, programs = -(-problem.n // (64 * config.panels)), config.programs
-    share = config.panels * tiles * gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records / programs
-    us = share * _MANY_RECORD_US[config.panels] * (_OF_BYTES if problem.format.bits == 8 else 1.0)
-    meeting = 0.0 if tiles % programs == 0 else 0.45 + 0.6 * (programs // tiles) if programs % tiles == 0 else 4.2
-    return 1e-6 * (_MANY_REST_US + us + meeting)
-
-
-def _configs(problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: float, partitions: int = 4) -> list[Config]:
-    """Numbers of programs for a tile, the best first: by the records of 64 rows that each multiplies, and whether programs share tiles."""
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    columns = _columns(problem.m)
-    static = compiled_for(problem, Config(columns, panels, each, 1, 1, partitions), clamp=False)
-    together = 4 // partitions  # programs on a multiprocessor
-    room = (gpu.shared - (together - 1) * 1024 - _BESIDE) // together
-    stages = min(12, (room - (partitions - panels) * 256 * columns) // static.stage_bytes)
-    tiles, steps, most = -(-problem.n // static.rows), -(-geo.records // static.depth), gpu.sms // _row_tiles(problem.m)
-    whole = -(-tiles // -(-tiles // (together * most)))
-    if partitions == 2:
-        return [Config(columns, panels, each, stages, whole, partitions)]
-    # Of integers as measured on an H200 with 16 to 64 rows.
-    record_us = (0.015 + 0.00035 * columns) * static.bits if static.integers else 0.10 + 0.0016 * columns
-    met_us = 3 * meeting_us if static.integers else meeting_us
-
-    def us(programs: int) -> float:
-        meeting = 0.0 if tiles % programs == 0 else met_us if programs % tiles == 0 else 2 * met_us
-        return panels * tiles * geo.records / programs * record_us + meeting
-
-    alike = tiles * max(1, min(most // tiles, steps))  # for each tile as many
-    programs = sorted({count for count in (whole, alike, min(most, tiles * steps)) if count <= most}, key=us)
-    return [Config(columns, panels, each, stages, count) for count in programs]
-
-
-def _columns(m: int) -> int:
-    return next((size for size in (8, 16, 32) if m <= size), _WIDEST)
-
-
-def _row_tiles(m: int) -> int:
-    return -(-m // _WIDEST)
-
-
-def gated(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """`config` as gates need it: whole tiles of two panels of them and two of what they gate, for about half of the multiprocessors or
-    more; None where the shape or the format has no such."""
-    short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
-    if problem.m > _WIDEST or problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4:
-        return None
-    if 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
-        return None
-    static = compiled_for(problem, config, clamp=False, gates="silu")
-    stages = min(config.stages, (gpu.shared - _BESIDE - 2 * 256 * config.columns) // static.stage_bytes)
-    return replace(config, stages=stages, programs=min(config.programs, problem.n // static.rows)) if stages > 1 else None
-
-
-def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = "") -> Static:
-    """Of floats, or of integers: as the problem computes."""
-    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    groups = max(1, gpu_tiles.RECORD // geo.padded)
-    floats = problem.compute == "float" and not problem.sparse
-    together = config.columns >= (16 if groups == 1 else 32) and not problem.sparse
-    fewer = (groups > 1 and geo.format.bits == 8) or (together and groups * config.columns > 32)  # scales of weights than of sums
-    return Static(
-        columns=config.columns,
-        panels=config.panels,
-        each=config.each,
-        stages=config.stages,
-        bits=geo.format.bits,
-        groups=groups,
-        wide=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
-        whole=geo.block_rows == 1,
-        point=geo.format.zero == "point",
-        scale_bytes=geo.format.scale.itemsize,
-        together=together,
-        scaled=floats and geo.block_rows > 1 and fewer,
-        lifted=floats and geo.format.code_bits == 4 and problem.dtype == torch.bfloat16,
-        integers=problem.compute == "int8",
-        clamp=clamp,
-        partitions=config.partitions,
-        table=bool(geo.format.table),
-        gates=gates,
-        sparse=problem.sparse,
-        paired=problem.paired,
-    )
+supports, configs, seconds = skinny_hopper_config.supports, skinny_hopper_config.configs, skinny_hopper_config.seconds
 
 
 def launch(
@@ -215,12 +53,6 @@ def launch(
     static = compiled_for(problem, config, clamp=epilogue.clamps, gates=epilogue.gates)
     memory = launcher.workspace(out.device, 0 if epilogue.gates else beside(problem, config))
     multiply(problem, config, static, (x, None), (codes, scale, zero), out, epilogue, memory)
-
-
-def beside(problem: Problem, config: Config) -> int:
-    """Bytes of memory where the sums of programs that share tiles meet; 0 where none do."""
-    shared = config.partitions == 4 and -(-problem.n // (64 * config.panels)) % config.programs != 0
-    return 8 * config.programs * 64 * config.panels * config.columns * _row_tiles(problem.m) if shared else 0
 
 
 def multiply(
@@ -239,7 +71,7 @@ def multiply(
     scratch, units = None, -(-problem.n // static.rows)
     if not static.gated and beside(problem, config):
         sums = memory.view(torch.int32 if static.integers else torch.float32)
-        scratch = sums, launcher.locks(out.device, units * static.panels * _row_tiles(problem.m))
+        scratch = sums, launcher.locks(out.device, units * static.panels * row_tiles(problem, config))
         units *= -(-geo.records // static.depth)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if static.sparse else 16 if static.bits == 4 else 8, rank=2)
     positions = None
@@ -253,7 +85,7 @@ def multiply(
         read = TensorDescriptor.from_tensor(codes, [64, 128], layout)
     launcher.run(
         _skinny,
-        (config.programs, _row_tiles(problem.m)),
+        (config.programs, row_tiles(problem, config)),
         _rows(rows, static),
         _apart(problem.m, static.columns // 2),
         read,

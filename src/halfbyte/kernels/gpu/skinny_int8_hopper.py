@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from halfbyte.kernels.gpu import activations, gemm_int8, skinny_hopper
+from halfbyte.kernels.gpu import activations, gemm_int8, skinny_hopper, skinny_hopper_config
 from halfbyte.kernels.gpu.activations import Quantized
-from halfbyte.kernels.gpu.skinny_hopper import Config
+from halfbyte.kernels.gpu.skinny_hopper_config import Config
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -21,7 +21,7 @@ _MOST_M = 64
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this kernel, or None."""
-    if reason := gemm_int8.supports(problem, gpu) or skinny_hopper.refused(problem, gpu, _MOST_M):
+    if reason := gemm_int8.supports(problem, gpu) or skinny_hopper_config.refused(problem, gpu, _MOST_M):
         return reason
     plan = activations.plan(problem)
     if not plan.whole or plan.with_offset or problem.format.zero != "none":
@@ -31,15 +31,15 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first."""
-    return skinny_hopper.configs(problem, gpu)
+    return skinny_hopper_config.configs(problem, gpu)
 
 
 def multiply(
     problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
 ) -> None:
     """The product alone."""
-    static = skinny_hopper.compiled_for(problem, config, clamp=epilogue.clamps)
+    static = skinny_hopper_config.compiled_for(problem, config, clamp=epilogue.clamps)
     skinny_hopper.multiply(problem, config, static, (x.q, x.scale), (weight.codes, weight.scale, None), out, epilogue, memory)
 
 
-launch = activations.first(multiply, skinny_hopper.beside, early=not triton.knobs.runtime.interpret)
+launch = activations.first(multiply, skinny_hopper_config.beside, early=not triton.knobs.runtime.interpret)

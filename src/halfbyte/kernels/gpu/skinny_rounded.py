@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.kernels.gpu import rounded, skinny_hopper
-from halfbyte.kernels.gpu.skinny_hopper import Config
+from halfbyte.kernels.gpu import rounded, skinny_hopper, skinny_hopper_config
+from halfbyte.kernels.gpu.skinny_hopper_config import Config
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.machine import Gpu
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this way, or None."""
-    return rounded.refused(problem, gpu) or skinny_hopper.supports(rounded.product(problem), gpu)
+    return rounded.refused(problem, gpu) or skinny_hopper_config.supports(rounded.product(problem), gpu)
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    return skinny_hopper.configs(rounded.product(problem), gpu)
+    return skinny_hopper_config.configs(rounded.product(problem), gpu)
 
 
 def launch(
@@ -24,6 +24,6 @@ def launch(
 ) -> None:
     """As `rounded.launch`."""
     floats = rounded.product(problem)
-    seen, memory = rounded.round_first(problem, x, skinny_hopper.beside(floats, config))
-    static = skinny_hopper.compiled_for(floats, config, clamp=epilogue.clamps)
+    seen, memory = rounded.round_first(problem, x, skinny_hopper_config.beside(floats, config))
+    static = skinny_hopper_config.compiled_for(floats, config, clamp=epilogue.clamps)
     skinny_hopper.multiply(floats, config, static, (seen, None), (codes, scale, zero), out, epilogue, memory)
