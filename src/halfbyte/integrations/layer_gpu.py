@@ -18,7 +18,7 @@ from halfbyte.bounded import Bounded
 from halfbyte.integrations.ahead import watched
 from halfbyte.integrations.decoding_cpu import halves_of, has_own_norms, linears_of, settings_of
 from halfbyte.integrations.decoding_cpu import parts_of as modules_of
-from halfbyte.integrations.families import Routed, known, nearest, other
+from halfbyte.integrations.families import Routed, known, nearest, other, per_layer_of
 from halfbyte.integrations.mixtures import parts_of as modules_of_experts
 from halfbyte.integrations.mixtures import routed_of
 from halfbyte.integrations.unchanged import Unchanged
@@ -206,6 +206,8 @@ def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
         return "its attention is not transformers' eager one, which alone has its sinks"
     if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
+    if first.heads.made != "qkv" or first.heads.values_normed or per_layer_of(layer) is not None or known(layer).scale is not None:
+        return "its values have a norm, or it has an input of its own"
     of_all = first.heads.rows or first.heads.sinks is not None  # what belongs to all heads
     here = [part_of(linear) for linear in (*qkv, *second[:-1])]
     if any(part is not None and (part.cut.before or part.cut.after or of_all) for part in here):
