@@ -20,13 +20,25 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
-from halfbyte.integrations.families import ACTIVATIONS, Family, borrows, known, lender, lends, made_of, other, shared_as, per_layer_of, turned
+from halfbyte.integrations.families import (
+    ACTIVATIONS,
+    Family,
+    borrows,
+    known,
+    lender,
+    lends,
+    made_of,
+    other,
+    per_layer_of,
+    shared_as,
+    turned,
+)
 from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
 from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.layouts.records import from_records
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.layouts.records import from_records
 from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, FeedForward, Heads, Norm, PerLayer, run_layers, why_not
 from halfbyte.ops.library import OPS
 
@@ -155,8 +167,7 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     cap = None if family.cap is None else getattr(attention, family.cap)
     sinks = None if family.sinks is None else getattr(attention, family.sinks)
     of_heads = norms or None, family.rows, turned(layer), cap, sinks, family.pairs, family.turned_first
-    of_heads = *of_heads, of_row, family.values_norm is not None and of_row != "q"
-    heads = Heads(query, key, dim, attention.scaling, *of_heads)
+    heads = Heads(query, key, dim, attention.scaling, *of_heads, of_row, _of_values(layer) is not None)
     factor = 1.0 if family.factor is None else getattr(layer, family.factor)
     half = Attention(qkv, o, first, heads, second, factor)
     if routed is not None:

@@ -29,11 +29,11 @@ from halfbyte.integrations.decoding_cpu import computed, eps_of, is_eager, norm_
 from halfbyte.integrations.families import borrows, known, lender, nearest, per_layer_of
 from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, version
 from halfbyte.nn.parallel import part_of
 from halfbyte.nn.scaled import ATTRIBUTE, Factor, factor_of
 from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer
-from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.library import plain
@@ -145,7 +145,7 @@ class _OneCall(Shortened):
             if kept and type(logits_to_keep) is int and all(map(_is_unset, kwargs, kwargs.values())):
                 logits = one_token(self, input_ids, attention_mask, position_ids, past_key_values)
                 if logits is not None:
-                    return _output(_output_of(type(self), _around(self)), logits, past_key_values)
+                    return _output(_output_of(_around(self), type(self).__module__), logits, past_key_values)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
@@ -165,15 +165,16 @@ def _around(model: Any) -> Around:
 
 
 @functools.cache
-def _output_of(model: type, around: Around) -> Any:
+def _output_of(around: Around, module: str) -> Any:
+    """The class of a model's output."""
     if around.output is not None:
-        return getattr(sys.modules[model.__module__], around.output)
+        return getattr(sys.modules[module], around.output)
     return MoeCausalLMOutputWithPast if around.experts else CausalLMOutputWithPast
 
 
 @functools.cache
 def _empty(cls: Any) -> dict[str, Any]:
-    return vars(cls())
+    return {**vars(cls())}
 
 
 def _output(cls: Any, logits: Tensor, past: Any) -> Any:
@@ -294,7 +295,7 @@ class _Held:
         self.count, self.headed, self.here = len(layers), type(head) is QuantLinear, _Here()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
         # Those that read keys and values of others come last.
-        self.sources = [lender(layer) if borrows(layer) else index for index, layer in enumerate(layers)]
+        self.sources = [_source(layer, index) for index, layer in enumerate(layers)]
         self.kept = sum(not borrows(layer) for layer in layers)
         last = Weight(head.packed, head.bias, head.compute, head.activation) if self.headed else None
         self.windows, self.logits = _windows(model), _logits(model)
@@ -384,6 +385,13 @@ def _held(model: Any) -> _Held | None:
             return None
         held = _models[model] = _Held(model, layers, made)
     return held
+
+
+def _source(layer: Any, index: int) -> int:
+    """The number of the layer whose keys and values a layer reads, itself or an earlier one."""
+    found = lender(layer) if borrows(layer) else index
+    assert found is not None
+    return found
 
 
 def _windows(model: Any) -> tuple[int | None, ...]:

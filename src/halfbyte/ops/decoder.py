@@ -128,9 +128,8 @@ class Attention(NamedTuple):
         norms = None if heads.norms is None else (norm_of(tensors, heads.norms[0]), norm_of(tensors, heads.norms[1]))
         turned = heads.dim if heads.turned is None else heads.turned
         sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
-        shape = heads.query, heads.key, heads.dim
-        more = heads.pairs, heads.turned_first, heads.made, heads.values_normed
-        of_heads = attention_half.Heads(*shape, heads.scale, norms, heads.rows, turned, heads.cap, sinks, *more)
+        changed = {"norms": norms, "turned": turned, "sinks": sinks}  # the other fields are the same
+        of_heads = attention_half.Heads(**heads._asdict() | changed)
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
         qkv = tuple(map(tensors.product, self.qkv))
         return attention_half.Attention(qkv, tensors.product(self.o), before, after, self.factor, of_heads)
@@ -223,7 +222,7 @@ class Dense(NamedTuple):
 
 
 class PerLayer(NamedTuple):
-    """y = scale * (h + norm(projection(f(gate(h)) * e))), what a layer with an input e of its own does last (Gemma 4's per-layer embeddings)
+    """y = scale * (h + norm(projection(f(gate(h)) * e))): what a layer with an input e of its own does last (Gemma 4's per-layer inputs)
 
     gate        [P, K], P the elements of e
     projection  [K, P]
