@@ -39,6 +39,7 @@ EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size":
 SCORED = {**SIZES, **EXPERTS, "routed_scaling_factor": 1.5}
 GLM = {**SCORED, "n_routed_experts": 12, "n_shared_experts": 2}
 GEMMA4 = {**SIZES, "global_head_dim": 64, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+FULL = {"layer_types": ["full_attention"] * 2}
 OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99, "use_double_wide_mlp": True}
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": partial(transformers.LlamaConfig, **SIZES, attention_bias=True, mlp_bias=True),
@@ -55,9 +56,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "gemma3": partial(transformers.Gemma3TextConfig, **SIZES, query_pre_attn_scalar=20, **MIXED),
     "gemma4": partial(transformers.Gemma4TextConfig, **GEMMA4, **MIXED, attention_k_eq_v=True, num_global_key_value_heads=1),
-    "gemma4, keys in common": partial(
-        transformers.Gemma4TextConfig, **GEMMA4 | OWN, layer_types=["full_attention"] * 2, num_kv_shared_layers=1
-    ),
+    "gemma4, no windows": partial(transformers.Gemma4TextConfig, **GEMMA4, **FULL, attention_k_eq_v=True),
+    "gemma4, inputs of layers' own": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN, **FULL),
+    "gemma4, keys in common": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN, **FULL, num_kv_shared_layers=1),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
@@ -343,6 +344,8 @@ CHANGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "qwen3_moe": lambda layer: (layer.mlp.gate, "top_k"),
     "glm4_moe": lambda layer: (layer.mlp.gate, "routed_scaling_factor"),
     "gpt_oss": lambda layer: (layer.mlp.experts.float_module, "limit"),
+    "gemma4, no windows": lambda layer: (layer.self_attn, "scaling"),
+    "gemma4, inputs of layers' own": lambda layer: (layer.post_per_layer_input_norm, "eps"),
 }
 
 
@@ -403,7 +406,9 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
         assert torch.equal(first, logits(short, static_cache(short, 64), (9, *[1] * 24), *case))
 
 
-OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe", "glm4_moe"  # what Llama's steps are not enough for
+# What Llama's steps are not enough for.
+OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe", "glm4_moe"
+OTHERS += "gemma4, no windows", "gemma4, keys in common"
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -442,27 +447,34 @@ def test_values_of_another_format_than_queries(device: torch.device, calls: list
 
 def test_half_precision(device: torch.device, calls: list[bool]) -> None:
     """bfloat16 rounds each layer's result, and what lies between, by some of 2^-8; so does transformers, a few times more."""
-    for kind in ("gemma3", "granite", "olmo2", "phi3", "cohere", "nemotron"):
+    for kind in (kinds := ("gemma3", "gemma4", "gemma4, keys in common", "granite", "olmo2", "phi3", "cohere", "nemotron")):
         plain, short = (model.to(torch.bfloat16) for model in pair(kind, device))
         found = logits(short, static_cache(short, 32), (9, 1, 1)).float()
         expected = logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)).float()
         assert float((found - expected).norm()) <= 0.1 * float(expected.norm()), kind
-    assert calls == ([False] * 2 + [True] * 4) * 6
+    assert calls == ([False] * 2 + [True] * 4) * len(kinds)
 
 
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
     kinds = "gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss", "qwen2_moe", "glm4_moe"
+    kinds += "gemma4", "gemma4, keys in common"
     for kind in kinds:
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
-        steps = decoding_gpu.steps(short.model.layers[0], GPUS["sm_90"])
+        steps = decoding_gpu.steps(short.model.layers[-1], GPUS["sm_90"])
         assert all(step.reason is None for step in steps)
         found[kind] = {step.name: step.kernel for step in steps}
     qkv, gates = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
     assert "with the norm" in found["gemma3"][qkv]
+    assert list(found["gemma4"]) == ["q_proj+k_proj", "attention", "o_proj", gates, "down_proj"]
+    own = "per_layer_input_gate", "per_layer_projection"
+    assert list(found["gemma4, keys in common"]) == ["q_proj", "attention", "o_proj", gates, "down_proj", *own]
+    assert found["gemma4, keys in common"]["attention"] == "attend to keys and values of another layer"
+    assert found["gemma4, keys in common"][own[0]] == "the product alone, then a kernel of gelu, times the layer's own input"
+    assert found["gemma4, keys in common"][own[1]] == "before a kernel of the norm, with the residual added"
     assert found["gemma3"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
     assert found["gemma3"]["down_proj"] == "before a kernel of the norm, with the residual added"
     assert "gelu(gate) * up" in found["gemma3"][gates]
