@@ -31,6 +31,7 @@ SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "p
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
 FULL = ["full_attention"] * 2
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+OWN_KIND = "gemma4, inputs of layers' own"
 GEMMA4 = {**SIZES, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
 OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
 
@@ -50,7 +51,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gemma2 without a cap": partial(transformers.Gemma2Config, **SIZES, attn_logit_softcapping=None),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES | {"num_key_value_heads": 1, "head_dim": 256}, query_pre_attn_scalar=100),
     "gemma4": lambda: gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
-    "gemma4, inputs of layers' own": lambda: gemma4(**OWN, num_kv_shared_layers=1, use_double_wide_mlp=True),
+    OWN_KIND: lambda: gemma4(**OWN, num_kv_shared_layers=1, use_double_wide_mlp=True),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1, mlp_bias=True),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
@@ -182,6 +183,24 @@ def test_windows_of_heads_of_other_sizes(more: dict[str, Any], monkeypatch: pyte
             assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
         handle.remove()
         assert calls == [layer != index for _ in range(8) for layer in range(6)]
+
+
+def test_inputs_that_are_given(calls: list[bool]) -> None:
+    """As a model with images gives them, whose layers have Gemma 4's as the text's."""
+    plain, short = pair(OWN_KIND)
+    x, own = torch.randn(2, 9, 48), torch.randn(2, 9, 2, 32)
+    with torch.no_grad():
+        assert close(*(model.model(inputs_embeds=x, per_layer_inputs=own).last_hidden_state for model in (short, plain)))
+    assert calls == [True] * 2
+
+
+def test_experts_of_gemma4_are_left() -> None:
+    config = gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
+    model = quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), Config("q4_0"))
+    short = shorten_(fuse_(model))
+    assert not any(map(is_short, short.model.layers))
+    for device in ("cpu", "cuda"):
+        assert decoding.why_not_short(short.model.layers[0], device) == "its config has enable_moe_block"
 
 
 def test_layers_that_read_others_keys_with_static_caches(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,9 +345,9 @@ def test_what_changes_is_seen(calls: list[bool]) -> None:
         ("gemma3", lambda layer: layer.self_attn.q_norm.weight.data.mul_(3)),
         ("olmo2", lambda layer: setattr(layer.self_attn, "q_norm", copy.deepcopy(layer.self_attn.k_norm))),
         ("gemma4", lambda layer: layer.layer_scalar.mul_(0.5)),
-        ("gemma4, inputs of layers' own", lambda layer: setattr(layer, "layer_scalar", layer.layer_scalar * 3)),
-        ("gemma4, inputs of layers' own", lambda layer: setattr(layer.post_per_layer_input_norm, "eps", 0.5)),
-        ("gemma4, inputs of layers' own", lambda layer: layer.post_per_layer_input_norm.weight.data.mul_(3)),
+        (OWN_KIND, lambda layer: setattr(layer, "layer_scalar", layer.layer_scalar * 3)),
+        (OWN_KIND, lambda layer: setattr(layer.post_per_layer_input_norm, "eps", 0.5)),
+        (OWN_KIND, lambda layer: layer.post_per_layer_input_norm.weight.data.mul_(3)),
     ):
         models = pair(kind)
         if kind == "olmo2":
@@ -344,13 +363,13 @@ def test_what_changes_is_seen(calls: list[bool]) -> None:
 
 
 def test_what_goes_the_long_way(calls: list[bool]) -> None:
-    """Masks that show what comes later, as those of images in Gemma 3, and masks that do more than hide."""
-    plain, short = pair("gemma3")
+    """Masks that show what comes later, as those of images in Gemma 3 and 4, and masks that do more than hide."""
     ids = torch.arange(8).view(1, 8)
     both = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     earlier = both.tril()
     with torch.no_grad():
-        for mask, taken in ((both, False), (earlier, True)):
+        for kind, mask, taken in ((kind, *of_mask) for kind in ("gemma3", OWN_KIND) for of_mask in ((both, False), (earlier, True))):
+            plain, short = pair(kind)
             calls.clear()
             masks = {"full_attention": mask, "sliding_attention": mask}
             assert close(*(model.model(input_ids=ids, attention_mask=masks).last_hidden_state for model in (short, plain)))

@@ -365,7 +365,8 @@ class _Held:
                 x = torch.empty(0, dtype=self.dtype, device="cpu")
                 parts = [part for kind in self._kinds for part in self._rotary(x, positions, *([kind] if kind else []))]
                 # Cosines of half of what is turned stand for both halves; those of heads that are smaller are followed by anything.
-                wide = [torch.cat([part] * -(-self._turned // part.shape[-1]), -1)[..., : self._turned] for part in parts]
+                size = self._turned
+                wide = [torch.cat([part] * max(1, -(-size // part.shape[-1])), -1)[..., :size] for part in parts]
                 table = torch.cat(wide, -1)[0].float().contiguous()
             found = self._turns[block, far] = table, table.data_ptr()
         return found[0], found[1] + at * found[0].stride(0) * 4
