@@ -85,11 +85,10 @@ FAMILIES = {
     ),
     "gemma4": _family(
         "Gemma4TextConfig",
-        _sizes(1280, 24, 8, 1, 4608, 32000, head_dim=256, num_kv_shared_layers=10, vocab_size_per_layer_input=32000),
-        _sizes(2560, 42, 8, 2, 10240, 262144, head_dim=256, num_kv_shared_layers=18),
+        _sizes(1280, 24, 8, 1, 4608, 32000, num_kv_shared_layers=10, vocab_size_per_layer_input=32000),
+        _sizes(2560, 42, 8, 2, 10240, 262144, num_kv_shared_layers=18),
         {"final_logit_softcapping": 30.0},
-        {"head_dim": 16, "global_head_dim": 32, "sliding_window": 6, "num_hidden_layers": 12, "num_kv_shared_layers": 6}
-        | {"vocab_size_per_layer_input": 400, "hidden_size_per_layer_input": 32},
+        _WINDOW | {"num_hidden_layers": 12, "num_kv_shared_layers": 6, "vocab_size_per_layer_input": 400},
     ),
     "granite": _family("GraniteConfig", _SMALL, _sizes(2048, 40, 32, 8, 8192, 49155, tie_word_embeddings=True), _GRANITE),
     "smollm3": _family("SmolLM3Config", _SMALL_TIED, _sizes(2048, 36, 16, 4, 11008, 128256)),
