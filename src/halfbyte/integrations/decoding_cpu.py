@@ -230,7 +230,7 @@ def tokens(
     index = layer.self_attn.layer_idx
     if torch.is_grad_enabled() or (past is not None and index >= len(past.layers) and not borrows(layer)):
         return None
-    if per_layer_of(layer) is not None or lends(layer) or borrows(layer):
+    if _is_alone(layer):
         return _alone(layer, x, mask, past, rotary, settings)
     cache: Any = None if past is None else past.layers[index]
     if torch.compiler.is_compiling():
@@ -242,6 +242,11 @@ def tokens(
     if y is not None and isinstance(cache, StaticLayer):
         _remember(layer, x, cache, past)
     return y
+
+
+def _is_alone(layer: Any) -> bool:
+    """Whether it depends on more than other layers do, or they on more of it."""
+    return per_layer_of(layer) is not None or lends(layer) or borrows(layer)
 
 
 def _alone(
@@ -298,7 +303,7 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
     one: Any
     for one in following(layer) if x.shape[0] * x.shape[1] <= _FEW_ROWS else (layer,):
         attention = one.self_attn
-        if caches is not None and attention.layer_idx >= len(caches):
+        if (caches is not None and attention.layer_idx >= len(caches)) or _is_alone(one):
             break
         cache, made = None if caches is None else caches[attention.layer_idx], computed(one)
         if made is None or _sort(one) != _sort(layer) or (made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows):

@@ -84,7 +84,8 @@ def token(
     if ring:
         kept.cumulative_length_int += 1
     if lends(layer):
-        shared[shared_as(layer)] = Ordered(kept) if ring else (kept.keys, kept.values)
+        both = (kept.in_order() if settings.get("return_shared_kv_states") else Ordered(kept)) if ring else (kept.keys, kept.values)
+        shared[shared_as(layer)] = both
     return y
 
 
