@@ -83,6 +83,13 @@ FAMILIES = {
         _sizes(2560, 34, 8, 4, 10240, 262208, sliding_window=1024) | _GEMMA,
         tiny=_TINY_GEMMA,
     ),
+    "gemma4": _family(
+        "Gemma4TextConfig",
+        _sizes(1280, 24, 8, 1, 4608, 32000, num_kv_shared_layers=10, vocab_size_per_layer_input=32000),
+        _sizes(2560, 42, 8, 2, 10240, 262144, num_kv_shared_layers=18),
+        {"final_logit_softcapping": 30.0},
+        _WINDOW | {"num_hidden_layers": 12, "num_kv_shared_layers": 6, "vocab_size_per_layer_input": 400},
+    ),
     "granite": _family("GraniteConfig", _SMALL, _sizes(2048, 40, 32, 8, 8192, 49155, tie_word_embeddings=True), _GRANITE),
     "smollm3": _family("SmolLM3Config", _SMALL_TIED, _sizes(2048, 36, 16, 4, 11008, 128256)),
     "olmo2": _family("Olmo2Config", _SMALL, _sizes(4096, 32, 32, 32, 11008, 100352)),
@@ -168,16 +175,18 @@ def make_model(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    tied, embedding, head, norm = config.tie_word_embeddings, "model.embed_tokens", "lm_head", "model.norm"
+    tied, embedding, head = config.tie_word_embeddings, "model.embed_tokens", "lm_head"
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     layers = [[f"model.layers.{i}"] for i in range(config.num_hidden_layers)]
-    for i, names in enumerate([*([[embedding, head]] if tied else [[embedding], [head]]), *layers, [norm]]):
+    known = "embed_tokens", "layers", "rotary_emb"
+    others = [[f"model.{name}"] for name, _ in model.model.named_children() if name not in known]  # the last norm, and of Gemma 4 more
+    for i, names in enumerate([*([[embedding, head]] if tied else [[embedding], [head]]), *layers, *others]):
         part = model.get_submodule(names[0]).to_empty(device=device)
         if head in names:
             model.lm_head.weight = part.weight
         torch.manual_seed(i)
         part.apply(model._init_weights)
-        if format is not None and names != [norm]:  # in which there is nothing to quantize
+        if format is not None and not names[0].endswith("norm"):  # in which there is nothing to quantize
             holder = nn.ModuleList([model.get_submodule(name) for name in names])
             if sparse:
                 prune_(holder, "2:4")

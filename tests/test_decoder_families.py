@@ -31,6 +31,16 @@ SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "p
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
 FULL = ["full_attention"] * 2
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+OWN_KIND = "gemma4, inputs of layers' own"
+GEMMA4 = {**SIZES, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
+
+
+def gemma4(**more: Any) -> Any:
+    """All of whose layers see all tokens."""
+    return transformers.Gemma4TextConfig(**GEMMA4 | {"layer_types": FULL} | more)
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "phi3": partial(transformers.Phi3Config, **WITHOUT),
     "phi3, a part of each head": lambda: transformers.Phi3Config(
@@ -40,6 +50,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gemma2": partial(transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=3.0),
     "gemma2 without a cap": partial(transformers.Gemma2Config, **SIZES, attn_logit_softcapping=None),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES | {"num_key_value_heads": 1, "head_dim": 256}, query_pre_attn_scalar=100),
+    "gemma4": lambda: gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
+    OWN_KIND: lambda: gemma4(**OWN, num_kv_shared_layers=1, use_double_wide_mlp=True),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1, mlp_bias=True),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
@@ -79,9 +91,9 @@ def pair(kind: str, layer_types: list[str] | None = None, **how: Any) -> tuple[A
     if hasattr(config, "layer_types") and config.layer_types is not None:
         config.layer_types = FULL if layer_types is None else layer_types  # transformers' own are sliding ones, too
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(part in name for part in ("norm", "bias", "scalar")):
+            torch.nn.init.normal_(tensor, 0.5, 0.3)
     assert model.config._attn_implementation == ("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
     return beside(model)
@@ -130,6 +142,75 @@ def test_windows(kind: str, calls: list[bool]) -> None:
     widths = (4, 1, 1, 5, 1, 1, 30, 1)
     assert close(*(logits(model, DynamicCache(config=plain.config), widths) for model in (short, plain)))
     assert calls == [True] * 16
+
+
+# Of Gemma 4: the last three layers read keys and values of the second and third.
+SHARED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+WIDTHS_OF_WINDOWS = (4, 1, 1, 5, 1, 1, 30, 1, 70, 1)
+
+
+@pytest.mark.parametrize("more", [{}, {**OWN, "num_kv_shared_layers": 3}], ids=["plain", "shared"])
+def test_windows_of_heads_of_other_sizes(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
+    """Gemma 4: with padding, with a cache in 8 bits and with none; of the last tokens alone; with layers that take transformers' steps."""
+    sizes = {"num_hidden_layers": 6, "layer_types": SHARED, "sliding_window": 7, **more}
+    monkeypatch.setitem(KINDS, "gemma4", lambda: gemma4(**sizes))
+    plain, short = pair("gemma4", SHARED)
+    mask, ids = torch.ones(2, sum(WIDTHS_OF_WINDOWS), dtype=torch.long), torch.randint(3, 99, (2, 40))
+    mask[0, :3] = 0
+    for seen in (None, mask):
+        found = [logits(model, DynamicCache(config=model.config), WIDTHS_OF_WINDOWS, seen, 2) for model in (short, plain)]
+        assert close(*found)
+    mine, theirs = (logits(model, Int8Cache(plain.config), WIDTHS_OF_WINDOWS) for model in (short, plain))
+    assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())  # as below
+    assert calls == [True] * (3 * 6 * len(WIDTHS_OF_WINDOWS))
+    calls.clear()
+    for keep in (0, 1, 3):
+        with torch.no_grad():
+            caches = [DynamicCache(config=plain.config) for _ in range(2)]
+            for some in (ids[:, :25], ids[:, 25:]):
+                found = [
+                    model(input_ids=some, past_key_values=cache, logits_to_keep=keep).logits
+                    for model, cache in zip((short, plain), caches, strict=True)
+                ]
+                assert close(*found)
+            assert close(*(model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits for model in (short, plain)))
+    assert calls == [True] * (3 * 3 * 6)
+    for index in range(6):  # what is read by others, and what reads others'
+        calls.clear()
+        handle = short.model.layers[index].mlp.down_proj.register_forward_hook(lambda *_: None)
+        for make in (partial(DynamicCache, config=plain.config), partial(Int8Cache, plain.config)):
+            mine, theirs = (logits(model, make(), (5, 1, 9, 1)) for model in (short, plain))
+            assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
+        handle.remove()
+        assert calls == [layer != index for _ in range(8) for layer in range(6)]
+
+
+def test_inputs_that_are_given(calls: list[bool]) -> None:
+    """As a model with images gives them, whose layers have Gemma 4's as the text's."""
+    plain, short = pair(OWN_KIND)
+    x, own = torch.randn(2, 9, 48), torch.randn(2, 9, 2, 32)
+    with torch.no_grad():
+        assert close(*(model.model(inputs_embeds=x, per_layer_inputs=own).last_hidden_state for model in (short, plain)))
+    assert calls == [True] * 2
+
+
+def test_experts_of_gemma4_are_left() -> None:
+    config = gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
+    model = quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), Config("q4_0"))
+    short = shorten_(fuse_(model))
+    assert not any(map(is_short, short.model.layers))
+    for device in ("cpu", "cuda"):
+        assert decoding.why_not_short(short.model.layers[0], device) == "its config has enable_moe_block"
+
+
+def test_layers_that_read_others_keys_with_static_caches(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of static caches take transformers' steps, and so do the layers that read them."""
+    monkeypatch.setitem(
+        KINDS, "gemma4", lambda: gemma4(**OWN, num_hidden_layers=6, layer_types=SHARED, sliding_window=7, num_kv_shared_layers=3)
+    )
+    plain, short = pair("gemma4", SHARED)
+    assert close(*(logits(model, StaticCache(config=plain.config, max_cache_len=64), (5, 1, 30, 1, 1)) for model in (short, plain)))
+    assert calls == [kind == "full_attention" for _ in range(5) for kind in SHARED]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -250,7 +331,7 @@ def test_what_is_said() -> None:
         assert short.model.layers[0].halfbyte_remark == "tokens take one call"
         text = str(explain_model(short))
         assert "as transformers computes it" not in text
-        assert ("and then the norm" in text) == (kind.startswith(("gemma2", "gemma3", "olmo", "glm4", "exaone")))
+        assert ("and then the norm" in text) == (kind.startswith(("gemma2", "gemma3", "gemma4", "olmo", "glm4", "exaone")))
         assert ("times 0.3" in text) == (kind == "granite")
         assert ("gelu(gate) * up" in text) == kind.startswith("gemma")
 
@@ -263,6 +344,10 @@ def test_what_changes_is_seen(calls: list[bool]) -> None:
         ("gemma3", lambda layer: setattr(layer.post_feedforward_layernorm, "eps", 0.5)),
         ("gemma3", lambda layer: layer.self_attn.q_norm.weight.data.mul_(3)),
         ("olmo2", lambda layer: setattr(layer.self_attn, "q_norm", copy.deepcopy(layer.self_attn.k_norm))),
+        ("gemma4", lambda layer: layer.layer_scalar.mul_(0.5)),
+        (OWN_KIND, lambda layer: setattr(layer, "layer_scalar", layer.layer_scalar * 3)),
+        (OWN_KIND, lambda layer: setattr(layer.post_per_layer_input_norm, "eps", 0.5)),
+        (OWN_KIND, lambda layer: layer.post_per_layer_input_norm.weight.data.mul_(3)),
     ):
         models = pair(kind)
         if kind == "olmo2":
@@ -278,13 +363,13 @@ def test_what_changes_is_seen(calls: list[bool]) -> None:
 
 
 def test_what_goes_the_long_way(calls: list[bool]) -> None:
-    """Masks that show what comes later, as those of images in Gemma 3, and masks that do more than hide."""
-    plain, short = pair("gemma3")
+    """Masks that show what comes later, as those of images in Gemma 3 and 4, and masks that do more than hide."""
     ids = torch.arange(8).view(1, 8)
     both = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     earlier = both.tril()
     with torch.no_grad():
-        for mask, taken in ((both, False), (earlier, True)):
+        for kind, mask, taken in ((kind, *of_mask) for kind in ("gemma3", OWN_KIND) for of_mask in ((both, False), (earlier, True))):
+            plain, short = pair(kind)
             calls.clear()
             masks = {"full_attention": mask, "sliding_attention": mask}
             assert close(*(model.model(input_ids=ids, attention_mask=masks).last_hidden_state for model in (short, plain)))

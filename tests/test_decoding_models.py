@@ -33,6 +33,9 @@ WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
 ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full_attention", 5e5), ("sliding_attention", 1e4))}
 GEMMA = {**SIZES, "query_pre_attn_scalar": 10}
+GEMMA4 = {**SIZES, "global_head_dim": 24, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5, "num_hidden_layers": 4}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
+OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)]}
 LONGROPE |= {"long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 70}
 GLM = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
@@ -43,6 +46,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gemma2": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
     "gemma2 without caps": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
     "gemma3": partial(transformers.Gemma3TextConfig, **GEMMA, **MIXED, rope_parameters=ROPES, final_logit_softcapping=1.5),
+    "gemma4": partial(transformers.Gemma4TextConfig, **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4, inputs of layers' own": partial(
+        transformers.Gemma4TextConfig, **GEMMA4 | OWN, num_kv_shared_layers=2, use_double_wide_mlp=True
+    ),
+    "gemma4, inputs of layers' own, no keys in common": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN),
     "granite": partial(
         transformers.GraniteConfig,
         **WITHOUT,
@@ -100,7 +108,7 @@ def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any
     how_to_attend = {"attn_implementation": "eager"} if kind.startswith("gemma2") else {}
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind](), **how_to_attend).eval()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if any(part in name for part in ("norm", "bias", "sinks")):
+        if any(part in name for part in ("norm", "bias", "sinks", "scalar")):
             torch.nn.init.normal_(tensor, 0.5, 0.3)
     quantize_(model.to(dtype), Config("q4_0", **{"compute": "float"} | how))
     return model, shorten_(copy.deepcopy(fuse_(model)))
@@ -162,7 +170,7 @@ def test_a_cache_of_8_bits(kind: str, taken: list[bool]) -> None:
     assert taken == [False, *[True] * 12]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "granite", "olmo3"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gemma4, inputs of layers' own", "granite", "olmo3"])
 def test_half_precision(kind: str, taken: list[bool]) -> None:
     """What transformers rounds to bfloat16 between its steps, this does not: it is nearer to the same model in float32."""
     plain, short = pair(kind, torch.bfloat16)
@@ -186,6 +194,20 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "the embedding's own factor, in place": ("gemma", lambda model: model.model.embed_tokens.embed_scale.mul_(0.25)),
     "positions of a type of layers": ("gemma3", lambda model: model.model.rotary_emb.sliding_attention_inv_freq.mul_(0.5)),
     "how far positions reach": ("olmo3", lambda model: setattr(model.model.rotary_emb, "full_attention_attention_scaling", 1.5)),
+    "the factor of a layer": ("gemma4", lambda model: model.model.layers[1].layer_scalar.mul_(0.25)),
+    "the factor of the table of layers' inputs": (
+        "gemma4, inputs of layers' own",
+        lambda model: model.model.embed_tokens_per_layer.embed_scale.mul_(0.25),
+    ),
+    "the factor of what is projected to layers' inputs": (
+        "gemma4, inputs of layers' own",
+        lambda model: setattr(model.model, "per_layer_model_projection_scale", 1e-4),  # beside the norm's eps
+    ),
+    "the factor of layers' inputs": ("gemma4, inputs of layers' own", lambda model: setattr(model.model, "per_layer_input_scale", 1e-4)),
+    "the norm of layers' inputs": (
+        "gemma4, inputs of layers' own",
+        lambda model: model.model.per_layer_projection_norm.weight.data.mul_(3),
+    ),
     "the last eps": ("gemma", lambda model: setattr(model.model.norm, "eps", 0.5)),
     "the last norm": ("gemma2", lambda model: model.model.norm.weight.data.mul_(3)),
 }

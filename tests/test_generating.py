@@ -18,9 +18,10 @@ from language_model import make_decoder, make_tokenizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
@@ -76,7 +77,7 @@ class Imitated:
         inputs, owner = (next(c.cell_contents for c in step if isinstance(c.cell_contents, kind)) for kind in (Inputs, graphs.GraphStep))
         self.run, self.cache = run, owner._cache
         tensors = [*_tensors(inputs.values), inputs._place, owner._tokens]
-        tensors += [t for layer in self.cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
+        tensors += [t for layer in graphs.keeping(self.cache) for t in (layer.keys, layer.values, layer.cumulative_length)]
         before = [t.clone() for t in tensors]
         random = torch.get_rng_state()
         with Captured():
@@ -203,6 +204,8 @@ def test_tokens_are_transformers_own(model: Any, kind: str, lengths: tuple[int, 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 16},
     "Gemma3": {"sliding_window": 16, "head_dim": 16, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "Gemma4": {"sliding_window": 16, "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
     "Qwen3": {"head_dim": 16},
     "GptOss": {"sliding_window": 16, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -212,11 +215,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_family(family: str) -> Any:
-    if family != "Gemma3":
+    if family not in ("Gemma3", "Gemma4"):
         return make(family, **FAMILIES[family])
     torch.manual_seed(3)
     settings = {**SMALL, **FAMILIES[family], "vocab_size": 99, "initializer_range": 0.2, "eos_token_id": 7, "pad_token_id": 0}
-    model: Any = Gemma3ForCausalLM(Gemma3TextConfig(**settings)).eval()
+    config: Any = (Gemma3TextConfig if family == "Gemma3" else Gemma4TextConfig)(**settings)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
     generate_fast(model)
     return model
 
@@ -245,7 +249,7 @@ def test_a_cache_becomes_larger(model: Any, kind: str, monkeypatch: pytest.Monke
         assert Imitated.made == 2 * len((18, 36, 72))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_cache_of_the_caller(kind: str, family: str, ends: bool) -> None:
     """It has what was read and written but the last token, and another call goes on with it."""

@@ -63,7 +63,7 @@ def test_of_each_family_a_model_and_its_file_are_made(family: str, tmp_path: Pat
     assert expected.isfinite().all()
     assert expected.std() > 0
 
-    if family == "gpt-oss":  # of which no GGUF is written
+    if family in ("gpt-oss", "gemma4"):  # of which no GGUF is written
         return
     make_file(config, tmp_path / "model.gguf", tmp_path / "halfbyte")
     opened, tokenizer = open_model(tmp_path / "model.gguf")

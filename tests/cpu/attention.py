@@ -15,7 +15,8 @@ from halfbyte.layouts.records import from_records, record_bytes, to_records
 
 KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8}
 CASES = pairwise(
-    *((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5)), (False, True), ("", "once", "twice")
+    *((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5)),
+    *((False, True), ("", "once", "twice"), (("qkv", False), ("qkv", True), ("qk", False), ("qk", True), ("q", False))),
 )
 # Runs the kernel of a spec with these arguments; the bytes from the address that an argument is.
 Launch = Callable[[AttendSpec, dict[str, int | tuple[float, float]], dict[str, int]], None]
@@ -45,7 +46,7 @@ def attended(
     norms: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """qkv [B, t, (G + 2) * Hkv * D], rotary [B, t, D or D / 2], cache [B, Hkv, T, D], mask [B, t, T] -> [B, t, G * Hkv * D]."""
+    """qkv [B, t, (G + 2) * Hkv * D] or less, rotary [B, t, D or D / 2], cache [B, Hkv, T, D], mask [B, t, T] -> [B, t, G * Hkv * D]."""
     b, t, width = qkv.shape
     kv_heads, dim = cache[0].shape[1], spec.dim
     out = torch.empty(b, t, spec.group * kv_heads * dim).fill_(torch.nan)
@@ -89,13 +90,31 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
     return torch.stack(parts, -1).flatten(-2) if pairs else torch.cat(parts, -1)
 
 
+def _check_entered(spec: AttendSpec, kept: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    """Keys and values of new tokens [B, Hkv, t, D] as a cache has them, beside what they are made of."""
+    # k is rounded to the cache's type, after the norm (2^-21 of its size covers mean, root and two products) and two products; so is v
+    # after a norm.
+    unit = {"f32": 0.0, "bf16": 2.0**-8, "f16": 2.0**-11, "int8": 0.0}[spec.kind]
+    for part, exact, plain in zip(kept, wanted, (False, not spec.values_normed), strict=True):
+        if plain:
+            assert torch.equal(part, entered(exact.float(), part.dtype)), spec
+            continue
+        error = (unit + 2.0**-20) * exact.abs() + 2.0**-21 * (exact.abs().amax(-1, keepdim=True)) + 2.0**-24
+        if spec.kind == "int8":  # half a scale, which is rounded to 8 bits; 2^-16: of a quotient of up to 127
+            largest = torch.nn.functional.pad(exact.abs(), (0, -spec.dim % 32)).unflatten(-1, (-1, 32)).amax(-1)
+            error = error + (largest / 254 * (1 + 2.0**-8 + 2.0**-16)).repeat_interleave(32, -1)[..., : spec.dim]
+            part = from_records(part, spec.dim, torch.float64)
+        assert bool(((part.double() - exact).abs() <= error).all()), spec
+
+
 def check(number: int, case: Sequence[object], launch: Launch) -> None:
     """Whether what `launch` computes is the attention of float64."""
-    dim, group, kind, normed, masked, length, t, sinking, pairs = case
-    spec = AttendSpec(dim, group, kind, normed, masked, sinks=sinking, pairs=pairs)  # type: ignore[arg-type]
+    dim, group, kind, normed, masked, length, t, sinking, pairs, (made, values_normed) = case
+    more = {"sinks": sinking, "pairs": pairs, "made": made, "values_normed": values_normed}
+    spec = AttendSpec(dim, group, kind, normed, masked, **more)  # type: ignore[arg-type]
     torch.manual_seed(number)
     b, kv_heads, size = 1 + number % 3, 1 + number % 2, length + t + number % 4
-    qkv = torch.randn(b, t, (group + 2) * kv_heads * dim) * 3
+    qkv = torch.randn(b, t, (group + len(made) - 1) * kv_heads * dim) * 3
     angles = torch.randn(b, t, dim // 2)
     table = angles.repeat_interleave(2, -1) if pairs == "twice" else angles.repeat(1, 1, 1 + number % 2)
     rotary = table.cos(), table.sin()
@@ -106,29 +125,29 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     anything = {"dtype": KINDS[kind], "fill_value": -1 if kind == "int8" else torch.nan}  # a scale of bytes 255 is NaN too
     cache = tuple(torch.full((b, kv_heads, size + 3, width + 8), **anything)[:, :, :size, :width] for _ in range(2))  # type: ignore[call-overload]
     for part in cache:
-        part[:, :, :length] = entered(torch.randn(b, kv_heads, length, dim), part.dtype)
+        known = length + t * (made == "q")
+        part[:, :, :known] = entered(torch.randn(b, kv_heads, known, dim), part.dtype)
+    before = [part.clone() for part in cache]
     mask = torch.rand(b, t, size) > 0.4 if masked else None
     if mask is not None:
         mask[:, :, length : length + t] |= torch.eye(t, dtype=torch.bool)
     y = attended(launch, spec, qkv, rotary, (cache[0], cache[1]), length, mask, norms, sinks)
 
     heads = qkv.double().view(b, t, -1, dim)
-    q, k, v = heads.split([group * kv_heads, kv_heads, kv_heads], 2)
+    q, k, v = heads[:, :, : group * kv_heads], heads[:, :, group * kv_heads :][:, :, :kv_heads], heads[:, :, -kv_heads:]
     if norms is not None:
         q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w.double() for x, w in zip((q, k), norms, strict=True))
+    if values_normed:
+        v = v * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     cos, sin = (turn.double()[:, :, None] for turn in (angles.cos(), angles.sin()))
     q, k = (_turned(x, cos, sin, pairs=pairs != "") for x in (q, k))
     there = slice(length, length + t)
-    # k is rounded to the cache's type, after the norm (2^-21 of its size covers mean, root and two products) and two products.
-    unit = {"f32": 0.0, "bf16": 2.0**-8, "f16": 2.0**-11, "int8": 0.0}[kind]
-    wanted = k.transpose(1, 2)
-    error = (unit + 2.0**-20) * wanted.abs() + 2.0**-21 * (wanted.abs().amax(-1, keepdim=True)) + 2.0**-24
-    assert torch.equal(cache[1][:, :, there], entered(v.transpose(1, 2).float(), cache[1].dtype)), (spec, length, t)
-    if kind == "int8":  # half a scale, which is rounded to 8 bits; 2^-16: of a quotient of up to 127
-        largest = torch.nn.functional.pad(wanted.abs(), (0, -dim % 32)).unflatten(-1, (-1, 32)).amax(-1)
-        error = error + (largest / 254 * (1 + 2.0**-8 + 2.0**-16)).repeat_interleave(32, -1)[..., :dim]
+    if made == "q":
+        assert all(torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in zip(cache, before, strict=True))
+    else:
+        _check_entered(spec, (cache[0][:, :, there], cache[1][:, :, there]), (k.transpose(1, 2), v.transpose(1, 2)))
+    if kind == "int8":
         cache = from_records(cache[0], dim, torch.float64), from_records(cache[1], dim, torch.float64)
-    assert bool(((cache[0][:, :, there].double() - wanted).abs() <= error).all()), (spec, length, t)
 
     seen = torch.ones(t, length + t, dtype=torch.bool).tril(length)
     seen = seen.expand(b, t, -1) if mask is None else seen & mask[:, :, : length + t]

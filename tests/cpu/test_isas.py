@@ -286,6 +286,7 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 CENTRED = Step("rows", centred=True), Step("norm", centred=True)
 WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="int8", causal=True, capped=True, sinks=True)
 ADDED = Step("rows", plus_one=True), Step("norm", plus_one=True, added=True), Step("scale"), Step("over"), Step("cap")
+OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", alone=True, beside=True)
 STEPS = (
     Step("chain"),
     Step("rows"),
@@ -295,6 +296,7 @@ STEPS = (
     Step("product"),
     *CENTRED,
     *ADDED,
+    *OF_GEMMA4,
 )
 
 
@@ -312,6 +314,8 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
     modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, turned=32, plus_one=True, capped=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, pairs="once"), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="qk", values_normed=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="q"), isa))
     modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
     for module in modules:
         assert len(jit.compile_object(module, isa)) > 200
@@ -324,6 +328,8 @@ def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
     modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, turned=32, plus_one=True, capped=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, pairs="once"), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="qk", values_normed=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="q"), isa))
     modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
     modules.pop(-len(STEPS))  # a chain calls others, no more
     for module in modules:

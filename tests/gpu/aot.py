@@ -194,8 +194,10 @@ def launch_families(gpu: Gpu) -> None:
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k))
     gates.launch_clamped(gpu, empty(chosen, 2 * k), empty(chosen, k), 1.702, 7.0)
     gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "relu2", gated=False)
+    gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "gelu_tanh", gated=False, beside=empty(1, 3 * k))
     norm.launch_centred(gpu, x, before, empty(k), empty(1, k))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), (before, empty(1, k)))
+    norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), None, empty(1))
     qkv = empty(1, (heads + 2 * kv_heads) * dim)
     of_rows = (empty(heads * dim), 1e-5, False), (empty(kv_heads * dim), 1e-5, False)
     norm.launch_parts(gpu, qkv, of_rows, torch.empty_like(qkv))
@@ -206,6 +208,9 @@ def launch_families(gpu: Gpu) -> None:
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(pairs=pairs))
     how = attend.How(turned_first=True)
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, norms=of_heads, how=how)
+    for others in (1, 0):
+        how, row = attend.How(others=others, values_normed=others == 1), empty(1, (heads + others * kv_heads) * dim)
+        attend.launch(gpu, row, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, norms=of_heads, how=how)
     for size, ring in ((512, False), (128, True), (65536, False)):  # the last one's tiles are streamed
         cache, how = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), attend.How(ring=ring, turned=dim, sinks=empty(heads))
         rotary = empty(1, dim // 2), empty(1, dim // 2)

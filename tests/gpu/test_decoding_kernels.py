@@ -17,7 +17,7 @@ from torch import Tensor
 from halfbyte.errors import KernelError
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import attend, gates, norm, skinny, skinny_config, skinny_hopper, skinny_hopper_config, skinny_tile
+from halfbyte.kernels.gpu import attend, gates, skinny, skinny_config, skinny_hopper, skinny_hopper_config, skinny_tile
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -125,19 +125,20 @@ def test_wide_tiles_of_gates(bands: int, where: Any) -> None:
     run("int4_g128", 1, 384, 256, H, where, bands=bands, columns=1, slices=8, records=1)
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gated", [True, False, None], ids=["gated", "alone", "beside"])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize(("m", "half", "dtype"), [(1, 96, B), (3, 2500, H), (64, 17, F)])
-def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, gated: bool, where: Any) -> None:
+def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, gated: bool | None, where: Any) -> None:
     """The sigmoid is off by a few roundings of float32, and of its argument t by t of them; and the result by that of its type."""
     gpu, device, interpreted = where
-    x = (torch.randn(m, half * (1 + gated)) * 6).to(dtype)
+    x = (torch.randn(m, half * (2 if gated else 1)) * 6).to(dtype)
+    beside = torch.randn(m, 3, half).to(dtype)[:, 1]  # rows of a wider one
     out = torch.full((m, half), torch.nan, dtype=dtype, device=device)
     x[0, 0], x[0, 1] = -200.0, torch.nan
-    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated)
+    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated is True, beside=beside.to(device) if gated is None else None)
     assert bool(out[0, 1].isnan()), "a NaN stays"
     x[0, 1], out[0, 1] = 0.0, 0.0
-    gate, up = x.double().chunk(2, 1) if gated else (x.double(), torch.ones(()))
+    gate, up = x.double().chunk(2, 1) if gated else (x.double(), torch.ones(()) if gated is False else beside.double())
     # torch's 1 + tanh(u) cancels where 2 sigmoid(2 u) does not.
     argument = gate if kind == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     if kind == "relu2":
@@ -241,91 +242,9 @@ def test_what_comes_before_the_kernel_before_has_ended(
     assert bool(reference.agrees(out.cpu(), expected, error).all())
 
 
-def normed(x: Tensor, factor: Tensor, plus_one: bool) -> Tensor:
-    """In float64."""
-    wide = x.double()
-    return wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + plus_one)
-
-
-def bound(y: Tensor, dtype: torch.dtype, interpreted: bool) -> Tensor:
-    """The mean of k squares is off by a rounding for each sum of a tree, and the result by a few more and that of its type."""
-    unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
-    return (unit + 2.0**-19) * y.abs() + 1e-7
-
-
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize(("m", "k", "dtype"), [(1, 4096, B), (3, 300, H), (2, 1, F), (1, 5000, F)])
-def test_a_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, where: Any) -> None:
-    gpu, device, interpreted = where
-    x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
-    out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    norm.launch(gpu, x.to(device), (factor.to(device), EPS, plus_one), out)
-    expected = normed(x, factor, plus_one)
-    assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize(("m", "k", "dtype"), [(1, 4096, B), (3, 300, H), (2, 1, F), (1, 5000, F)])
-def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, shifted: bool, where: Any) -> None:
-    """What is far from 0 loses its mean: as many bits as that is larger than the deviation, of a float32's 24; the sum of the factor's
-    product and the shift is rounded where these are large, and may be small."""
-    gpu, device, interpreted = where
-    x, factor = (torch.randn(m, k) * 3 + 20).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
-    shift = torch.randn(k).to(dtype) if shifted else None
-    out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    norm.launch_centred(gpu, x.to(device), (factor.to(device), EPS, plus_one), None if shift is None else shift.to(device), out)
-    centred = x.double() - x.double().mean(1, keepdim=True)
-    root = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
-    part = centred * root * (factor.double() + plus_one)
-    expected = part if shift is None else part + shift.double()
-    # The mean is off by some roundings of a number of 20 in a tree of sums, and so is each difference.
-    error = 2.0**-19 * 20 * root * (factor.double() + plus_one).abs() + 2.0**-19 * part.abs()
-    assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted) + error).all())
-
-
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize(("m", "widths", "dtype"), [(1, (512, 128, 128), B), (3, (60, 20, 20), H), (2, (8, 8, 8), F)])
-def test_norms_of_parts_of_a_row(m: int, widths: tuple[int, int, int], dtype: torch.dtype, plus_one: bool, where: Any) -> None:
-    gpu, device, interpreted = where
-    x, factors = (torch.randn(m, sum(widths)) * 3).to(dtype), [(1 + torch.randn(k) / 4).to(dtype) for k in widths[:2]]
-    out = torch.full_like(x, torch.nan, device=device)
-    first, second = ((factor.to(device), EPS, plus_one) for factor in factors)
-    norm.launch_parts(gpu, x.to(device), (first, second), out)
-    *parts, rest = x.split(widths, 1)
-    found = out.cpu().split(widths, 1)
-    for y, part, factor in zip(found[:2], parts, factors, strict=True):
-        expected = normed(part, factor, plus_one)
-        assert bool(((y.double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
-    assert torch.equal(found[2], rest)
-
-
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize(("m", "k", "dtype"), [(1, 2560, B), (3, 300, H), (2, 1, F)])
-def test_a_norm_that_is_added(m: int, k: int, dtype: torch.dtype, plus_one: bool, where: Any) -> None:
-    """And the norm of the sum, as it is rounded."""
-    gpu, device, interpreted = where
-    x, residual = ((torch.randn(m, k) * 3).to(dtype) for _ in range(2))
-    factors = [(1 + torch.randn(k) / 4).to(dtype) for _ in range(2)]
-    first, second = ((factor.to(device), EPS, plus_one) for factor in factors)
-    for then in (False, True):
-        h, z = (torch.full((m, k), torch.nan, dtype=dtype, device=device) for _ in range(2))
-        norm.launch_added(gpu, x.to(device), first, residual.to(device), h, (second, z) if then else None)
-        part = normed(x, factors[0], plus_one)
-        expected = part + residual.double()
-        # The sum is rounded where its parts are large, and may be small.
-        error = bound(expected, dtype, interpreted) + 2.0**-19 * part.abs() + 2.0**-23 * residual.double().abs()
-        assert bool(((h.cpu().double() - expected).abs() <= error).all())
-        if then:
-            expected = normed(h.cpu(), factors[1], plus_one)
-            assert bool(((z.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
-        else:
-            assert bool(z.isnan().all())
-
-
 class Kind(NamedTuple):
     """What attention of a token is like. turned: of a head; None: all. added: masks are added to scores. short: tables have half as many
-    numbers. turned_first: before norms."""
+    numbers. turned_first: before norms. made: of queries, keys and values; without keys the new token is in the cache."""
 
     turned: int | None = None
     normed: bool = False
@@ -337,6 +256,8 @@ class Kind(NamedTuple):
     sinks: bool = False
     short: bool = False
     turned_first: bool = False
+    made: str = "qkv"
+    values_normed: bool = False
 
 
 def attention(
@@ -353,13 +274,13 @@ def attention(
     """In float64, from the formulas of the kernel's text: y, keys, values."""
     keys, values = (t.double().clone() for t in cache)
     batch, kv_heads, size, dim = keys.shape
-    x = qkv.double().view(batch, heads + 2 * kv_heads, dim)
+    x = qkv.double().view(batch, heads + (len(kind.made) - 1) * kv_heads, dim)
 
     def normed(x: Tensor) -> Tensor:
         if norms is None:
             return x
         factors = [norms[0][0].double() + kind.plus_one] * heads + [norms[1][0].double() + kind.plus_one] * kv_heads
-        x = x.clone()
+        x, factors = x.clone(), factors[: x.shape[1]]
         x[:, : len(factors)] *= (x[:, : len(factors)].square().mean(-1, keepdim=True) + EPS).rsqrt() * torch.stack(factors)
         return x
 
@@ -380,9 +301,12 @@ def attention(
         return torch.cat((part * cos + other * sin, x[..., r:]), -1)
 
     placed = normed(turned(x)) if kind.turned_first else turned(normed(x))
-    q, k, v = placed[:, :heads], placed[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
-    place = length % size if kind.ring else length
-    keys[:, :, place], values[:, :, place] = k.to(qkv.dtype).double(), v
+    q, place = placed[:, :heads], length % size if kind.ring else length
+    if kind.made != "q":
+        k, v = placed[:, heads : heads + kv_heads], x[:, -kv_heads:]
+        if kind.values_normed:
+            v = v * (v.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        keys[:, :, place], values[:, :, place] = k.to(qkv.dtype).double(), v.to(qkv.dtype).double()
     scores = torch.einsum("bkgd,bktd->bkgt", q.view(batch, kv_heads, -1, dim), keys) * dim**-0.5
     seen = (torch.arange(size) <= length).expand(batch, size)
     if mask is not None:  # of tokens by their age
@@ -441,6 +365,17 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
         (2, 4, 2, 64, 100, 57, F, {}, Kind(normed=True, turned_first=True)),
         (1, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=12, normed=True, turned_first=True, short=True)),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, values_normed=True)),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, made="qk", values_normed=True)),
+        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, made="qk")),
+        (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, made="qk", values_normed=True)),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, made="q")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(made="q", added=True)),
+        (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(made="q")),
+        (1, 4, 2, 32, 200, 200 * 7 + 70, H, {}, Kind(ring=True, made="q")),
+        (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True, made="q")),
+        (1, 6, 2, 64, 130, 130, B, {"splits": 2}, Kind(ring=True, made="q")),
+        (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True, made="q", added=True)),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -463,12 +398,13 @@ def test_attention_of_one_token(
     assert attend.supports(heads, kv_heads, dim, dtype) is None
     if how:
         monkeypatch.setattr(attend, "static", streamed(**how))
-    qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim).to(dtype)
+    there_already = int(kind.made == "q")
+    qkv = torch.randn(batch, (heads + (len(kind.made) - 1) * kv_heads) * dim).to(dtype)
     turned = dim if kind.turned is None else kind.turned
     rotary: Any = tuple(torch.randn(1 if masked else batch, turned // (1 + kind.short)).to(dtype) for _ in range(2)) if turned else None
     cache: Any = tuple(torch.randn(batch, kv_heads, size, dim).to(dtype) for _ in range(2))
     for tensor in cache:
-        tensor[:, :, length:] = torch.nan  # what is not there yet
+        tensor[:, :, length + there_already :] = torch.nan  # what is not there yet
     mask: Tensor | None = None
     norms: Any = None
     last, place = min(length, size - 1), length % size if kind.ring else length
@@ -484,16 +420,17 @@ def test_attention_of_one_token(
     clean = tuple(t.nan_to_num(0) for t in cache)
     expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms, kind, sinks)
     bits = []
-    for advance in (0, 1):
+    for advance in (0, 1 - there_already):
         out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
         there: Any = tuple(t.to(device, copy=True) for t in cache)
-        count = torch.tensor([length], device=device)
+        count = torch.tensor([length + there_already], device=device)
         at_mask = None if mask is None else mask.to(device)
         turns: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
-        how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, None if sinks is None else sinks.to(device), kind.turned_first)
+        of_made = kind.turned_first, len(kind.made) - 1, kind.values_normed
+        how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, None if sinks is None else sinks.to(device), *of_made)
         attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
-        assert count.item() == length + advance
+        assert count.item() == length + there_already + advance
         bits.append(out.cpu())
     assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8)), "the second run gave other bits"
     # Scores are off by some roundings of float32 for each number that is summed, relative to the sum of magnitudes; keys by one of their

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -37,6 +38,9 @@ ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in 
 EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 SCORED = {**SIZES, **EXPERTS, "routed_scaling_factor": 1.5}
 GLM = {**SCORED, "n_routed_experts": 12, "n_shared_experts": 2}
+GEMMA4 = {**SIZES, "global_head_dim": 64, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+FULL = {"layer_types": ["full_attention"] * 2}
+OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99, "use_double_wide_mlp": True}
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": partial(transformers.LlamaConfig, **SIZES, attention_bias=True, mlp_bias=True),
     "mistral": partial(transformers.MistralConfig, **SIZES, sliding_window=16),
@@ -51,6 +55,10 @@ KINDS: dict[str, Callable[[], Any]] = {
         transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=None, **MIXED
     ),
     "gemma3": partial(transformers.Gemma3TextConfig, **SIZES, query_pre_attn_scalar=20, **MIXED),
+    "gemma4": partial(transformers.Gemma4TextConfig, **GEMMA4, **MIXED, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4, no windows": partial(transformers.Gemma4TextConfig, **GEMMA4, **FULL, attention_k_eq_v=True),
+    "gemma4, inputs of layers' own": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN, **FULL),
+    "gemma4, keys in common": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN, **FULL, num_kv_shared_layers=1),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
@@ -94,14 +102,14 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if any(part in name for part in ("norm", "bias", "sinks")):
+        if any(part in name for part in ("norm", "bias", "sinks", "scalar")):
             torch.nn.init.normal_(tensor, 0.5, 0.3)
     model.to(device)
     model.set_attn_implementation("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
     short = shorten_(copy.deepcopy(fuse_(model)))
     assert all(map(is_short, short.model.layers))
-    assert [decoding.why_not_short(layer) for layer in short.model.layers] == [None] * 2
+    assert {decoding.why_not_short(layer) for layer in short.model.layers} == {None}
     return model, short
 
 
@@ -148,6 +156,37 @@ def test_padding_and_several_sequences(kind: str, device: torch.device, calls: l
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
 
 
+SHARED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+
+
+def of_layers_that_share(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Of Gemma 4: the last three layers read keys and values of the second and third."""
+    sizes = {"num_hidden_layers": 6, "layer_types": SHARED, "sliding_window": 16, "num_kv_shared_layers": 3}
+    monkeypatch.setitem(KINDS, "gemma4, shared", partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN | sizes))
+    return pair("gemma4, shared", device)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_layers_that_read_the_keys_of_others(
+    widths: tuple[int, ...], padded: bool, device: torch.device, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, short = of_layers_that_share(device, monkeypatch)
+    batch, mask = 1, None
+    if padded:
+        batch, mask = 2, torch.ones(2, sum(widths), dtype=torch.long, device=device)
+        mask[0, :3] = 0
+    found = logits(short, static_cache(short, 64), widths, mask, batch)
+    assert calls == [width == 1 for width in widths for _ in range(6)]
+    assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, batch))
+    for index in range(6):  # any of them may take transformers' steps
+        calls.clear()
+        handle = short.model.layers[index].mlp.down_proj.register_forward_hook(lambda *_: None)
+        assert close(logits(short, static_cache(short, 64), widths, mask, batch), found)
+        assert calls == [width == 1 and layer != index for width in widths for layer in range(6)]
+        handle.remove()
+
+
 @pytest.fixture
 def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called with what `token` has left, whether it was in few kernels."""
@@ -180,6 +219,25 @@ def test_prompts_with_padding(kind: str, device: torch.device, prompts: list[boo
     found = logits(short, static_cache(short, 64), widths, mask, 3)
     assert prompts == [takes_prompts(device)] * 6
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("widths", [(9, 7), (30, 5), (9, 5, 17, 3)])
+def test_prompts_of_layers_that_read_the_keys_of_others(
+    widths: tuple[int, ...], keep: int, device: torch.device, prompts: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They compute no more than the tokens whose logits are asked for."""
+    plain, short = of_layers_that_share(device, monkeypatch)
+    ids = torch.randint(3, 99, (2, sum(widths)), generator=torch.Generator().manual_seed(1)).to(device)
+    for make in (partial(static_cache, short, 64), partial(DynamicCache, config=plain.config), lambda: None):
+        cache, other = make(), None if make() is None else DynamicCache(config=plain.config)
+        for start, stop in pairwise(accumulate(widths, initial=0)):
+            how = {"input_ids": ids[:, start:stop], "logits_to_keep": keep, "use_cache": cache is not None}
+            with torch.no_grad():
+                found, expected = (m(past_key_values=c, **how).logits for m, c in ((short, cache), (plain, other)))
+            assert close(found, expected)
+    if keep != 1:
+        assert prompts == [takes_prompts(device)] * len(prompts)
 
 
 def test_prompts_that_are_left_to_transformers(device: torch.device, prompts: list[bool]) -> None:
@@ -286,6 +344,8 @@ CHANGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "qwen3_moe": lambda layer: (layer.mlp.gate, "top_k"),
     "glm4_moe": lambda layer: (layer.mlp.gate, "routed_scaling_factor"),
     "gpt_oss": lambda layer: (layer.mlp.experts.float_module, "limit"),
+    "gemma4, no windows": lambda layer: (layer.self_attn, "scaling"),
+    "gemma4, inputs of layers' own": lambda layer: (layer.post_per_layer_input_norm, "eps"),
 }
 
 
@@ -346,7 +406,9 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
         assert torch.equal(first, logits(short, static_cache(short, 64), (9, *[1] * 24), *case))
 
 
-OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe", "glm4_moe"  # what Llama's steps are not enough for
+# What Llama's steps are not enough for.
+OTHERS = "glm4", "cohere", "starcoder2", "phi", "gpt_oss, no windows", "qwen2_moe", "glm4_moe"
+OTHERS += "gemma4, no windows", "gemma4, keys in common"
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -385,27 +447,34 @@ def test_values_of_another_format_than_queries(device: torch.device, calls: list
 
 def test_half_precision(device: torch.device, calls: list[bool]) -> None:
     """bfloat16 rounds each layer's result, and what lies between, by some of 2^-8; so does transformers, a few times more."""
-    for kind in ("gemma3", "granite", "olmo2", "phi3", "cohere", "nemotron"):
+    for kind in (kinds := ("gemma3", "gemma4", "gemma4, keys in common", "granite", "olmo2", "phi3", "cohere", "nemotron")):
         plain, short = (model.to(torch.bfloat16) for model in pair(kind, device))
         found = logits(short, static_cache(short, 32), (9, 1, 1)).float()
         expected = logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)).float()
         assert float((found - expected).norm()) <= 0.1 * float(expected.norm()), kind
-    assert calls == ([False] * 2 + [True] * 4) * 6
+    assert calls == ([False] * 2 + [True] * 4) * len(kinds)
 
 
 def test_what_a_layer_takes(device: torch.device) -> None:
     """The steps that `explain` tells."""
     found = {}
     kinds = "gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss", "qwen2_moe", "glm4_moe"
+    kinds += "gemma4", "gemma4, keys in common"
     for kind in kinds:
         model, short = pair(kind, device)
         del model
         short.to(torch.bfloat16)
-        steps = decoding_gpu.steps(short.model.layers[0], GPUS["sm_90"])
+        steps = decoding_gpu.steps(short.model.layers[-1], GPUS["sm_90"])
         assert all(step.reason is None for step in steps)
         found[kind] = {step.name: step.kernel for step in steps}
     qkv, gates = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
     assert "with the norm" in found["gemma3"][qkv]
+    assert list(found["gemma4"]) == ["q_proj+k_proj", "attention", "o_proj", gates, "down_proj"]
+    own = "per_layer_input_gate", "per_layer_projection"
+    assert list(found["gemma4, keys in common"]) == ["q_proj", "attention", "o_proj", gates, "down_proj", *own]
+    assert found["gemma4, keys in common"]["attention"] == "attend to keys and values of another layer"
+    assert found["gemma4, keys in common"][own[0]] == "the product alone, then a kernel of gelu, times the layer's own input"
+    assert found["gemma4, keys in common"][own[1]] == "before a kernel of the norm, with the residual added"
     assert found["gemma3"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
     assert found["gemma3"]["down_proj"] == "before a kernel of the norm, with the residual added"
     assert "gelu(gate) * up" in found["gemma3"][gates]

@@ -92,7 +92,7 @@ def test_a_cache_becomes_larger(quantized: Any, captures: list[int], monkeypatch
     assert len(captures) == len((18, 36, 72))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_cache_of_the_caller(family: str, ends: bool) -> None:
     model = (make() if family == "Llama" else make_family(family)).cuda()

@@ -130,6 +130,38 @@ def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: str, where: 
         assert torch.equal(after.cpu().nan_to_num(9), before.nan_to_num(9))
 
 
+@pytest.mark.parametrize(("made", "values_normed"), [("qkv", True), ("qk", True), ("qk", False), ("q", False)])
+@pytest.mark.parametrize("dtype", [H, torch.float32])
+def test_what_is_made(made: str, values_normed: bool, dtype: torch.dtype, where: Where) -> None:
+    """Values with a norm, or of what keys are made of; queries alone, which leave the cache as it is."""
+    at = Sizes(2, 9, 6, 2, 48, 24, 40, 7)
+    qkv = torch.randn(at.batch, at.tokens, (at.heads + (len(made) - 1) * at.kv_heads) * at.dim).to(dtype)
+    rotary, (keys, values) = tables(at, "", at.batch), cache_of(at, dtype)
+    assert rotary is not None
+    norms = [Norm((torch.randn(at.dim) / 4).to(dtype), EPS, True) for _ in range(2)]
+    there, flat = [t.to(where.device) for t in (keys, values)], qkv.view(at.batch * at.tokens, -1).to(where.device)
+    begin, of_norms = torch.tensor([at.length], device=where.device), [(norm.weight.to(where.device), EPS, True) for norm in norms]
+    on_device = rotary[0].to(where.device), rotary[1].to(where.device)
+
+    def start(out: Tensor) -> None:
+        how = at.turned, "", False, len(made) - 1, values_normed
+        turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, (of_norms[0], of_norms[1]), *how)
+
+    found = launched(start, (at.batch, at.tokens, at.heads, at.dim), dtype, where.device)
+    x, new = qkv.view(at.batch, at.tokens, -1, at.dim).double(), slice(at.length, at.length + at.tokens)
+    wanted = [(found, placed(x[:, :, : at.heads], norms[0], rotary, "", "before"))]
+    if made == "q":
+        assert all(torch.equal(a.cpu().nan_to_num(9), b.nan_to_num(9)) for a, b in zip(there, (keys, values), strict=True))
+    else:
+        k, v = x[:, :, at.heads : at.heads + at.kv_heads], x[:, :, -at.kv_heads :]
+        v = v * (v.square().mean(-1, keepdim=True) + EPS).rsqrt() if values_normed else v
+        kept = [t.cpu()[:, :, new].transpose(1, 2) for t in there]
+        wanted += [(kept[0], placed(k, norms[1], rotary, "", "before")), (kept[1], v)]
+    for got, expected in wanted:
+        most = expected.abs().amax(-1, keepdim=True)
+        assert bool(((got.double() - expected).abs() <= UNIT[dtype] * expected.abs() + 2.0**-19 * most + 2.0**-25).all())
+
+
 def test_no_room_for_new_tokens(where: Where) -> None:
     """Their queries are NaN, and what is behind the cache is not written."""
     at = Sizes(1, 5, 4, 2, 32, 32, 16, 12)
@@ -148,6 +180,7 @@ ATTENDING = [
     (Sizes(1, 130, 4, 1, 48, 0, 130, 0), H, "", True),
     (Sizes(1, 200, 2, 2, 128, 0, 300, 60), B, "", False),
     (Sizes(1, 70, 4, 1, 256, 0, 90, 20), H, "", False),
+    (Sizes(1, 40, 4, 1, 512, 0, 90, 20), B, "window", False),
     (Sizes(2, 70, 4, 2, 32, 0, 300, 7), H, "any", False),
     (Sizes(3, 140, 2, 2, 64, 0, 600, 400), H, "window", True),
     (Sizes(1, 33, 3, 3, 96, 0, 64, 31), B, "window", False),
@@ -259,7 +292,7 @@ def test_what_does_not_fit() -> None:
         prompt.attend_many(queries, cache, cache, None, None, 0.0)
     with pytest.raises(ArgumentError, match="of one type"):
         prompt.attend_many(queries.half(), cache, cache, None, None, 1.0)
-    assert prompt.why_not_many(Heads(4, 2, 512, 1.0), B, GPUS["sm_90"]) == "heads of 512 are wider than 256"
+    assert prompt.why_not_many(Heads(4, 2, 1024, 1.0), B, GPUS["sm_90"]) == "heads of 1024 are wider than 512"
     assert "not torch.float32" in (prompt.why_not_many(heads, torch.float32, GPUS["sm_90"]) or "")
     assert prompt.why_not_many(heads, B, GPUS["sm_90"]) is None
 
@@ -269,7 +302,7 @@ def test_what_does_not_fit() -> None:
 
 def test_compiled_for_every_gpu() -> None:
     """Matrix units, copies to shared memory beside them, and registers for all, or nearly."""
-    calls = [(64, 512, False), (128, 4096, True), (128, 512, False), (256, 4096, True), (256, 48, False)]
+    calls = [(64, 512, False), (128, 4096, True), (128, 512, False), (256, 4096, True), (256, 48, False), (512, 2048, True)]
     wanted = [(arch, dict(zip(("dim", "tokens", "masked"), call, strict=True))) for arch in GPUS for call in calls]
     jobs = [Job("aot:launch_prompt", arch, how) for arch, how in wanted if arch == "sm_90" or how["dim"] != 64]
     for job, binaries in zip(jobs, compile_all(jobs), strict=True):
@@ -277,6 +310,6 @@ def test_compiled_for_every_gpu() -> None:
         assert set(kernels) == ({"_turn", "_find", "_attend"} if job.kwargs["masked"] else {"_turn", "_attend"})
         assert all(binary.spills <= 64 for binary in binaries), job
         if job.arch == "sm_90":
-            assert "HGMMA" in kernels["_attend"].assembly
+            assert ("HGMMA" in kernels["_attend"].assembly) == (job.kwargs["dim"] <= 256)
             assert "LDGSTS" in kernels["_attend"].assembly
             assert ".128" in kernels["_turn"].assembly or ".64" in kernels["_turn"].assembly

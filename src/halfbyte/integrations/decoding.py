@@ -56,7 +56,8 @@ def shorten_(model: nn.Module) -> nn.Module:
             reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
             if why_not_short(module, "cuda") is None:  # it may be moved to another device later
                 reason = None
-            shorten(module, _OneToken, LONG, reason)
+            family = families.family_of(module)
+            shorten(module, _OneToken if family is None or family.per_layer is None else _OneTokenPerLayer, LONG, reason)
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for _, alike in groupby(module, type):
@@ -73,7 +74,7 @@ def is_decoder_layer(module: nn.Module) -> bool:
 
 def is_short(module: nn.Module) -> bool:
     """Whether `shorten_` has changed this layer."""
-    return isinstance(module, _OneToken)
+    return isinstance(module, _Few)
 
 
 def why_not_short(layer: Any, device: str = "cuda") -> str | None:
@@ -86,13 +87,15 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         return f"its config has {name}"
     groups = {name: parts for name, parts in decoding_cpu.groups_of(layer) if parts}
     alone = {family.o: getattr(attention, family.o)} | ({family.down: getattr(mlp, family.down)} if routed is None else {})
+    if (own := families.per_layer_of(layer)) is not None and family.per_layer is not None:
+        alone |= dict(zip(family.per_layer[:2], own[:2], strict=True))
     linears = alone | {name: linear for group, parts in groups.items() for name, linear in zip(group.split("+"), parts, strict=True)}
     for name, linear in linears.items():
         if not isinstance(linear, QuantLinear):
             return f"its {name} is a {type(linear).__name__}, which is not quantized"
     for name, parts in groups.items():
         products = products_of(name, parts)
-        if products is not None and (len(products) == 1 or name == "+".join(family.qkv)):
+        if products is not None and (len(products) == 1 or family.qkv[0] in name.split("+")):
             continue  # one step each
         if (reason := why_not_fused(name, parts)) is not None:
             return reason
@@ -114,7 +117,8 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     """The steps of a shortened layer within its one call on a CPU."""
     attention, second = decoding_cpu.halves_of(layer)
     heads = attention.heads
-    seen = f"attend, with {'positions and ' if heads.turned else ''}the new entry of a float or 8-bit cache"
+    entry = "the new entry of a float or 8-bit cache" if heads.made != "q" else "keys and values of another layer"
+    seen = f"attend, with {'positions and ' if heads.turned else ''}{entry}"
     qkv, (gates, _) = decoding_cpu.groups_of(layer)
     normed = "with the norm" if attention.before else "alone"
     first = [Step(name, normed) for name in products_of(*qkv) or {}]
@@ -124,7 +128,7 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     if isinstance(second, Dense):
         function = second.gates.removesuffix("_tanh")
         gated = f"with {'the norm and ' if second.before else ''}{f'{function}(gate) * up' if second.gated else function}"
-        return *first, Step(gates, gated), Step(families.known(layer).down, _added(second))
+        return *first, Step(gates, gated), Step(families.known(layer).down, _added(second)), *_of_own_input(layer)
     routed = families.known(layer).routed
     assert routed is not None
     shared = [] if routed.shared is None else [Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj")]
@@ -133,13 +137,22 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     return *first, Step(routed.gate, "with the norm"), *shared, experts
 
 
+def _of_own_input(layer: Any) -> tuple[Step, ...]:
+    """The steps of an input of the layer's own, if it has one."""
+    third, names = decoding_cpu.third_of(layer), families.known(layer).per_layer
+    if third is None or names is None:
+        return ()
+    gate = f"with {third.function.removesuffix('_tanh')}, times the layer's own input"
+    return Step(names[0], gate), Step(names[1], "and then the norm, with the residual added")
+
+
 def _added(half: Attention | Dense) -> str:
     """How what a half gives is added."""
     factor = "" if half.factor == 1 else f", times {half.factor:g}"
     return f"{'and then the norm, ' if half.after else ''}with the residual added{factor}"
 
 
-class _OneToken(Shortened):
+class _Few(Shortened):
     """Mixin that precedes a decoder layer's class."""
 
     self_attn: Any
@@ -164,6 +177,24 @@ class _OneToken(Shortened):
             lost.append(f"prompts: {reason}")
         return "; ".join(["prompts, and one token with a static cache, take few kernels", *lost])
 
+    def computed(
+        self, x: Tensor, mask: Any, positions: Any, past: Any, rotary: tuple[Tensor, Tensor] | None, settings: dict[str, Any]
+    ) -> Tensor | None:
+        """The layer's output by few calls; None where that is not supported."""
+        if rotary is None:
+            return None
+        layers = [] if past is None else past.layers
+        found = None
+        if x.is_cpu and "cpu" not in decoding_gpu.DEVICES and families.is_near(self, positions):
+            found = decoding_cpu.tokens(self, x, mask, past, rotary, settings)
+        if found is None and layers:
+            found = decoding_gpu.token(self, x, mask, layers, rotary, settings)
+        return prompt_gpu.tokens(self, x, mask, past, rotary, settings) if found is None else found
+
+
+class _OneToken(_Few):
+    """Of layers that are called as Llama's."""
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -174,20 +205,9 @@ class _OneToken(Shortened):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **settings: Any,
     ) -> Any:
-        layers = [] if past_key_values is None else past_key_values.layers
-        near = hidden_states.is_cpu and families.is_near(self, position_ids)
-        if near and "cpu" not in decoding_gpu.DEVICES and position_embeddings is not None:
-            found = decoding_cpu.tokens(self, hidden_states, attention_mask, past_key_values, position_embeddings, settings)
-            if found is not None:
-                return found
-        if position_embeddings is not None and layers:
-            found = decoding_gpu.token(self, hidden_states, attention_mask, layers, position_embeddings, settings)
-            if found is not None:
-                return found
-        if position_embeddings is not None:
-            found = prompt_gpu.tokens(self, hidden_states, attention_mask, past_key_values, position_embeddings, settings)
-            if found is not None:
-                return found
+        found = self.computed(hidden_states, attention_mask, position_ids, past_key_values, position_embeddings, settings)
+        if found is not None:
+            return found
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(  # type: ignore[misc]
             hidden_states,
@@ -196,5 +216,35 @@ class _OneToken(Shortened):
             past_key_values=past_key_values,
             use_cache=use_cache,
             position_embeddings=position_embeddings,
+            **settings,
+        )
+
+
+class _OneTokenPerLayer(_Few):
+    """Of layers that are called as Gemma 4's, with an input of their own, or None, and with what they have in common."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        per_layer_input: Tensor | None = None,
+        shared_kv_states: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **settings: Any,
+    ) -> Any:
+        more = {**settings, "per_layer_input": per_layer_input, "shared_kv_states": shared_kv_states}
+        found = self.computed(hidden_states, attention_mask, position_ids, past_key_values, position_embeddings, more)
+        if found is not None:
+            return found
+        return super().forward(  # type: ignore[misc]
+            hidden_states,
+            per_layer_input,
+            shared_kv_states=shared_kv_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
             **settings,
         )

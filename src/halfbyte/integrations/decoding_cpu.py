@@ -20,13 +20,26 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
-from halfbyte.integrations.families import ACTIVATIONS, Family, known, other, turned
+from halfbyte.integrations.families import (
+    ACTIVATIONS,
+    Family,
+    borrows,
+    known,
+    lender,
+    lends,
+    made_of,
+    other,
+    per_layer_of,
+    shared_as,
+    turned,
+)
 from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
 from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.layouts.records import from_records
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, FeedForward, Heads, Norm, run_layers, why_not
+from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, FeedForward, Heads, Norm, PerLayer, run_layers, why_not
 from halfbyte.ops.library import OPS
 
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that families.py knows
@@ -75,6 +88,36 @@ class _Entry:
             return cache.keys is self.keys and cache.values is self.values and int(cache.cumulative_length) == self.length
         return isinstance(cache, growing.Growing) and (cache.stamp, cache.length) == self.known
 
+    @classmethod
+    def lent(cls, layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, settings: dict[str, Any]) -> _Entry | None:
+        """Where keys and values of an earlier layer lie, those of the tokens x too, which are the last ones; None if that is not known."""
+        attention, index, t = layer.self_attn, lender(layer), x.shape[1]
+        shared = (settings.get("shared_kv_states") or {}).get(shared_as(layer))
+        if shared is None or index is None or (past is not None and index >= len(past.layers)):
+            return None
+        keys, values = shared
+        size, cache = keys.shape[2], None if past is None else past.layers[index]
+        if isinstance(cache, StaticLayer):
+            known = type(cache) is StaticLayer and cache.keys is keys
+        else:
+            known = cache is None or type(cache) in growing.LAYERS
+        if not known or keys.dtype != x.dtype or not keys.is_cpu or keys.stride(3) != 1 or values.stride(3) != 1:
+            return None
+        window = attention.sliding_window
+        if (mask is None and window is not None and size > window) or (mask is not None and mask.shape[3] != size):
+            return None
+        return cls(keys, values, (size if cache is None or not isinstance(cache, StaticLayer) else int(cache.cumulative_length)) - t)
+
+    def shown(self, cache: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, T, D] as `update` of a cache gives them, after the tokens x have entered."""
+        if isinstance(cache, StaticLayer):
+            return self.keys, self.values
+        both = self.keys[:, :, : self.length + x.shape[1]], self.values[:, :, : self.length + x.shape[1]]
+        if type(cache) not in growing.IN_8_BITS:
+            return both
+        keys, values = (from_records(part, dim, x.dtype) for part in both)
+        return keys, values
+
     def enter(self, cache: Any, tokens: int) -> None:
         if isinstance(cache, StaticLayer):
             cache.cumulative_length.add_(tokens)
@@ -86,16 +129,17 @@ def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]
     """The linear layers of queries, keys and values, and of gates, each with their names joined by +; no gates where there are experts."""
     family, attention, mlp = known(layer), layer.self_attn, layer.mlp
     of_mlp = family.gates if routed_of(layer) is None else ()
-    qkv, gates = ([getattr(part, name) for name in names] for part, names in ((attention, family.qkv), (mlp, of_mlp)))
-    return ("+".join(family.qkv), qkv), ("+".join(of_mlp), gates)
+    of_qkv = family.qkv[: len(made_of(layer))]
+    qkv, gates = ([getattr(part, name) for name in names] for part, names in ((attention, of_qkv), (mlp, of_mlp)))
+    return ("+".join(of_qkv), qkv), ("+".join(of_mlp), gates)
 
 
 def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, tuple[QuantLinear, ...]] | None:
     """One layer for each product: those of queries, keys and values, o, and gates and down, or none where there are experts; None where one
     was replaced by what is computed otherwise."""
     o, groups, routed = getattr(layer.self_attn, known(layer).o), groups_of(layer), routed_of(layer)
-    qkv = products_of(*groups[0])
-    if qkv is None or type(o) is not QuantLinear:
+    qkv, of_own_input = products_of(*groups[0]), (per_layer_of(layer) or ())[:2]
+    if qkv is None or any(type(linear) is not QuantLinear for linear in (o, *of_own_input)):
         return None
     if routed is not None:
         return None if why_not_routed(layer, routed) is not None else (tuple(qkv.values()), o, ())
@@ -113,12 +157,17 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     qkv, o = tuple(map(weight_of, linears[0])), weight_of(linears[1])
     dim = attention.head_dim
     query = o.packed.shape[1] // dim
-    key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // 2
+    of_row = made_of(layer)
+    if of_row == "q":
+        key = query // attention.num_key_value_groups
+    else:
+        key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // (len(of_row) - 1)
     norms: Any = tuple(norm_of(norm, family) for norm in _of_heads(layer))
+    norms = (*norms, *norms) if len(norms) == 1 else norms  # that of queries alone
     cap = None if family.cap is None else getattr(attention, family.cap)
     sinks = None if family.sinks is None else getattr(attention, family.sinks)
     of_heads = norms or None, family.rows, turned(layer), cap, sinks, family.pairs, family.turned_first
-    heads = Heads(query, key, dim, attention.scaling, *of_heads)
+    heads = Heads(query, key, dim, attention.scaling, *of_heads, of_row, _of_values(layer) is not None)
     factor = 1.0 if family.factor is None else getattr(layer, family.factor)
     half = Attention(qkv, o, first, heads, second, factor)
     if routed is not None:
@@ -126,7 +175,23 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
         return half, half_of(layer, routed, third)
     gate_up, down = map(weight_of, linears[2])
     activation = ACTIVATIONS[getattr(attention.config, family.activation)]
-    return half, Dense(gate_up, down, third, fourth, factor, activation, family.gated, family.parallel)
+    scale = _scale_of(layer) if per_layer_of(layer) is None else None
+    return half, Dense(gate_up, down, third, fourth, factor, activation, family.gated, family.parallel, scale)
+
+
+def third_of(layer: Any) -> PerLayer | None:
+    """What a layer with an input of its own does with it, which has `linears_of`."""
+    found, family = per_layer_of(layer), known(layer)
+    if found is None:
+        return None
+    gate, projection, norm = found
+    activation = ACTIVATIONS[getattr(layer.self_attn.config, family.activation)]
+    return PerLayer(weight_of(gate), weight_of(projection), norm_of(norm, family), activation, _scale_of(layer))
+
+
+def _scale_of(layer: Any) -> Tensor | None:
+    name = known(layer).scale
+    return None if name is None else getattr(layer, name)
 
 
 def norm_of(norm: Any, family: Family) -> Norm:
@@ -142,9 +207,19 @@ def eps_of(norm: Any) -> str:
 def why_not_one_call(layer: Any) -> str | None:
     """Why tokens are computed by transformers' operations on a CPU; None if by one call."""
     _, o, second = linears_of(layer) or ((), getattr(layer.self_attn, known(layer).o), ())
-    if any(part_of(linear) is not None for linear in (o, *second)):
+    if any(part_of(linear) is not None for linear in (o, *second, *(per_layer_of(layer) or ())[:2])):
         return "its weights are distributed over processes"
-    return why_not(*halves_of(layer))
+    return why_not_shared(layer) or why_not(*halves_of(layer), third_of(layer))
+
+
+def why_not_shared(layer: Any) -> str | None:
+    """Why keys and values of a layer, which others may have in common with it, are not those of `ops.decoder`; None if they are."""
+    values = _of_values(layer)
+    if values is not None and getattr(values, eps_of(values)) != getattr(layer.self_attn.q_norm, eps_of(values)):
+        return "the norm of its values has another eps than those of its heads"
+    if borrows(layer) and lender(layer) is None:
+        return "no layer has the keys and values that it reads"
+    return None if borrows(layer) == (made_of(layer) == "q") else "it has keys of its own, and reads those of another layer"
 
 
 def tokens(
@@ -153,8 +228,10 @@ def tokens(
     """The layer's output for x [B, t, K], by one call, or, of many tokens of a layer with experts, by one for the attention half; None if
     that is not supported. past: the cache of all layers, or none."""
     index = layer.self_attn.layer_idx
-    if torch.is_grad_enabled() or (past is not None and index >= len(past.layers)):
+    if torch.is_grad_enabled() or (past is not None and index >= len(past.layers) and not borrows(layer)):
         return None
+    if _is_alone(layer):
+        return _alone(layer, x, mask, past, rotary, settings)
     cache: Any = None if past is None else past.layers[index]
     if torch.compiler.is_compiling():
         return _op(layer, x, mask, cache, rotary, settings)
@@ -164,6 +241,30 @@ def tokens(
         found.entry.enter(cache, x.shape[1])
     if y is not None and isinstance(cache, StaticLayer):
         _remember(layer, x, cache, past)
+    return y
+
+
+def _is_alone(layer: Any) -> bool:
+    """Whether it depends on more than other layers do, or they on more of it."""
+    return per_layer_of(layer) is not None or lends(layer) or borrows(layer)
+
+
+def _alone(
+    layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
+) -> Tensor | None:
+    """Of a layer with an input of its own, or with keys and values that others have, too: by a call of its own."""
+    found, beside, reads = None if torch.compiler.is_compiling() else computed(layer), settings.get("per_layer_input"), borrows(layer)
+    if found is None or (found.beside is None) != (beside is None) or (lends(layer) and settings.get("shared_kv_states") is None):
+        return None
+    seen, cache = visible(mask), None if past is None or reads else past.layers[layer.self_attn.layer_idx]
+    entry = _entry(layer, found, x, (mask, seen), cache, rotary, settings, past)
+    if entry is None:
+        return None
+    (y,) = run_layers((found,), x, rotary, [(entry.keys, entry.values, entry.length)], seen, beside)
+    if not reads:
+        entry.enter(cache, x.shape[1])
+    if lends(layer):
+        settings["shared_kv_states"][shared_as(layer)] = entry.shown(cache, x, found.heads.dim)
     return y
 
 
@@ -202,7 +303,7 @@ def _ahead(layer: Any, x: Tensor, caches: list[Any] | None, same: Same, settings
     one: Any
     for one in following(layer) if x.shape[0] * x.shape[1] <= _FEW_ROWS else (layer,):
         attention = one.self_attn
-        if caches is not None and attention.layer_idx >= len(caches):
+        if (caches is not None and attention.layer_idx >= len(caches)) or _is_alone(one):
             break
         cache, made = None if caches is None else caches[attention.layer_idx], computed(one)
         if made is None or _sort(one) != _sort(layer) or (made.most_rows is not None and x.shape[0] * x.shape[1] > made.most_rows):
@@ -228,14 +329,19 @@ def _entry(
     cache: Any,
     rotary: tuple[Tensor, Tensor],
     settings: dict[str, Any],
+    past: Cache | None = None,
 ) -> _Entry | None:
-    """Where tokens enter a layer's cache; None where the call is none for it. masks: as given, and what they show."""
+    """Where tokens enter a layer's cache, or where another layer's keys and values lie; None where the call is none for it. masks: as
+    given, and what they show; past: the cache of all layers."""
     mask, seen = masks
     if not _fits(layer, x, cache, rotary, settings) or not _is_mask(layer, mask, seen) or not made.turns_by(rotary[0].shape[2]):
         return None
     if cache is not None and not _sees(cache, x, seen):
         return None
-    entry = _Entry.into(cache, x, made.heads.key, made.heads.dim)
+    if made.heads.made == "q":
+        entry = _Entry.lent(layer, x, mask, past, settings)
+    else:
+        entry = _Entry.into(cache, x, made.heads.key, made.heads.dim)
     return None if entry is None or _sees_later(seen, x.shape[1], entry.length) else entry
 
 
@@ -318,7 +424,8 @@ def parts_of(layer: Any) -> tuple[nn.Module, ...]:
     products = () if linears is None else (*linears[0], linears[1], *linears[2])
     experts = () if routed is None else mixtures.parts_of(layer, routed)
     sinks = () if known(layer).sinks is None else (layer.self_attn,)
-    return *products, *experts, *sinks, *all_norms(layer)
+    own = () if known(layer).scale is None else (layer,)
+    return *products, *(per_layer_of(layer) or ())[:2], *experts, *sinks, *own, *all_norms(layer)
 
 
 def settings_of(layer: Any) -> list[tuple[Any, str]]:
@@ -328,6 +435,7 @@ def settings_of(layer: Any) -> list[tuple[Any, str]]:
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
     of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap) if name is not None]
     of_attention += () if family.positions is None else family.positions.attributes
+    of_attention += () if family.sharing is None else family.sharing[:3]
     of_layer = [] if family.factor is None else [(layer, family.factor)]
     of_config = [(attention.config, name) for name in family.without]
     return [*of_experts, *norms, *((attention, name) for name in of_attention), *of_layer, *of_config]
@@ -342,7 +450,8 @@ def computed(layer: Any) -> DecoderLayer | None:
             return None
         if linears_of(layer) is None or not has_own_norms(layer) or why_not_one_call(layer) is not None or other(layer) is not None:
             return None
-        made = _made[layer] = DecoderLayer(*halves_of(layer)), Unchanged(layer, parts_of(layer), settings_of(layer))
+        whole = DecoderLayer(*halves_of(layer), third_of(layer))
+        made = _made[layer] = whole, Unchanged(layer, parts_of(layer), settings_of(layer))
     return made[0]
 
 
@@ -353,7 +462,8 @@ def norms_of(layer: Any) -> tuple[Any, ...]:
 
 def all_norms(layer: Any) -> list[Any]:
     """All that there are."""
-    return [norm for norm in (*norms_of(layer), *_of_heads(layer)) if norm is not None]
+    own = (per_layer_of(layer) or ())[2:]
+    return [norm for norm in (*norms_of(layer), *own, *_of_heads(layer), _of_values(layer)) if norm is not None]
 
 
 def has_own_norms(layer: Any) -> bool:
@@ -365,6 +475,12 @@ def _of_heads(layer: Any) -> tuple[Any, ...]:
     """The norms of queries and keys, if it has any, which some configs of a family leave out."""
     attention = layer.self_attn
     return tuple(getattr(attention, name) for name in known(layer).head_norms or () if hasattr(attention, name))
+
+
+def _of_values(layer: Any) -> Any:
+    """The norm of values, if it has one and makes values."""
+    name = known(layer).values_norm
+    return None if name is None else getattr(layer.self_attn, name, None)
 
 
 # Under torch.compile

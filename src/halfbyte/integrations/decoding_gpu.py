@@ -6,11 +6,13 @@
     g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up, or f(up) where there are no gates
     y    = linear(g, down, residual=h)                       or add_normed(linear(g, down), h, norm)
     y    = add_experts(h, …)                                 in place of these two, where there are experts, also a shared one
+    y    = add_normed(linear(f(linear(y, gate)) * e, …), y)  after these, where a layer has an input e of its own
 
 What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
 which has a kernel. With several sequences norms have separate kernels before the products, as layer norms always have, and gates may have
 one after theirs, as f(up) always has; on Hopper the norm before the gates has one, too, where the product with gates is `skinny_hopper`'s.
-A factor of what is added (Granite) is multiplied before the product. A window of attention is a ring (`rings.py`). All launches of a layer
+A factor of what is added (Granite) is multiplied before the product, one of all of a layer's output with the last norm. Layers may read
+keys and values of an earlier one (Gemma 4), with the new token's. A window of attention is a ring (`rings.py`). All launches of a layer
 are made by one call, once layers alike have made them twice.
 """
 
@@ -23,10 +25,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from halfbyte.integrations.decoding_cpu import all_norms, groups_of
-from halfbyte.integrations.families import known
-from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, parts, routed
-from halfbyte.integrations.rings import Ring
+from halfbyte.integrations.decoding_cpu import all_norms, groups_of, third_of
+from halfbyte.integrations.families import borrows, known, lender, lends, shared_as
+from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, own_input, parts, routed, with_own_input
+from halfbyte.integrations.rings import Ordered, Ring
 from halfbyte.integrations.shortened import products_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
@@ -48,9 +50,17 @@ def token(
     layer: Any, x: Tensor, mask: Tensor | None, layers: list[Any], rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
 ) -> Tensor | None:
     """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported. layers: those of the cache."""
-    index = layer.self_attn.layer_idx
+    reads = borrows(layer)
+    number = lender(layer) if reads else layer.self_attn.layer_idx
+    shared: Any = settings.get("shared_kv_states")
+    if number is None or ((reads or lends(layer)) and (shared is None or (reads and shared_as(layer) not in shared))):
+        return None
+    index: int = number
     found = parts(layer) if _fits(x, layers, index, settings) else None
     if found is None or not found.for_token or not _is_mask(layer, mask, layers[index].keys.shape[2]):
+        return None
+    own = own_input(found, settings)
+    if (own is None) != (found.third is None):
         return None
     heads = found.first.heads
     if not heads.turns_by(rotary[0].shape[2]) or not layer.self_attn.is_causal:
@@ -58,18 +68,24 @@ def token(
     kept = layers[index]
     turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
     seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, type(kept) is Ring
-    advance = 0 if index == 0 else 1
+    advance = 0 if index == 0 or reads else 1
 
     def steps() -> list[Tensor]:
-        return [_computed(found, x, turns, (kept.keys, kept.values, length), seen, advance=advance, ring=ring)]
+        h = _computed(found, x, turns, (kept.keys, kept.values, length), seen, advance=advance, ring=ring)
+        return [with_own_input(found, h, own)]
 
-    others = seen, *(turns or (None, None)), kept.keys, kept.values, length
+    others = seen, *(turns or (None, None)), kept.keys, kept.values, length, own
     (y,) = chain("token", found, steps, x, others, advance, ring, undo=lambda: length.sub_(advance))
+    if reads:
+        return y
     if index == 0:
         # The first layer's length makes masks and positions. torch.compile reads it for these when it likes, unless it knows of a change.
         length.add_(1)
     if ring:
         kept.cumulative_length_int += 1
+    if lends(layer):
+        both = (kept.in_order() if settings.get("return_shared_kv_states") else Ordered(kept)) if ring else (kept.keys, kept.values)
+        shared[shared_as(layer)] = both
     return y
 
 
@@ -152,7 +168,8 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     widest = heads.query * heads.dim if heads.rows else None
     reason = why_not_attend(heads.query, heads.key, heads.dim, dtype, here, widest)
     of_all = ", after a kernel of the norms" if heads.rows else ""
-    found.append(Step("attention", f"attend{of_all}" if reason is None else _TORCH, reason))
+    of_others = " to keys and values of another layer" if heads.made == "q" else ""
+    found.append(Step("attention", f"attend{of_others}{of_all}" if reason is None else _TORCH, reason))
     if isinstance(second, Experts):
         lost, where = why_not_experts(second, here), routed(layer)
         gate = None if where.shared is None else where.shared[1]
@@ -171,7 +188,16 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
     apart, before = _norm_apart(of_layer[2], before, here)
     name = "+".join(products_of(*gates) or {})
     product = _product(name, second.gate_up, before, rows, dtype, here, gates=second.gates, gated=second.gated)
-    return *found, *apart, product, Step(known(layer).down, _how_added(second))
+    return *found, *apart, product, Step(known(layer).down, _how_added(second)), *_of_own_input(layer)
+
+
+def _of_own_input(layer: Any) -> tuple[Step, ...]:
+    """The steps of an input of the layer's own, if it has one."""
+    third, names = third_of(layer), known(layer).per_layer
+    if third is None or names is None:
+        return ()
+    gate = f"the product alone, then a kernel of {third.function.removesuffix('_tanh')}, times the layer's own input"
+    return Step(names[0], gate), Step(names[1], "before a kernel of the norm, with the residual added")
 
 
 def _norm_apart(name: str | None, norm: Norm | None, here: Gpu, *, shared: bool = False) -> tuple[list[Step], Norm | None]:

@@ -7,6 +7,8 @@ torch.compile and everything else go the way of transformers' model, whose layer
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,14 +26,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from halfbyte.bounded import Bounded
 from halfbyte.integrations import growing
 from halfbyte.integrations.decoding_cpu import computed, eps_of, is_eager, norm_of, parts_of, settings_of
-from halfbyte.integrations.families import known, nearest
+from halfbyte.integrations.families import borrows, known, lender, nearest, per_layer_of
 from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, version
 from halfbyte.nn.parallel import part_of
 from halfbyte.nn.scaled import ATTRIBUTE, Factor, factor_of
 from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer
-from halfbyte.ops.decoding_step import DecodingStep
+from halfbyte.ops.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.library import plain
 
@@ -47,6 +50,7 @@ class Around:
     times    the attribute of the config that logits are multiplied by, if any
     cap      the attribute of the config that has the cap of logits, cap * tanh(logit / cap), if any
     experts  whether its output is one of a mixture of experts
+    output   the name of the class of its output in its module, where it has one of its own
     """
 
     window: str = "none"
@@ -56,6 +60,7 @@ class Around:
     times: str | None = None
     cap: str | None = None
     experts: bool = False
+    output: str | None = None
 
 
 _CAP = "final_logit_softcapping"
@@ -73,6 +78,7 @@ MODELS = {
     "gemma.modeling_gemma.GemmaForCausalLM": Around(),
     "gemma2.modeling_gemma2.Gemma2ForCausalLM": Around("some", cap=_CAP),
     "gemma3.modeling_gemma3.Gemma3ForCausalLM": Around("some", turns=True, cap=_CAP),
+    "gemma4.modeling_gemma4.Gemma4ForCausalLM": Around("some", turns=True, cap=_CAP, output="Gemma4CausalLMOutputWithPast"),
     "glm.modeling_glm.GlmForCausalLM": Around(),
     "glm4.modeling_glm4.Glm4ForCausalLM": Around(),
     "glm4_moe.modeling_glm4_moe.Glm4MoeForCausalLM": Around(experts=True),
@@ -106,7 +112,7 @@ MODELS = {
 }
 _ATTENTION = ("sdpa", "halfbyte", "eager")  # others have masks of other kinds
 _SLIDES = "sliding_attention"  # of a config's `layer_types`
-_EMPTY = {cls: vars(cls()) for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast)}
+_SCALES = "per_layer_model_projection_scale", "per_layer_input_scale"  # of what is projected to layers' own inputs, and of these
 _AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many times so many are kept
 
 
@@ -139,8 +145,7 @@ class _OneCall(Shortened):
             if kept and type(logits_to_keep) is int and all(map(_is_unset, kwargs, kwargs.values())):
                 logits = one_token(self, input_ids, attention_mask, position_ids, past_key_values)
                 if logits is not None:
-                    cls = MoeCausalLMOutputWithPast if _around(self).experts else CausalLMOutputWithPast
-                    return _output(cls, logits, past_key_values)
+                    return _output(_output_of(_around(self), type(self).__module__), logits, past_key_values)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
@@ -159,10 +164,23 @@ def _around(model: Any) -> Around:
     return MODELS[name_in_transformers(model)]
 
 
+@functools.cache
+def _output_of(around: Around, module: str) -> Any:
+    """The class of a model's output."""
+    if around.output is not None:
+        return getattr(sys.modules[module], around.output)
+    return MoeCausalLMOutputWithPast if around.experts else CausalLMOutputWithPast
+
+
+@functools.cache
+def _empty(cls: Any) -> dict[str, Any]:
+    return {**vars(cls())}
+
+
 def _output(cls: Any, logits: Tensor, past: Any) -> Any:
     """cls(logits=logits, past_key_values=past), which looks through its fields several times, in a tenth of the time."""
     made: Any = cls.__new__(cls)
-    vars(made).update(_EMPTY[cls], logits=logits, past_key_values=past)
+    vars(made).update(_empty(cls), logits=logits, past_key_values=past)
     OrderedDict.__setitem__(made, "logits", logits)
     OrderedDict.__setitem__(made, "past_key_values", past)
     return made
@@ -180,8 +198,11 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
     if not plain(ids) or _has_any_global_hook() or not 0 < (batch := ids.shape[0]) <= MOST_SEQUENCES:
         return None
     layers = getattr(past, "layers", None)
-    if not layers or type(layers[0]) not in growing.LAYERS or (held := _held(model)) is None or len(layers) != held.count:
+    if not layers or type(layers[0]) not in growing.LAYERS or (held := _held(model)) is None:
         return None
+    if len(layers) not in (held.count, held.kept):
+        return None
+    layers = layers[: held.kept]  # layers behind these have nothing, if there are any
     if batch > held.most_rows:
         return None
     cache = held.here
@@ -203,7 +224,7 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
     if held.nearest is not None and furthest >= held.nearest:
         return None
     turns = [held.turn(position, furthest) for position in where]  # with their tables: others may put new ones in their place
-    y = held.step(ids.flatten().tolist(), [at for _, at in turns], cache.stamps, partial(_entries, layers), length, seen)
+    y = held.step(ids.flatten().tolist(), [at for _, at in turns], cache.stamps, partial(_entries, layers, held.sources), length, seen)
     for layer in layers:
         layer.length = length + 1
     if y.dtype != held.dtype:
@@ -222,8 +243,10 @@ def _through(y: Tensor, logits: tuple[str, float] | None) -> Tensor:
     return y if function == "over" else torch.tanh(y) * constant
 
 
-def _entries(layers: Sequence[growing.Growing]) -> list[tuple[Tensor, Tensor, int]]:
-    return [(*layer.buffers, layer.length - layer.first) for layer in layers]
+def _entries(layers: Sequence[growing.Growing], sources: Sequence[int]) -> list[tuple[Tensor, Tensor, int]]:
+    """Of all layers, by the numbers of those whose keys and values they read."""
+    own = [(*layer.buffers, layer.length - layer.first) for layer in layers]
+    return [own[source] for source in sources]
 
 
 class _Here(threading.local):
@@ -251,7 +274,7 @@ class _Here(threading.local):
             return False
         if not all(keys.shape == values.shape and len(keys) == batch and keys.dtype in dtypes and keys.is_cpu for keys, values in views):
             return False
-        windows = zip(layers, held.windows, strict=True)
+        windows = zip(layers, held.windows[: held.kept], strict=True)
         if not all(growing.window_of(layer) in (None, window) and growing.is_whole(layer) for layer, window in windows):
             return False
         grown = [growing.grow(layer, 1) for layer in layers]
@@ -271,7 +294,9 @@ class _Held:
         self.nearest = nearest(layers[0])
         self.count, self.headed, self.here = len(layers), type(head) is QuantLinear, _Here()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
-        table = embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach()
+        # Those that read keys and values of others come last.
+        self.sources = [_source(layer, index) for index, layer in enumerate(layers)]
+        self.kept = sum(not borrows(layer) for layer in layers)
         last = Weight(head.packed, head.bias, head.compute, head.activation) if self.headed else None
         self.windows, self.logits = _windows(model), _logits(model)
         self._kinds = _kinds(model)
@@ -284,6 +309,24 @@ class _Held:
             self._switch = inner.config.rope_parameters["original_max_position_embeddings"]
         frequencies = "inv_freq" if self._switch is None else "original_inv_freq"
         self._tensors = [(self._rotary, _of(kind, frequencies)) for kind in self._kinds]
+        table, factor = self._looked_up(embedding, settings)
+        if around.factor is not None:
+            factor *= getattr(inner, around.factor)
+            settings.append((inner, around.factor))
+        logits = self.logits if self.headed else None
+        inputs = self._inputs(inner, layers, settings) if computed[0].beside is not None else None
+        self.step = DecodingStep(computed, table, last_norm, last, self.windows, turns, factor=factor, logits=logits, inputs=inputs)
+        parts = [part for layer in layers for part in parts_of(layer)]
+        of_inputs = () if inputs is None else _inputs_of(inner)
+        read = (*parts, norm, embedding, self._rotary, *([head] if self.headed else []), *of_inputs)
+        self._unchanged = Unchanged(model, read, settings, [(layer, "training") for layer in layers])
+        self._config, self._values = inner.config, tuple(vars(inner.config).values())
+        self._versions = [version(getattr(owner, name)) for owner, name in self._tensors]
+        self._turned = max(layer.rotary for layer in computed)
+        self._turns: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
+
+    def _looked_up(self, embedding: Any, settings: list[tuple[Any, str]]) -> tuple[Packed | Tensor, float]:
+        """Its table and the factor of rows, whose attribute goes to what is compared."""
         factor, scale = 1.0, _scale(embedding)
         if isinstance(scale, Tensor):
             factor = float(scale.to(self.dtype))
@@ -291,18 +334,15 @@ class _Held:
         elif scale is not None:
             factor = scale
             settings.append((embedding, ATTRIBUTE))
-        if around.factor is not None:
-            factor *= getattr(inner, around.factor)
-            settings.append((inner, around.factor))
-        logits = self.logits if self.headed else None
-        self.step = DecodingStep(computed, table, last_norm, last, self.windows, turns, factor=factor, logits=logits)
-        parts = [part for layer in layers for part in parts_of(layer)]
-        read = (*parts, norm, embedding, self._rotary, *([head] if self.headed else []))
-        self._unchanged = Unchanged(model, read, settings, [(layer, "training") for layer in layers])
-        self._config, self._values = inner.config, tuple(vars(inner.config).values())
-        self._versions = [version(getattr(owner, name)) for owner, name in self._tensors]
-        self._turned = max(layer.rotary for layer in computed)
-        self._turns: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
+        return embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach(), factor
+
+    def _inputs(self, inner: Any, layers: list[Any], settings: list[tuple[Any, str]]) -> Inputs:
+        """What layers' own inputs are made of; attributes that they depend on go to `settings`."""
+        embedding, projection, norm = _inputs_of(inner)
+        weight = Weight(projection.packed, projection.bias, projection.compute, projection.activation)
+        settings += [*((inner, name) for name in _SCALES), (norm, eps_of(norm))]
+        projected, scale = (getattr(inner, name) for name in _SCALES)
+        return Inputs(*self._looked_up(embedding, settings), weight, projected, norm_of(norm, known(layers[0])), scale)
 
     def is_still(self) -> bool:
         values = vars(self._config).values()
@@ -324,8 +364,9 @@ class _Held:
                     positions = positions.clamp(max=self._switch - 1)
                 x = torch.empty(0, dtype=self.dtype, device="cpu")
                 parts = [part for kind in self._kinds for part in self._rotary(x, positions, *([kind] if kind else []))]
-                # Cosines of half of what is turned stand for both halves.
-                wide = [torch.cat([part] * max(1, self._turned // part.shape[-1]), -1) for part in parts]
+                # Cosines of half of what is turned stand for both halves; those of heads that are smaller are followed by anything.
+                size = self._turned
+                wide = [torch.cat([part] * max(1, -(-size // part.shape[-1])), -1)[..., :size] for part in parts]
                 table = torch.cat(wide, -1)[0].float().contiguous()
             found = self._turns[block, far] = table, table.data_ptr()
         return found[0], found[1] + at * found[0].stride(0) * 4
@@ -345,6 +386,13 @@ def _held(model: Any) -> _Held | None:
             return None
         held = _models[model] = _Held(model, layers, made)
     return held
+
+
+def _source(layer: Any, index: int) -> int:
+    """The number of the layer whose keys and values a layer reads, itself or an earlier one."""
+    found = lender(layer) if borrows(layer) else index
+    assert found is not None
+    return found
 
 
 def _windows(model: Any) -> tuple[int | None, ...]:
@@ -387,6 +435,18 @@ def _scale(embedding: Any) -> Factor | None:
     return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
 
 
+def _inputs_of(inner: Any) -> tuple[Any, Any, Any]:
+    """The table, the projection and the norm that layers' own inputs are made by."""
+    return inner.embed_tokens_per_layer, inner.per_layer_model_projection, inner.per_layer_projection_norm
+
+
+def _is_table(embedding: Any, dtype: torch.dtype) -> bool:
+    """Whether nothing but rows of a table in that type, times a factor, come out of an embedding."""
+    if type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and factor_of(embedding) is not None):
+        return embedding.max_norm is None and embedding.weight.dtype == dtype and embedding.weight.is_cpu
+    return type(embedding) is QuantEmbedding and embedding.dtype == dtype
+
+
 def _is_other(model: Any, layers: list[Any]) -> bool:
     """Whether a step of the model is anything else but this file's formula, or is watched, or its inner results are asked for."""
     inner, head, config = model.model, model.lm_head, model.config
@@ -417,11 +477,16 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
         return True
     if not all(hasattr(rotary, _of(kind, "inv_freq")) for kind in _kinds(model)):
         return True
-    if type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and factor_of(embedding) is not None):
-        table = embedding.weight
-        if embedding.max_norm is not None or table.dtype != norm.weight.dtype or not table.is_cpu:
-            return True
-    elif type(embedding) is not QuantEmbedding or embedding.dtype != norm.weight.dtype:
+    if [borrows(layer) for layer in layers] != sorted(borrows(layer) for layer in layers):
         return True
-    packed = [part.packed for part in (embedding, head) if type(part) in (QuantEmbedding, QuantLinear)]
-    return why_not_packed(packed) is not None or any(part_of(part) is not None for part in (embedding, head))
+    tables, around = [embedding, head], [embedding]
+    if any(per_layer_of(layer) is not None for layer in layers):
+        own, projection, own_norm = _inputs_of(inner)
+        if type(projection) is not QuantLinear or not type(own_norm).__module__.startswith("transformers."):
+            return True
+        tables += own, projection
+        around.append(own)
+    if not all(_is_table(one, norm.weight.dtype) for one in around):
+        return True
+    packed = [part.packed for part in tables if type(part) in (QuantEmbedding, QuantLinear)]
+    return why_not_packed(packed) is not None or any(part_of(part) is not None for part in tables)

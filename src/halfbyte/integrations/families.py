@@ -2,6 +2,7 @@
 
     h = x + factor * norm(o(attention(qkv(norm(x)))))
     y = h + factor * norm(down(f(gate) * up)),  gate, up = gate_up(norm(h))
+    y = scale * (y + norm(projection(f(gate(y)) * e)))                          where a layer has an input e of its own
 
 or norm(x) there, in parallel layers, and down(f(up)) where there are no gates. A family is in the table if its layer and attention compute
 this and nothing else.
@@ -46,6 +47,21 @@ class Routed:
     groups: str | None = None
 
 
+class Sharing(NamedTuple):
+    """Keys and values that layers have in common, of attributes of self_attn.
+
+    borrows  whether those of an earlier layer are read
+    lends    whether its own are read by others
+    kind     what these layers have in common, and the key in `shared_kv_states`
+    modes    of the config: of each layer, whether it is one that "store"s or one that "reuse"s them
+    """
+
+    borrows: str = "is_kv_shared_layer"
+    lends: str = "store_full_length_kv"
+    kind: str = "layer_type"
+    modes: str = "kv_sharing_modes"
+
+
 class Positions(NamedTuple):
     """Which layers turn queries and keys: those of whose self_attn these attributes' values say so."""
 
@@ -77,6 +93,10 @@ class Family:
     partial     whether a part of each head is turned, as much as the config says
     pairs       which elements are turned together, and by which tables, as in `ops.decoder.Heads`
     near        the entry of the config's `rope_parameters` that has the position from which on queries have a factor, if any
+    values_norm  of its self_attn: the norm of values, which has no weight, if there is one
+    sharing     how some of its layers read keys and values of earlier ones, if they do
+    per_layer   of the layer, where it has an input of its own: the gate, the projection and the norm
+    scale       the buffer of the layer that has the factor of its output, if any
     routed      of an mlp that has experts; of the same family there may be layers without
     without     attributes of the config that have to be None or False: with them a layer computes something else
     """
@@ -101,6 +121,10 @@ class Family:
     partial: bool = False
     pairs: str = ""
     near: str | None = None
+    values_norm: str | None = None
+    sharing: Sharing | None = None
+    per_layer: tuple[str, str, str] | None = None
+    scale: str | None = None
     routed: Routed | None = None
     without: tuple[str, ...] = ()
 
@@ -124,6 +148,16 @@ _GLM_ROUTED = Routed(
     groups="num_group",
 )
 _GEMMA = {"plus_one": True, "norms": _FOUR, "activation": "hidden_activation"}
+_GEMMA4 = Family(
+    norms=_FOUR,
+    head_norms=_HEAD_NORMS,
+    activation="hidden_activation",
+    values_norm="v_norm",
+    sharing=Sharing(),
+    per_layer=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+    scale="layer_scalar",
+    without=("enable_moe_block",),
+)
 
 # By the names of their layers in transformers.models.
 FAMILIES = {
@@ -142,6 +176,7 @@ FAMILIES = {
     "gemma.modeling_gemma.GemmaDecoderLayer": Family(plus_one=True),
     "gemma2.modeling_gemma2.Gemma2DecoderLayer": Family(**_GEMMA, cap="attn_logit_softcapping"),  # type: ignore[arg-type]
     "gemma3.modeling_gemma3.Gemma3DecoderLayer": Family(**_GEMMA, head_norms=_HEAD_NORMS),  # type: ignore[arg-type]
+    "gemma4.modeling_gemma4.Gemma4TextDecoderLayer": _GEMMA4,
     "granite.modeling_granite.GraniteDecoderLayer": Family(factor="residual_multiplier"),
     "smollm3.modeling_smollm3.SmolLM3DecoderLayer": Family(positions=Positions(("use_rope",), bool)),
     "glm.modeling_glm.GlmDecoderLayer": Family(**_HALF),  # type: ignore[arg-type]
@@ -217,6 +252,50 @@ def other(layer: Any) -> str | None:
     """The attribute of the config with which a layer of a known family computes something else, or None."""
     config = layer.self_attn.config
     return next((name for name in known(layer).without if not any(getattr(config, name) is value for value in (None, False))), None)
+
+
+def made_of(layer: Any) -> str:
+    """What it makes of its input, as `ops.decoder.Heads` has it: some configs of a family leave out values, or keys and values."""
+    names = known(layer).qkv
+    return "qkv" if len(names) == 1 else "qkv"[: sum(getattr(layer.self_attn, name, None) is not None for name in names)]
+
+
+def per_layer_of(layer: Any) -> tuple[Any, Any, Any] | None:
+    """The gate, the projection and the norm of its own input, if it has one."""
+    names = known(layer).per_layer
+    if names is None or not hasattr(layer, names[0]):
+        return None
+    gate, projection, norm = (getattr(layer, name) for name in names)
+    return gate, projection, norm
+
+
+def borrows(layer: Any) -> bool:
+    """Whether it reads keys and values of an earlier layer."""
+    sharing = known(layer).sharing
+    return sharing is not None and bool(getattr(layer.self_attn, sharing.borrows))
+
+
+def lends(layer: Any) -> bool:
+    """Whether others may read its keys and values."""
+    sharing = known(layer).sharing
+    return sharing is not None and bool(getattr(layer.self_attn, sharing.lends))
+
+
+def shared_as(layer: Any) -> str | None:
+    """The key in `shared_kv_states` of what it reads, or of what others read."""
+    sharing = known(layer).sharing
+    return None if sharing is None else getattr(layer.self_attn, sharing.kind)
+
+
+def lender(layer: Any) -> int | None:
+    """The index of the layer whose keys and values it reads; None where it is none."""
+    sharing, attention = known(layer).sharing, layer.self_attn
+    if sharing is None:
+        return None
+    kinds, modes = attention.config.layer_types, getattr(attention.config, sharing.modes)
+    own = shared_as(layer)
+    found = (i for i, (kind, mode) in enumerate(zip(kinds, modes, strict=True)) if kind == own and mode == "store")
+    return next(found, None)
 
 
 def nearest(layer: Any) -> int | None:

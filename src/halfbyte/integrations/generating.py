@@ -24,7 +24,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, static_cache
+from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.shortened import Shortened, shorten
 from halfbyte.integrations.steps import Choice, Step
@@ -114,7 +114,7 @@ def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | Non
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):
         return "it is on several devices"
-    layers = cache.layers if type(cache) is StaticCache else static_cache(model, 1).layers
+    layers = keeping(cache if type(cache) is StaticCache else static_cache(model, 1))
     other = next((type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer, Ring)), None)
     return None if other is None else f"its cache has a {other}"
 

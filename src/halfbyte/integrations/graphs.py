@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import StaticCache, cache_utils
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.rings import Ring, make_rings
@@ -27,6 +27,7 @@ _pools: dict[tuple[int, int], Any] = {}
 _lost: list[Any] = []  # those in whose memory a capture failed
 _streams: dict[int, Any] = {}  # by device: of captures
 _LARGEST = 1 << 62  # tokens
+_EMPTY = getattr(cache_utils, "DummyLayer", None)  # older versions of transformers do not have it
 _MODE = "thread_local"  # other threads may go on using the GPU
 
 
@@ -122,8 +123,7 @@ class GraphStep(Step):
     def undo(self) -> None:
         """Takes the last token out of the cache."""
         self.close()
-        layers: list[Any] = self._cache.layers
-        for layer in layers:
+        for layer in keeping(self._cache):
             if type(layer) is Ring:
                 layer.cumulative_length_int -= 1
             layer.cumulative_length.sub_(1)
@@ -134,9 +134,14 @@ def static_cache(model: Any, size: int) -> StaticCache:
     return make_rings(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size))
 
 
+def keeping(cache: Any) -> list[Any]:
+    """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
+    return [layer for layer in cache.layers if type(layer) is not _EMPTY]
+
+
 def capacity(cache: StaticCache, model: Any) -> int:
     """The number of tokens for which a cache has room. Layers with a window have it always, once they are as large as the window."""
-    pairs: Any = zip(cache.layers, static_cache(model, _LARGEST).layers, strict=True)
+    pairs: Any = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
     return min((layer.max_cache_len for layer, largest in pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
 
 
@@ -144,7 +149,7 @@ def enlarge(cache: StaticCache, model: Any, size: int) -> None:
     """Makes room for `size` tokens, in place."""
     pairs: Any = zip(cache.layers, static_cache(model, size).layers, strict=True)
     for index, (old, new) in enumerate(pairs):
-        if new.max_cache_len <= old.max_cache_len:
+        if type(new) is _EMPTY or new.max_cache_len <= old.max_cache_len:
             continue
         if old.is_initialized:
             new.lazy_initialization(old.keys, old.values)

@@ -16,20 +16,22 @@ from torch import Tensor, nn
 
 from halfbyte.bounded import Bounded
 from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.decoding_cpu import halves_of, has_own_norms, linears_of, settings_of
+from halfbyte.integrations.decoding_cpu import halves_of, has_own_norms, linears_of, settings_of, third_of, why_not_shared
 from halfbyte.integrations.decoding_cpu import parts_of as modules_of
-from halfbyte.integrations.families import Routed, known, nearest, other
+from halfbyte.integrations.families import Routed, known, nearest, other, per_layer_of
 from halfbyte.integrations.mixtures import parts_of as modules_of_experts
 from halfbyte.integrations.mixtures import routed_of
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
 from halfbyte.ops.cuda import is_replayed, on
-from halfbyte.ops.decoder import Attention, Dense, Norm
+from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
+from halfbyte.ops.decoding import normed_linear
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import plain
 from halfbyte.ops.norms import add_normed
+from halfbyte.ops.prompt import activated
 from halfbyte.ops.replay import MOST_REPLAYS, whole
 
 _ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compute, and by which masks, is known
@@ -39,6 +41,7 @@ _ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compu
 class Parts:
     """Of a layer, as they are now: what its halves compute, and the linear layers that add, the second one None where there are experts.
 
+    third        what it does with an input of its own, and the linear layer that adds; None where it has none
     for_token    whether one token takes few kernels; for_prompts: whether many do, unless `why_not_many` has a reason
     alike        equal for layers that launch the same kernels; None where they do something else besides
     tensors      what these kernels read, beside x, positions, mask and cache
@@ -50,6 +53,7 @@ class Parts:
     down: QuantLinear | None
     for_token: bool
     for_prompts: bool
+    third: tuple[PerLayer, QuantLinear] | None = None
     alike: int | None = None
     tensors: tuple[Tensor | None, ...] = ()
 
@@ -57,7 +61,8 @@ class Parts:
     def weights(self) -> list[Weight]:
         """Of all products but experts'."""
         dense = [self.second.gate_up, self.second.down] if isinstance(self.second, Dense) else []
-        return [*self.first.qkv, self.first.o, *dense]
+        own = [] if self.third is None else [self.third[0].gate, self.third[0].projection]
+        return [*self.first.qkv, self.first.o, *dense, *own]
 
 
 _kept: WeakKeyDictionary[nn.Module, tuple[Parts, Unchanged]] = WeakKeyDictionary()
@@ -92,14 +97,17 @@ def _found(layer: Any) -> Parts:
     of_experts = isinstance(second, Dense) or _why_not_experts(layer, first, second) is None
     for_prompts = of_attention and of_dense and not is_distributed(layer)
     down = linears[2][-1] if isinstance(second, Dense) else None
-    return Parts(first, second, linears[1], down, of_attention and of_dense and of_experts, for_prompts)
+    third, own = third_of(layer), per_layer_of(layer)
+    of_own_input = None if third is None or own is None else (third, own[1])
+    return Parts(first, second, linears[1], down, of_attention and of_dense and of_experts, for_prompts, of_own_input)
 
 
 def is_distributed(layer: Any) -> bool:
     """Whether a process has a part of its products' weights."""
     qkv, o, second = linears_of(layer) or ((), None, ())
     shared = () if routed_of(layer) is None else modules_of_experts(layer, routed(layer))
-    return any(isinstance(part, QuantLinear) and part_of(part) is not None for part in (*qkv, o, *second, *shared))
+    own = (per_layer_of(layer) or ())[:2]
+    return any(isinstance(part, QuantLinear) and part_of(part) is not None for part in (*qkv, o, *second, *shared, *own))
 
 
 def _linked(found: Parts) -> Parts:
@@ -111,6 +119,7 @@ def _linked(found: Parts) -> Parts:
     of_second: Hashable
     if isinstance(second, Dense):
         norms += [None if second.parallel else second.before, second.after]  # a tensor stands once
+        tensors.append(second.scale)
         of_second = second.factor, second.gates, second.gated, second.parallel
     else:
         weights += [second.gate_up, second.down]
@@ -120,11 +129,15 @@ def _linked(found: Parts) -> Parts:
             weights += second.shared[:2]
             tensors.append(second.shared.gate)
         of_second = second.chosen, second.normalized, second.clamped, second.shared is None, second.scores, second.factor
+    if found.third is not None:
+        norms.append(found.third[0].after)
+        tensors.append(found.third[0].scale)
+    of_third = None if found.third is None else found.third[0].function
     tensors += [t for weight in weights for t in (weight.packed.data, weight.bias)]
     tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.shift))]
     if len(first.qkv) > 1 or any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in tensors):
         return found  # what is joined by torch, or lies where kernels leave it to themselves
-    numbers = heads._replace(norms=None, sinks=None), first.factor, of_second
+    numbers = heads._replace(norms=None, sinks=None), first.factor, of_second, of_third
     of_norms = [None if norm is None else norm[1:4] for norm in norms]
     names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
     kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
@@ -165,12 +178,34 @@ def _is_chained(key: Hashable, parts: Parts, x: Tensor) -> bool:
 
 
 def added(
-    half: Attention | Dense, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
+    half: Attention | Dense | PerLayer, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(linear(x)), and then(h) where that takes no further kernel."""
+    """h = residual + norm(linear(x)), or times the factor of the output, and then(h) where that takes no further kernel."""
     if half.after is None:
         return linear_added(linear, x, residual), None
-    return add_normed(linear(x), residual, half.after, then)
+    return add_normed(linear(x), residual, half.after, then, None if isinstance(half, Attention) else half.scale)
+
+
+def with_own_input(found: Parts, h: Tensor, beside: Tensor | None) -> Tensor:
+    """The output of a layer that has an input of its own, of what the others of its steps give, or that."""
+    if found.third is None:
+        return h
+    assert beside is not None
+    third, projection = found.third
+    weight, bias = third.gate[:2]
+    if torch.compiler.is_compiling():
+        inner = normed_linear(h, None, weight, bias, gates=third.function, gated=False) * beside
+    else:
+        inner = activated(normed_linear(h, None, weight, bias), third.function, gated=False, beside=beside)
+    return added(third, projection, inner, h)[0]
+
+
+def own_input(found: Parts, settings: dict[str, Any]) -> Tensor | None:
+    """As kernels read it: its rows lie equally far apart."""
+    given: Tensor | None = None if found.third is None else settings.get("per_layer_input")
+    if given is None or (given.stride(2) == 1 and given.stride(0) == given.stride(1) * given.shape[1]):
+        return given
+    return given.contiguous()
 
 
 # Reasons
@@ -192,7 +227,7 @@ def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) 
 def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
     """Of all linear layers, and of what comes before the mlp."""
     qkv, o, second = linears
-    for linear in (*qkv, o, *second):
+    for linear in (*qkv, o, *second, *(per_layer_of(layer) or ())[:2]):
         if linear.compute not in ("auto", "float"):
             return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
     kind = layer.self_attn.config._attn_implementation
@@ -206,6 +241,8 @@ def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
         return "its attention is not transformers' eager one, which alone has its sinks"
     if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
+    if (reason := why_not_shared(layer)) is not None:
+        return reason
     of_all = first.heads.rows or first.heads.sinks is not None  # what belongs to all heads
     here = [part_of(linear) for linear in (*qkv, *second[:-1])]
     if any(part is not None and (part.cut.before or part.cut.after or of_all) for part in here):

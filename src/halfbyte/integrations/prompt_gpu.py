@@ -6,16 +6,18 @@
     h    = linear(a, o, residual=x)                          or, where there is a norm after it: add_normed(linear(a, o), x, norm, …)
     y    = linear(f(gate) * up, down, residual=h)            a kernel of the norm, gate | up = linear(norm(h)), a kernel of the gates
     y    = add_experts(h, …)                                 in place of these, where there are experts
+    y    = linear(f(linear(y, gate)) * e, …)                 after these, with a norm, where a layer has an input e of its own
 
-With any cache, or none: others than static ones take keys and values by their `update`. All launches of a layer are made by one call,
-before and after a cache's `update` by one each, once layers alike have computed as many tokens (`layer_gpu.chain`).
+With any cache, or none: others than static ones take keys and values by their `update`; layers that read those of an earlier one (Gemma 4)
+take what that one has left in `shared_kv_states`, also for the last tokens alone. All launches of a layer are made by one call, before and
+after a cache's `update` by one each, once layers alike have computed as many tokens (`layer_gpu.chain`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +26,8 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.decoding_cpu import all_norms, norms_of, visible
-from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_distributed, is_eager, parts
+from halfbyte.integrations.families import borrows, lender, lends, shared_as
+from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_distributed, is_eager, own_input, parts, with_own_input
 from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.decoder import Attention, Dense
@@ -35,13 +38,16 @@ from halfbyte.ops.prompt import activated, attend_many, turn, why_not_many
 from halfbyte.ops.routing import add_experts
 
 _Turns = tuple[Tensor, Tensor] | None  # cosines and sines
+_Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 
 def tokens(
     layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
 ) -> Tensor | None:
-    """The layer's output for x [B, T, K], T > 1; None if that is not supported. past: the cache of all layers, or none."""
-    found = parts(layer) if _fits(layer, x, past, rotary, settings) else None
+    """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported. past: the cache of
+    all layers, or none."""
+    reads, shared = borrows(layer), cast(Any, settings.get("shared_kv_states"))
+    found = parts(layer) if _fits(layer, x, past, rotary, settings) and (shared is not None or not (reads or lends(layer))) else None
     if found is None or not found.for_prompts or not found.first.heads.turns_by(rotary[0].shape[2]):
         return None
     if x.is_cuda and why_not_many(found.first.heads, x.dtype, gpu(x.get_device())) is not None:
@@ -49,16 +55,24 @@ def tokens(
     seen = _seen(layer, mask, x.shape[1])
     if isinstance(seen, str):
         return None
+    own = own_input(found, settings)
+    if (own is None) != (found.third is None):
+        return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
     turns = None if found.first.heads.turned == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
+    if reads:
+        place = _lent(layer, x, mask, past, shared)
+        return None if place is None else _with_others(found, x, seen, turns, place, own)
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
         # A copy from the host would wait for the GPU.
         cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
     if type(cache) is StaticLayer:
-        y = _with_static(found, x, seen, turns, cache)
+        y, kept = _with_static(found, x, seen, turns, cache, own)
     else:
-        y = _with_any(found, x, seen, turns, None if past is None else partial(past.update, layer_idx=index))
+        y, kept = _with_any(found, x, seen, turns, None if past is None else partial(past.update, layer_idx=index), own)
+    if lends(layer):
+        shared[shared_as(layer)] = kept
     if isinstance(found.second, Dense) or found.for_token:
         return y
     more = layer.mlp(norms_of(layer)[2](y))
@@ -70,7 +84,40 @@ def _in_rows(table: Tensor) -> Tensor:
     return table if table.stride(-1) == 1 else table.contiguous()
 
 
-def _with_static(parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, cache: Any) -> Tensor:
+def _lent(layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, shared: Any) -> _Place | None:
+    """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
+    index = lender(layer)
+    if index is None or shared_as(layer) not in shared or (past is not None and index >= len(past.layers)):
+        return None
+    keys, values = shared[shared_as(layer)]
+    cache, tokens = None if past is None else past.layers[index], x.shape[1]
+    if keys.dtype != x.dtype or keys.device != x.device:
+        return None
+    if type(cache) is StaticLayer:
+        return keys, values, cache.cumulative_length - tokens
+    if mask is not None:  # which tells of what is there, too
+        return (keys, values, None) if mask.shape[3] == keys.shape[2] else None
+    window, before = layer.self_attn.sliding_window, keys.shape[2] - tokens
+    if isinstance(cache, StaticLayer) or (window is not None and keys.shape[2] > window):
+        return None
+    return keys, values, torch.full((1,), before, dtype=torch.int64, device=x.device) if before else None
+
+
+def _with_others(parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, place: _Place, own: Tensor | None) -> Tensor:
+    """With keys and values of another layer."""
+
+    def steps() -> list[Tensor]:
+        z, queries = _before(parts.first, x, turns, place)
+        return [_after(parts, x, z, queries, place, mask, own)]
+
+    (y,) = chain("others", parts, steps, x, (mask, *(turns or (None, None)), *place, own))
+    return y
+
+
+def _with_static(
+    parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, cache: Any, own: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The output, and keys and values."""
     heads = parts.first.heads
     if not cache.is_initialized:
         new = x.new_empty(len(x), heads.key, 0, heads.dim)
@@ -79,15 +126,17 @@ def _with_static(parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, ca
 
     def steps() -> list[Tensor]:
         z, queries = _before(parts.first, x, turns, place)
-        return [_after(parts, x, z, queries, place, mask)]
+        return [_after(parts, x, z, queries, place, mask, own)]
 
-    (y,) = chain("prompt", parts, steps, x, (mask, *(turns or (None, None)), *place))
+    (y,) = chain("prompt", parts, steps, x, (mask, *(turns or (None, None)), *place, own))
     cache.cumulative_length.add_(x.shape[1])
-    return y
+    return y, place[:2]
 
 
-def _with_any(parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, update: Callable[..., Any] | None) -> Tensor:
-    """With a cache that takes keys and values by itself, or none."""
+def _with_any(
+    parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, update: Callable[..., Any] | None, own: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The output, and keys and values, with a cache that takes these by itself, or none."""
     first, heads = parts.first, parts.first.heads
 
     def begin() -> list[Tensor]:
@@ -102,20 +151,22 @@ def _with_any(parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, updat
     seen = None if mask is None else mask[..., : keys.shape[2]]
 
     def end() -> list[Tensor]:
-        return [_after(parts, x, z, queries, (keys, values, None), seen)]
+        return [_after(parts, x, z, queries, (keys, values, None), seen, own)]
 
-    (y,) = chain("after", parts, end, x, (None if z is x else z, queries, keys, values, seen))
-    return y
+    (y,) = chain("after", parts, end, x, (None if z is x else z, queries, keys, values, seen, own))
+    return y, (keys, values)
 
 
-def _before(half: Attention, x: Tensor, turns: _Turns, place: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+def _before(half: Attention, x: Tensor, turns: _Turns, place: _Place) -> tuple[Tensor, Tensor]:
     """What the products read, and queries; keys and values are written to their place."""
     z = x if half.before is None else normed(x, half.before)
     products = [linear(z, weight.packed, weight.bias, compute="float") for weight in half.qkv]
     return z, turn(torch.cat(products, -1) if len(products) > 1 else products[0], turns, *place, half.heads)
 
 
-def _after(parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: tuple[Tensor, Tensor, Tensor | None], mask: Tensor | None) -> Tensor:
+def _after(
+    parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: _Place, mask: Tensor | None, own: Tensor | None
+) -> Tensor:
     """The layer's output, or, where it has experts that are not for `add_experts`, that of its first half."""
     first, second = parts.first, parts.second
     heads, seen = first.heads, None if mask is None else mask[:, 0]
@@ -128,7 +179,8 @@ def _after(parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: tuple[Ten
     if not second.parallel:
         z = then if then is not None else h if second.before is None else normed(h, second.before)
     product = linear(z, second.gate_up.packed, second.gate_up.bias, compute="float")
-    return added(second, parts.down, activated(product, second.gates, second.factor, gated=second.gated), h)[0]
+    y = added(second, parts.down, activated(product, second.gates, second.factor, gated=second.gated), h)[0]
+    return with_own_input(parts, y, own)
 
 
 def why_not_prompts(layer: Any, here: Gpu) -> str | None:
@@ -162,7 +214,7 @@ def _fits(layer: Any, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tenso
     """Whether the call is for many tokens, with nothing else than their results asked for."""
     return (
         x.device.type in decoding_gpu.DEVICES
-        and x.shape[1] > 1
+        and (x.shape[1] > 1 or borrows(layer))
         and plain(x)
         and rotary[0].dim() == 3
         and not settings.get("output_attentions")

@@ -6,6 +6,7 @@ gets them in their order, as ever.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class Ring(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
                     mine.index_copy_(2, place, new)
                 self.cumulative_length.add_(1)
                 self.cumulative_length_int += 1
-                return self._in_order()
-            for mine, ordered in zip(self._both(), self._in_order(), strict=True):
+                return self.in_order()
+            for mine, ordered in zip(self._both(), self.in_order(), strict=True):
                 mine.copy_(ordered)
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         if self.cumulative_length_int >= size:
@@ -40,10 +41,22 @@ class Ring(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
         assert self.values is not None
         return self.keys, self.values
 
-    def _in_order(self) -> tuple[Tensor, Tensor]:
+    def in_order(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, the oldest token first; behind the last one, where it is not full, there may be anything."""
         keys, values = self._both()
-        order = (torch.arange(self.max_cache_len, device=keys.device) + self.cumulative_length) % self.max_cache_len
+        gone_by, size = self.cumulative_length, self.max_cache_len
+        order = (torch.arange(size, device=keys.device) + gone_by.where(gone_by >= size, 0)) % size
         return keys.index_select(2, order), values.index_select(2, order)
+
+
+class Ordered:
+    """Keys and values of a ring in their order, put into it when somebody takes them apart: `keys, values = Ordered(ring)`."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._ring.in_order())
 
 
 def make_rings(cache: StaticCache) -> StaticCache:

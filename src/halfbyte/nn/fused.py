@@ -31,6 +31,7 @@ from halfbyte.nn.report import REMARK
 # Children of one module that transformers calls in this order with the same tensor.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "k_proj"),  # where values are what keys are made of (Gemma 4)
     ("query", "key", "value"),
     ("q_lin", "k_lin", "v_lin"),
     ("q", "k", "v"),

@@ -13,11 +13,12 @@ from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu import attention_half, feed_forward, halves
+    from halfbyte.kernels.cpu import attention_half, feed_forward, halves, per_layer
 
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = "", "once", "twice"  # what `Heads.pairs` may be
+MADE = "qkv", "qk", "q"  # what `Heads.made` may be
 
 
 class Norm(NamedTuple):
@@ -38,6 +39,9 @@ class Heads(NamedTuple):
     norms   of queries and keys, of one kind, if any: weights [D]
     rows    whether these are of all heads of a token together: weights [H * D] and [Hkv * D]
     turned_first  whether norms, of heads, are of what has its positions already (Hunyuan)
+    made    what the layer makes: "qkv"; "qk": values are what keys are made of, before norm and positions; "q": queries alone, keys and
+            values of the same tokens are another layer's (Gemma 4)
+    values_normed  whether values have a norm, too, which has no weight and the eps of those of queries (Gemma 4)
     turned  elements of a head that have positions, R, the first: None: all; 0: none
     pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by tables of R / 2 elements, or of R, each twice
     cap     scores are cap * tanh(score / cap), where it is not None
@@ -55,6 +59,13 @@ class Heads(NamedTuple):
     sinks: Tensor | None = None
     pairs: str = ""
     turned_first: bool = False
+    made: str = "qkv"
+    values_normed: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Elements that are made for a token."""
+        return (self.query + (len(self.made) - 1) * self.key) * self.dim
 
     @property
     def width(self) -> int:
@@ -69,7 +80,8 @@ class Heads(NamedTuple):
 class Attention(NamedTuple):
     """h = x + factor * norm(o(attention(qkv(norm(x)))))
 
-    qkv            [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other; or their rows in up to three weights
+    qkv            [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other, as far as `heads` say that they are made; or
+                   their rows in up to three weights
     o              [K, H * D]
     before, after  the norms of x and of what o gives, if any
     factor         1 where there is a norm after
@@ -91,13 +103,15 @@ class Attention(NamedTuple):
             return "the norms of its heads are layer norms"
         if heads.rows and heads.turned_first:
             return "norms of all its heads together come after positions"
+        if heads.values_normed and (heads.norms is None or heads.rows):
+            return "its values have a norm, its queries have none, or one of all heads together"
         return reason or attend.supports(heads.query, heads.key, heads.dim, heads.turned) or _why_not_added(self.after, self.factor)
 
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
         heads, k = self.heads, self.qkv[0].packed.shape[1]
         weights = [*self.qkv, self.o]
-        both = (heads.query + 2 * heads.key) * heads.dim
+        both = heads.outputs
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(both, k), (k, heads.query * heads.dim)]
         joined = [(sum(n for n, _ in shapes[:-1]), k), shapes[-1]] if {c for _, c in shapes[:-1]} == {k} else shapes
@@ -105,7 +119,7 @@ class Attention(NamedTuple):
         of_heads = [(norm.weight, width) for norm, width in zip(heads.norms or (), widths, strict=False)]
         sinks = [] if heads.sinks is None else [(heads.sinks, heads.query)]
         small = [*_norms(k, self.before, self.after), *of_heads, *sinks, *_biases(weights)]
-        _check(joined == expected, "attention", shapes, expected, small)
+        _check(joined == expected and heads.made in MADE, "attention", shapes, expected, small)
 
     def inner(self, tensors: Addresses) -> attention_half.Attention:
         from halfbyte.kernels.cpu import attention_half
@@ -114,8 +128,8 @@ class Attention(NamedTuple):
         norms = None if heads.norms is None else (norm_of(tensors, heads.norms[0]), norm_of(tensors, heads.norms[1]))
         turned = heads.dim if heads.turned is None else heads.turned
         sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
-        shape = heads.query, heads.key, heads.dim
-        of_heads = attention_half.Heads(*shape, heads.scale, norms, heads.rows, turned, heads.cap, sinks, heads.pairs, heads.turned_first)
+        changed = {"norms": norms, "turned": turned, "sinks": sinks}  # the other fields are the same
+        of_heads = attention_half.Heads(**heads._asdict() | changed)
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
         qkv = tuple(map(tensors.product, self.qkv))
         return attention_half.Attention(qkv, tensors.product(self.o), before, after, self.factor, of_heads)
@@ -151,6 +165,7 @@ class Dense(NamedTuple):
     gates          f: "silu", "gelu_tanh" or "relu2"
     gated          whether there are gates
     parallel       x, which the attention half reads, is read in the place of h: y = h + … norm(x) …
+    scale          [1]: y is multiplied by it, where there is a norm after (Gemma 4); None: by nothing
     """
 
     gate_up: Weight
@@ -161,6 +176,7 @@ class Dense(NamedTuple):
     gates: str = "silu"
     gated: bool = True
     parallel: bool = False
+    scale: Tensor | None = None
 
     @property
     def inner_width(self) -> int:
@@ -185,6 +201,8 @@ class Dense(NamedTuple):
             return f"{self.inner_width} gates are not whole panels of {PANEL}"
         if self.gates not in GATES:
             return f"its activation is {self.gates}, not {' or '.join(GATES)}"
+        if self.scale is not None and self.after is None:
+            return "what it gives is multiplied by a number without a norm before"
         return _why_not_added(self.after, self.factor)
 
     def check(self) -> None:
@@ -192,23 +210,74 @@ class Dense(NamedTuple):
         weights, k = [self.gate_up, self.down], self.gate_up.packed.shape[1]
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(self.inner_width * (2 if self.gated else 1), k), (k, self.inner_width)]
-        _check(shapes == expected, "feed-forward", shapes, expected, [*_norms(k, self.before, self.after), *_biases(weights)])
+        small = [*_norms(k, self.before, self.after), *_biases(weights), *_scales(self.scale)]
+        _check(shapes == expected, "feed-forward", shapes, expected, small)
 
     def inner(self, tensors: Addresses) -> feed_forward.Dense:
         from halfbyte.kernels.cpu import feed_forward
 
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
-        how = self.factor, self.gates, self.gated, self.parallel
+        how = self.factor, self.gates, self.gated, self.parallel, 0 if self.scale is None else tensors.of(self.scale)
         return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), before, after, *how)
 
 
+class PerLayer(NamedTuple):
+    """y = scale * (h + norm(projection(f(gate(h)) * e))): what a layer with an input e of its own does last (Gemma 4's per-layer inputs)
+
+    gate        [P, K], P the elements of e
+    projection  [K, P]
+    after       the norm
+    function    f: "silu", "gelu_tanh" or "relu2"
+    scale       [1], or None: 1
+    """
+
+    gate: Weight
+    projection: Weight
+    after: Norm
+    function: str = "gelu_tanh"
+    scale: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """P"""
+        return self.gate.packed.shape[0]
+
+    def why_not(self) -> str | None:
+        """Why `DecoderLayer` does not support these weights; None if it does."""
+        from halfbyte.kernels.cpu.chain import GATES
+        from halfbyte.layouts.cpu_tiles import PANEL
+
+        if (reason := why_not_packed([self.gate.packed, self.projection.packed])) is not None:
+            return reason
+        if self.width % PANEL:
+            return f"a layer's own input of {self.width} elements is not whole panels of {PANEL}"
+        if self.function not in GATES:
+            return f"its activation is {self.function}, not {' or '.join(GATES)}"
+        return _why_not_added(self.after, 1.0)
+
+    def check(self, k: int) -> None:
+        """Raises ArgumentError for tensors that do not fit together, or not to a layer of that width."""
+        weights = [self.gate, self.projection]
+        shapes = [tuple(weight.packed.shape) for weight in weights]
+        expected = [(self.width, k), (k, self.width)]
+        small = [*_norms(k, self.after), *_biases(weights), *_scales(self.scale)]
+        _check(shapes == expected, "last", shapes, expected, small)
+
+    def inner(self, tensors: Addresses) -> per_layer.PerLayer:
+        from halfbyte.kernels.cpu import per_layer
+
+        products = tensors.product(self.gate), tensors.product(self.projection)
+        scale = 0 if self.scale is None else tensors.of(self.scale)
+        return per_layer.PerLayer(*products, norm_of(tensors, self.after), self.function, scale)
+
+
 class DecoderLayer:
-    """y = feed_forward(attention(x)), or attention(x) alone
+    """y = feed_forward(attention(x)), or attention(x) alone; or per_layer(feed_forward(attention(x)), e) with an input e of its own
 
     Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
     """
 
-    def __init__(self, attention: Attention, feed_forward: FeedForward | None) -> None:
+    def __init__(self, attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayer | None = None) -> None:
         from halfbyte.kernels.cpu import decoder
 
         second = feed_forward
@@ -218,10 +287,17 @@ class DecoderLayer:
             second.check()
             if second.k != self.k:
                 raise ArgumentError(f"the halves of a decoder layer have one width, got {self.k} and {second.k}")
-        if (reason := why_not(attention, second)) is not None:
+        if per_layer is not None:
+            per_layer.check(self.k)
+            if second is None:
+                raise ArgumentError("a layer with an input of its own has a feed-forward half, got none: pass it")
+        if (reason := why_not(attention, second, per_layer)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
         self.tensors = Addresses()
-        self.inner = decoder.Layer(attention.inner(self.tensors), None if second is None else second.inner(self.tensors))
+        of_second = None if second is None else second.inner(self.tensors)
+        self.beside = None if per_layer is None else per_layer.width
+        of_third = None if per_layer is None else per_layer.inner(self.tensors)
+        self.inner = decoder.Layer(attention.inner(self.tensors), of_second, of_third)
 
     @property
     def rotary(self) -> int:
@@ -233,17 +309,25 @@ class DecoderLayer:
         return self.heads.turns_by(width)
 
     def __call__(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        length: int,
+        mask: Tensor | None = None,
+        beside: Tensor | None = None,
     ) -> Tensor:
         """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B is at most MOST_SEQUENCES. No gradients.
 
         rotary        cosines and sines of the positions, each [B or 1, t, R / 2], R the elements of a head that have positions; or of R
                       elements, the first half once more behind it, or each twice where `Heads` say so; of any number where R is 0
-        keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written; int8 ones hold the records of
-                      `layouts/records.py` in the place of D elements
+        keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written, or, where the layer makes none, are
+                      there; int8 ones hold the records of `layouts/records.py` in the place of D elements
         mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask
+        beside        [B, t, P]: the layer's own input, if it has one
         """
-        return run_layers((self,), x, rotary, [(keys, values, length)], mask)[0]
+        return run_layers((self,), x, rotary, [(keys, values, length)], mask, beside)[0]
 
     def check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
         """Raises ArgumentError for what a call does not take."""
@@ -277,10 +361,16 @@ def run_layers(
     rotary: tuple[Tensor, Tensor],
     entries: Sequence[tuple[Tensor, Tensor, int]],
     mask: Tensor | None,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of the layers, one after the other; `entries`: keys, values and length for each, the rest as in a call."""
+    """The outputs of the layers, one after the other; `entries`: keys, values and length for each, the rest as in a call. beside: the own
+    input of a layer that is alone."""
     for layer, entry in zip(layers, entries, strict=True):
         layer.check(x, rotary, *entry, mask)
+        wanted = None if layer.beside is None else (*x.shape[:2], layer.beside)
+        if (None if beside is None else tuple(beside.shape)) != wanted or (beside is not None and (len(layers) > 1 or not beside.is_cpu)):
+            got = None if beside is None else list(beside.shape)
+            raise ArgumentError(f"a layer with an input of its own takes it on the CPU, and alone: {wanted}, got {got} for {len(layers)}")
     from halfbyte.kernels.cpu import decoder
 
     cos, sin = (t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous() for t in rotary)
@@ -289,12 +379,19 @@ def run_layers(
     for layer in layers:
         layer.tensors.refresh()
     inner, places = [layer.inner for layer in layers], [decoder.Entry(*entry) for entry in entries]
-    return given(decoder.run(inner, exactly(x), (cos, sin), places, mask), x.dtype)
+    return given(decoder.run(inner, exactly(x), (cos, sin), places, mask, None if beside is None else in_rows(beside)), x.dtype)
 
 
-def why_not(attention: Attention, feed_forward: FeedForward | None) -> str | None:
+def in_rows(beside: Tensor) -> Tensor:
+    """[B, t, P] as float32 whose rows of P elements, contiguous ones, lie equally far apart."""
+    wide = beside.float()
+    return wide if wide.stride(2) == 1 and wide.stride(0) == wide.stride(1) * wide.shape[1] else wide.contiguous()
+
+
+def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayer | None = None) -> str | None:
     """Why `DecoderLayer` does not support these weights; None if it does."""
-    return attention.why_not() or (None if feed_forward is None else feed_forward.why_not())
+    more = (half.why_not() for half in (feed_forward, per_layer) if half is not None)
+    return attention.why_not() or next((reason for reason in more if reason is not None), None)
 
 
 def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
@@ -309,6 +406,10 @@ def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
 
 def _norms(k: int, *norms: Norm | None) -> list[tuple[Tensor, int]]:
     return [(tensor, k) for norm in norms if norm is not None for tensor in (norm.weight, norm.shift) if tensor is not None]
+
+
+def _scales(scale: Tensor | None) -> list[tuple[Tensor, int]]:
+    return [] if scale is None else [(scale, 1)]
 
 
 def _why_not_added(after: Norm | None, factor: float) -> str | None:

@@ -25,7 +25,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import PAIRS, Heads, Norm
+from halfbyte.ops.decoder import MADE, PAIRS, Heads, Norm
 from halfbyte.ops.library import OPS
 from halfbyte.ops.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
 from halfbyte.ops.replay import run_alike
@@ -41,7 +41,7 @@ _library.define(
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
-    "bool turned_first, float factor, int advance, bool ring) -> Tensor"
+    "bool turned_first, str made, bool values_normed, float factor, int advance, bool ring) -> Tensor"
 )
 
 
@@ -89,12 +89,14 @@ def attend(
 ) -> Tensor:
     """Appends one new token of each sequence to a cache of fixed size, and computes its attention to the cache: y [B, H * D].
 
-    qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions
+    qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions; or what `heads`
+                  say that is made: of queries alone nothing is appended
     rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
                   head are rotated, or neighbours, where `heads.pairs` says so: by the first half of R, or by R numbers, each twice), or
                   of R / 2 numbers where the other half is the same; None: nothing is
     keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T
-    length        int64, one number: the tokens in the cache, or that a ring has seen; `advance`, 1 or 0, is added
+    length        int64, one number: the tokens in the cache, or that a ring has seen, with the new one where nothing is appended;
+                  `advance`, 1 or 0, is added
     mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
                   None: all may be seen
     heads         the factor of scores, sinks and pairs; how many heads there are follows from qkv and the cache, as a process may have a
@@ -109,7 +111,8 @@ def attend(
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.norms
     (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
-    settings = eps, plus_one, heads.sinks, heads.scale, heads.width, heads.pairs, heads.turned_first, factor, advance, ring
+    of_heads = heads.scale, heads.width, heads.pairs, heads.turned_first, heads.made, heads.values_normed
+    settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
 
@@ -148,9 +151,9 @@ def _normed(
     return activated_in_torch(y, gates, factor, gated=gated) if gates else y
 
 
-def activated_in_torch(y: Tensor, gates: str, factor: float, *, gated: bool) -> Tensor:
-    """Of a product's result, as `normed_linear` has it, in float32, rounded once."""
-    gate, up = y.float().chunk(2, -1) if gated else (y.float(), None)
+def activated_in_torch(y: Tensor, gates: str, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
+    """Of a product's result, as `normed_linear` has it, in float32, rounded once; what is not `gated` times what lies beside."""
+    gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if beside is None else beside.float())
     if gates == "relu2":
         active = gate.relu().square()
     else:
@@ -292,6 +295,8 @@ class _Token(NamedTuple):
     turned: int
     pairs: str
     turned_first: bool
+    made: str
+    values_normed: bool
     factor: float
     advance: int
     ring: bool
@@ -312,6 +317,11 @@ class _Token(NamedTuple):
         return None if self.cos is None or self.sin is None else (self.cos, self.sin)
 
     @property
+    def others(self) -> int:
+        """How many of keys and values are made."""
+        return len(self.made) - 1
+
+    @property
     def of_all_heads(self) -> bool:
         """Whether there are norms, of all heads together."""
         return self.q_norm is not None and len(self.q_norm) != self.keys.shape[3]
@@ -322,9 +332,12 @@ class _Token(NamedTuple):
         fits = keys.dim() == 4 and keys.shape == self.values.shape and keys.dtype == self.values.dtype == qkv.dtype and qkv.dim() == 2
         if fits:
             batch, kv_heads, size, dim = keys.shape
-            heads = qkv.shape[1] // dim - 2 * kv_heads
-            fits = qkv.shape == (batch, (heads + 2 * kv_heads) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
+            others = self.others * kv_heads
+            heads = qkv.shape[1] // dim - others
+            fits = qkv.shape == (batch, (heads + others) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
             fits &= self.pairs in PAIRS and not (self.turned_first and self.of_all_heads)
+            fits &= self.made in MADE and (self.others > 0 or self.advance == 0)
+            fits &= not self.values_normed or (self.q_norm is not None and not self.of_all_heads)
             turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
                 fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.turned % 2 == 0
@@ -343,8 +356,8 @@ class _Token(NamedTuple):
                 return heads
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, self.values, self.length, *self.rows))
         raise ArgumentError(
-            f"attend takes qkv [B, (H + 2 Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, one int64, cosines and sines [B, R], R <= D, "
-            f"a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
+            f"attend takes qkv [B, (H + {self.others} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, one int64, cosines and sines "
+            f"[B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
         )
 
 
@@ -354,15 +367,18 @@ def _attend(*args: Any) -> Tensor:
     heads = token.heads()
     qkv, keys, values = token.qkv, token.keys, token.values
     batch, kv_heads, size, dim = keys.shape
-    x = qkv.view(batch, heads + 2 * kv_heads, dim).float()
-    q, k, v = x.split((heads, kv_heads, kv_heads), 1)
+    x = qkv.view(batch, heads + token.others * kv_heads, dim).float()
+    q, k, v = parted_in_torch(x, heads, kv_heads, token.made)
+    if token.values_normed:
+        v = wide_norm(v, Norm(torch.ones_like(v[0, 0]), token.eps))
     rotary = None if token.rotary is None else (token.rotary[0].float()[:, None], token.rotary[1].float()[:, None])
     turns = token.turned, token.pairs, token.turned_first
     q, k = placed_in_torch(q, k, token.norms, rotary, *turns, rows=token.of_all_heads)
-    at = token.length.view(1)
+    at = token.length.view(1) - (0 if token.others else 1)
     place = at % size if token.ring else at
-    keys.index_copy_(2, place, k[:, :, None].to(keys.dtype))
-    values.index_copy_(2, place, v[:, :, None].to(values.dtype))
+    if token.others:
+        keys.index_copy_(2, place, k[:, :, None].to(keys.dtype))
+        values.index_copy_(2, place, v[:, :, None].to(values.dtype))
     tokens = torch.arange(size, device=keys.device)[None]
     seen, mask = tokens <= at, token.mask
     if mask is not None:
@@ -382,6 +398,12 @@ def _attend(*args: Any) -> Tensor:
     there = values.float().masked_fill(~seen[:, None, :, None], 0)
     y: Tensor = scores.softmax(-1)[..., :size] @ there * token.factor
     return y.to(qkv.dtype).view(batch, heads * dim)
+
+
+def parted_in_torch(x: Tensor, heads: int, kv_heads: int, made: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of x [..., heads, D]; keys stand for values that are made of them, queries for what is not made."""
+    parts = x.split((heads, *(kv_heads,) * (len(made) - 1)), -2)
+    return parts[0], parts[1 if len(parts) > 1 else 0][..., :kv_heads, :], parts[-1][..., :kv_heads, :]
 
 
 def placed_in_torch(
@@ -442,7 +464,8 @@ def _attend_cuda(*args: Any) -> Tensor:
         if normed is not None and norms is not None:
             norm.launch_parts(here, qkv, norms, normed)
         read, within = (qkv, norms) if normed is None else (normed, None)
-        how = kernel.How(token.factor, token.ring, token.turned, token.pairs, token.sinks, token.turned_first)
+        of_heads = token.turned, token.pairs, token.sinks, token.turned_first, token.others, token.values_normed
+        how = kernel.How(token.factor, token.ring, *of_heads)
         kernel.launch(here, read, token.rotary, (keys, values), token.length, token.mask, out, token.scale, token.advance, within, how)
 
     tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]

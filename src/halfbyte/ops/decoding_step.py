@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,35 @@ if TYPE_CHECKING:
 _MOST_KINDS = 8  # of calls, for which a thread keeps the arguments
 
 
+class Inputs(NamedTuple):
+    """e = scale * (factor * table[ids] + norm(projected * projection(x))), each layer's own input (Gemma 4's per-layer embeddings), of P
+    elements for each layer side by side, of the rows x that go into the first layer.
+
+    table       [N', layers * P], packed for CPUs, or floats in any dtype
+    projection  [layers * P, K]
+    norm        [P], an RMS norm of each P
+    """
+
+    table: Packed | Tensor
+    factor: float
+    projection: Weight
+    projected: float
+    norm: Norm
+    scale: float
+
+    def check(self, layers: Sequence[DecoderLayer]) -> None:
+        """Raises ArgumentError where it does not fit to layers, or is not supported."""
+        k, widths = layers[0].k, {layer.beside for layer in layers}
+        width, shapes = self.norm.weight.shape[0], [tuple(self.table.shape), tuple(self.projection.packed.shape)]
+        expected = len(layers) * width
+        fits = widths == {width} and len(shapes[0]) == 2 and shapes[0][1] == expected and shapes[1] == (expected, k)
+        if not fits or self.norm.centred:
+            raise ArgumentError(
+                f"inputs of {len(layers)} layers' own are made by an RMS norm [P], a table [N, {len(layers)} * P] and a projection "
+                f"[{len(layers)} * P, {k}], got {[width]} and {shapes} for layers that take {sorted(map(str, widths))}"
+            )
+
+
 class DecodingStep:
     """logits = f(head(norm(layers(factor * table[ids]))))
 
@@ -30,6 +59,7 @@ class DecodingStep:
     windows  of each layer, how many tokens it sees, itself the last; None: all
     turns    of each layer, the number of its rotary positions; None: all have the same
     logits   f and c: "over", y / c, "times", y * c, or "cap", c * tanh(y / c); None: none, as where there is no head
+    inputs   what layers' own inputs are made of, if they have any
 
     Everything between the products is float32. Raises ArgumentError for parts that do not fit together.
     """
@@ -45,6 +75,7 @@ class DecodingStep:
         *,
         factor: float = 1.0,
         logits: tuple[str, float] | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         from halfbyte.kernels.cpu import decoding_step, runtime
         from halfbyte.kernels.cpu.plan_cache import PlanCache
@@ -55,21 +86,31 @@ class DecodingStep:
             raise ArgumentError(
                 f"layers of one width K take a table [N, K], a norm [K] and a head [N, K], got {[layer.k for layer in layers]} and {shapes}"
             )
-        packed = [*([table] if isinstance(table, Packed) else []), *([] if head is None else [head.packed])]
+        if inputs is not None:
+            inputs.check(layers)
+        tables = [table, *([] if inputs is None else [inputs.table])]
+        packed = [*(one for one in tables if isinstance(one, Packed)), *([] if head is None else [head.packed])]
+        packed += [] if inputs is None else [inputs.projection.packed]
         if (reason := why_not_packed(packed)) is not None:
             raise ArgumentError(f"this model is not computed in one call: {reason}")
-        self._layers, self._table, self._rows, self._k = layers, table, table.shape[0], k
+        self._layers, self._tables, self._rows, self._k = layers, tables, min(one.shape[0] for one in tables), k
         self._width = k if head is None else head.packed.shape[0]
         self._tensors = tensors = Addresses()
-        rows = None
-        if isinstance(table, Packed):
-            geo = cpu_tiles.geometry(table.format, table.shape, sparse=table.layout == cpu_tiles.SPARSE)
-            rows = geo, table.data.data_ptr()
+        rows = [_rows_of(one) for one in tables]
         last = None if head is None else tensors.product(head)
         self._windows = tuple(windows or (None,) * len(layers))
         inner = tuple(layer.inner for layer in layers)
         turns = tuple(turns or (0,) * len(layers))
-        self._model = decoding_step.Model(inner, rows, factor, norm_of(tensors, norm), last, logits, self._windows, turns)
+        of_layers = None
+        if inputs is not None:
+            # norm(s * y) is that of y with another eps.
+            norm_of_each = norm_of(tensors, inputs.norm)._replace(eps=inputs.norm.eps / inputs.projected**2)
+            with torch.inference_mode(False):
+                scale = tensors.of(torch.tensor([inputs.scale], dtype=torch.float32, device="cpu"))
+            product = tensors.product(inputs.projection)
+            of_layers = decoding_step.Inputs(rows[1], inputs.factor, product, norm_of_each, scale)
+        of_last = norm_of(tensors, norm)
+        self._model = decoding_step.Model(inner, rows[0], factor, of_last, last, logits, self._windows, turns, of_layers)
         self._threads = runtime.threads
         self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
         self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.copied]
@@ -98,10 +139,10 @@ class DecodingStep:
         for tensors in self._copied:
             tensors.refresh()
         steps = self._steps(len(ids), mask is not None, cache, entries, length)
-        if isinstance(self._table, Tensor):
-            steps.x.copy_(self._table[ids])
-        else:
-            steps.ids[:] = [*ids]
+        steps.ids[:] = [*ids]
+        for table, to in zip(self._tables, (steps.x, steps.beside), strict=False):
+            if isinstance(table, Tensor):
+                to.copy_(table[ids])
         for b, at in enumerate(rotary):
             steps.turn(b, at)
         y = torch.empty(len(ids), 1, self._width, dtype=torch.float32, device="cpu")
@@ -118,9 +159,9 @@ class DecodingStep:
         from halfbyte.kernels.cpu import decoding_step
         from halfbyte.kernels.cpu.decoder import Entry
 
-        found, sizes = tuple(entries()), ((batch, 1, self._k), (1, 1, max(layer.rotary for layer in self._layers)))
-        x, turn = (torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)
+        found, x = tuple(entries()), torch.empty(batch, 1, self._k, dtype=torch.float32, device="cpu")
         for layer, entry in zip(self._layers, found, strict=True):
+            turn = x.new_empty(1, 1, layer.rotary)
             layer.check(x, (turn, turn), *entry, None)
         if len(dtypes := {keys.dtype for keys, _, _ in found}) > 1:
             raise ArgumentError(f"a cache of one type is taken, got {dtypes}")
@@ -135,3 +176,10 @@ class DecodingStep:
             steps = decoding_step.Steps(self._model, places, length, masked=masked)
         self._kept.entries[kind] = steps, cache
         return steps
+
+
+def _rows_of(table: Packed | Tensor) -> tuple[cpu_tiles.Geometry, int] | None:
+    """The shape of a packed table and the address of its bytes."""
+    if isinstance(table, Tensor):
+        return None
+    return cpu_tiles.geometry(table.format, table.shape, sparse=table.layout == cpu_tiles.SPARSE), table.data.data_ptr()

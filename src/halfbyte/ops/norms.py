@@ -20,7 +20,8 @@ from halfbyte.ops.replay import run_alike
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("normed(Tensor x, Tensor norm, float eps, bool plus_one, bool centred, Tensor? shift) -> Tensor")
 _library.define(
-    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps) -> (Tensor, Tensor)"
+    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps, Tensor? scale) "
+    "-> (Tensor, Tensor)"
 )
 
 
@@ -33,15 +34,18 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
     return y
 
 
-def add_normed(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor, Tensor | None]:
+def add_normed(
+    x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
-    (plus_one). x, residual and results [..., K] of one dtype. No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    (plus_one). x, residual and results [..., K] of one dtype. scale: one number, by which h is multiplied before it is rounded. No
+    gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     weight, eps, _ = rms_parts(then)
     run: Callable[..., tuple[Tensor, Tensor]] = _add_normed_cuda if x.is_cuda else _add_normed
     if not plain(x):
         run = OPS.add_normed.default
-    h, z = run(x, residual, *rms_parts(norm), weight, eps)
+    h, z = run(x, residual, *rms_parts(norm), weight, eps, scale)
     return h, None if then is None else z
 
 
@@ -114,6 +118,11 @@ def _check(x: Tensor, norm: Norm) -> None:
             check_norm(x, part)
 
 
+def _check_scale(scale: Tensor | None) -> None:
+    if scale is not None and (scale.numel() != 1 or not scale.is_floating_point()):
+        raise ArgumentError(f"a sum is multiplied by one number, got {scale.dtype} {list(scale.shape)}")
+
+
 def _check_added(x: Tensor, residual: Tensor, *weights: Tensor | None) -> None:
     for weight in weights:
         if weight is not None:
@@ -124,21 +133,38 @@ def _check_added(x: Tensor, residual: Tensor, *weights: Tensor | None) -> None:
 
 
 def _add_normed(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    then: Tensor | None,
+    then_eps: float,
+    scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """In torch's operations."""
     _check_added(x, residual, weight, then)
-    h = (wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()).to(x.dtype)
+    _check_scale(scale)
+    wide = wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()
+    h = (wide if scale is None else wide * scale.float()).to(x.dtype)
     return h, h.new_empty(0) if then is None else norm_in_torch(h, Norm(then, then_eps, plus_one))
 
 
 def _add_normed_cuda(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    then: Tensor | None,
+    then_eps: float,
+    scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check_added(x, residual, weight, then)
+    _check_scale(scale)
     here, k = gpu(x.get_device()), x.shape[-1]
     if not x.numel() or why_not_norm(k, here) is not None:
-        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps)
+        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps, scale)
     from halfbyte.kernels.gpu import norm as kernel
 
     z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
@@ -147,15 +173,22 @@ def _add_normed_cuda(
 
     def launch() -> None:
         following = None if then is None or second is None else ((then, then_eps, plus_one), second)
-        kernel.launch_added(here, z, (weight, eps, plus_one), added, h, following)
+        kernel.launch_added(here, z, (weight, eps, plus_one), added, h, following, scale)
 
     with on(x):
-        run_alike(launch, (z, weight, added, then, h, second), "add_normed", eps, plus_one, then_eps)
+        run_alike(launch, (z, weight, added, then, scale, h, second), "add_normed", eps, plus_one, then_eps)
     return h.view(x.shape), h.new_empty(0) if second is None else second.view(x.shape)
 
 
 def _add_normed_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, then: Tensor | None, then_eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    then: Tensor | None,
+    then_eps: float,
+    scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     _check_added(x, residual, weight, then)
     return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)

@@ -6,6 +6,8 @@ only addresses differ (`replay.py`); elsewhere the same formula in torch's opera
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,9 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import PAIRS, Heads
-from halfbyte.ops.decoding import activated_in_torch, placed_in_torch
-from halfbyte.ops.norms import why_not_norm
+from halfbyte.ops.decoder import MADE, PAIRS, Heads, Norm
+from halfbyte.ops.decoding import activated_in_torch, parted_in_torch, placed_in_torch
+from halfbyte.ops.norms import why_not_norm, wide_norm
 from halfbyte.ops.replay import run_alike
 
 
@@ -35,17 +37,23 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
 # Gates
 
 
-def activated(y: Tensor, gates: str, factor: float = 1.0, *, gated: bool = True) -> Tensor:
-    """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f: one of `problem.GATES`."""
+def activated(y: Tensor, gates: str, factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None) -> Tensor:
+    """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f: one of `problem.GATES`.
+    beside: of y's shape and type, where it is not gated: what that is multiplied by; its rows lie equally far apart, and their elements
+    side by side."""
+    if beside is not None and (gated or beside.shape != y.shape or beside.dtype != y.dtype):
+        raise ArgumentError(f"what is without gates is multiplied by its like, {y.dtype} {list(y.shape)}, got {list(beside.shape)}")
     here = gpu(y.get_device()) if y.is_cuda and y.numel() and y.is_contiguous() else None
     if here is None or why_not_norm(1, here) is not None:
-        return activated_in_torch(y, gates, factor, gated=gated)
+        return activated_in_torch(y, gates, factor, gated=gated, beside=beside)
     from halfbyte.kernels.gpu import gates as kernel
 
     out = keep(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))
     rows = y.view(-1, y.shape[-1]), out.view(-1, out.shape[-1])
+    other = None if beside is None else beside.view(-1, beside.shape[-1])
     with on(y):
-        run_alike(lambda: kernel.launch(here, *rows, gates, factor, gated=gated), (y, out), "gates", gates, factor, gated)
+        launch = partial(kernel.launch, here, *rows, gates, factor, gated=gated, beside=other)
+        run_alike(launch, (y, out, other), "gates", gates, factor, gated)
     return out
 
 
@@ -54,7 +62,7 @@ def activated(y: Tensor, gates: str, factor: float = 1.0, *, gated: bool = True)
 
 def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads) -> Tensor:
     """Queries [B, T, H, D] of qkv [B, T, (H + 2 Hkv) * D], heads after heads, with the norms and positions of `heads`; keys and values are
-    written to `keys` and `values` [B, Hkv, S, D] from `length` on.
+    written to `keys` and `values` [B, Hkv, S, D] from `length` on; where `heads` say that queries alone are made, nothing is.
 
     rotary  cosines and sines of the positions, each [B or 1, T, R], or their first R / 2, where these are for a pair each; None: none
     length  int64, one number; None: 0
@@ -74,7 +82,7 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     norms = None if heads.norms is None else (heads.norms[0][:3], heads.norms[1][:3])
     beside = keep(torch.empty_like(flat)) if norms is not None and heads.rows else None
 
-    turned = 0 if rotary is None else heads.width, heads.pairs, heads.turned_first
+    turned = 0 if rotary is None else heads.width, heads.pairs, heads.turned_first, len(heads.made) - 1, heads.values_normed
 
     def launch() -> None:
         if beside is not None and norms is not None:
@@ -93,10 +101,11 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
 def _check_turn(
     qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
 ) -> None:
-    shape, width = (keys.shape[0], heads.key, keys.shape[2], heads.dim), (heads.query + 2 * heads.key) * heads.dim
+    shape, width = (keys.shape[0], heads.key, keys.shape[2], heads.dim), heads.outputs
     fits = keys.shape == values.shape == shape and keys.dtype == values.dtype == qkv.dtype and qkv.dim() == 3
     fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.pairs in PAIRS
-    fits = fits and not (heads.rows and heads.turned_first)
+    fits = fits and not (heads.rows and heads.turned_first) and heads.made in MADE
+    fits = fits and not (heads.values_normed and (heads.norms is None or heads.rows))
     fits = fits and (length is None or (length.numel() == 1 and length.dtype == torch.int64))
     if fits and rotary is not None:
         cos, sin = rotary
@@ -116,9 +125,13 @@ def _check_turn(
 def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads) -> Tensor:
     """In torch's operations, and in float32 like the kernel."""
     tokens = qkv.shape[1]
-    q, k, v = qkv.view(*qkv.shape[:2], -1, heads.dim).float().split((heads.query, heads.key, heads.key), 2)
+    q, k, v = parted_in_torch(qkv.view(*qkv.shape[:2], -1, heads.dim).float(), heads.query, heads.key, heads.made)
+    if heads.values_normed and heads.norms is not None:
+        v = wide_norm(v, Norm(torch.ones_like(v[0, 0, 0]), heads.norms[0].eps))
     tables = None if rotary is None else (rotary[0].float().unsqueeze(2), rotary[1].float().unsqueeze(2))
     q, k = placed_in_torch(q, k, heads.norms, tables, heads.width, heads.pairs, heads.turned_first, rows=heads.rows)
+    if heads.made == "q":
+        return q.to(qkv.dtype)
     places = torch.arange(tokens, device=qkv.device) + (0 if length is None else length)
     keys.index_copy_(2, places, k.transpose(1, 2).to(keys.dtype))
     values.index_copy_(2, places, v.transpose(1, 2).to(values.dtype))

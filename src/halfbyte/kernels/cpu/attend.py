@@ -1,11 +1,12 @@
 """Attention of the newest tokens of each sequence to a cache, which they enter: queries and keys get their rotary positions here.
 
     q, k, v = a token's row of [H + 2 Hkv, D]
-    q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight, or 1 + weight
+    q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight, or 1 + weight;
+                                                           v, too, without a weight (Gemma 4)
     q, k    = turned by the token's position               x * cos + (-x[R/2:R], x[:R/2]) * sin, the first R elements of D (Su et al.,
                                                            RoFormer, 2021); none where R is 0; or neighbours are turned, x * cos +
                                                            (-x[1], x[0], -x[3], x[2], …) * sin (GLM, Cohere). Or before norms (Hunyuan)
-    cache   takes k and v
+    cache   takes k and v                                  where they are the layer's own (Gemma 4: or v is k, before norm and position)
     y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it; of capped scores
                                                            cap * tanh(score / cap) (Gemma 2); where heads have sinks (gpt-oss)
                                                            exp(sink) is added to the sum of exponentials
@@ -58,7 +59,8 @@ class AttendSpec:
     mask; enters: all that is done is that the cache gets its entries, and queries norms and positions where they are, for
     `attend_whole.py`; turned: R, all of D where it is None; plus_one: norms multiply by 1 + weight; capped: scores are; sinks: there
     are some, float32 [H]; pairs: neighbours are turned, by tables of R / 2 elements, "once", or of R, "twice"; "" where they are not;
-    turned_first: before norms."""
+    turned_first: before norms; made: what a row has, "qkv", "qk", whose values are what keys are made of, or "q", where keys and values
+    of the new tokens, too, are in the cache already; values_normed: values have a norm, without a weight."""
 
     dim: int
     group: int
@@ -72,6 +74,8 @@ class AttendSpec:
     sinks: bool = False
     pairs: str = ""
     turned_first: bool = False
+    made: str = "qkv"
+    values_normed: bool = False
 
 
 def supports(heads: int, kv_heads: int, dim: int, turned: int | None = None) -> str | None:
@@ -113,12 +117,12 @@ class _Attend(Emitter):
             b, h = item // kv_heads, item % kv_heads
             keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
             values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")
-            for j in f.loop(tokens):
+            for j in f.loop(tokens) if spec.made != "q" else ():
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
                 keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._placed(key, "k_norm", b, j))
-                value = key + kv_heads * head_bytes
-                parts = [value.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
+                value = self._loaded(key if spec.made == "qk" else key + kv_heads * head_bytes)
+                parts = self._normed(value, None) if spec.values_normed else value
                 keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), parts)
             for j in f.loop(tokens):
                 row = b * tokens + j
@@ -139,22 +143,27 @@ class _Attend(Emitter):
 
     def _placed(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
         """A head with its norm and its position."""
-        parts = [x.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
+        parts = self._loaded(x)
+        if not self.spec.normed:
+            return self._turned(parts, b, j)
         if self.spec.turned_first:
             return self._normed(self._turned(parts, b, j), norm)
         return self._turned(self._normed(parts, norm), b, j)
 
-    def _normed(self, parts: list[Value], norm: str) -> list[Value]:
+    def _loaded(self, x: Value) -> list[Value]:
+        return [x.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
+
+    def _normed(self, parts: list[Value], norm: str | None) -> list[Value]:
+        """norm: the name of its weight, if it has one."""
         f = self.f
-        if not self.spec.normed:
-            return parts
         total = f.value(self.floats, 0.0)
         for part in parts:
             total = f.fma(part, part, total)
         eps = ATTEND.load_floats(self.args, "scale_eps")[1]
         root = inverse_root(f, total.fold(lambda a, b: a + b) * (1 / self.spec.dim) + eps).splat(self.lanes)
-        weight = self.pointer(norm)
-        weights = [weight.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
+        if norm is None:
+            return [part * root for part in parts]
+        weights = self._loaded(self.pointer(norm))
         return [part * root * (w + 1.0 if self.spec.plus_one else w) for part, w in zip(parts, weights, strict=True)]
 
     def _turned(self, parts: list[Value], b: Value, j: Value) -> list[Value]:

@@ -54,7 +54,7 @@ class Heads(NamedTuple):
     cap     of scores, or None
     sinks   the address of float32 [H], or 0
     pairs   which elements are turned, as in AttendSpec
-    turned_first  as in AttendSpec
+    turned_first, made, values_normed  as in AttendSpec
     """
 
     query: int
@@ -68,13 +68,15 @@ class Heads(NamedTuple):
     sinks: int
     pairs: str
     turned_first: bool = False
+    made: str = "qkv"
+    values_normed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
     """The weights, by their addresses: whoever calls sees to it that they are there. What is not packed is float32.
 
-    qkv            one product, or one after the other those whose outputs stand side by side
+    qkv            one product, or one after the other those whose outputs stand side by side, of what `heads` say that is made
     before, after  the norms of x and of what `o` gives, or None
     factor         of what is added to x; 1 where there is a norm after
     """
@@ -143,8 +145,8 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     turned = None if heads.turned == heads.dim else heads.turned
     masked = size.masked and not many
     of_scores = capped and not many, sinks and not many
-    positions = heads.pairs, heads.turned_first
-    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores, *positions)
+    of_heads = heads.pairs, heads.turned_first, heads.made, heads.values_normed
+    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores, *of_heads)
     sizes = {"batch": size.batch, "tokens": size.tokens}
     norms = norms or (Norm(0, 0.0), Norm(0, 0.0))
     fields: Fields = {

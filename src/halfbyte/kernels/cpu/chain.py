@@ -2,7 +2,7 @@
 
     chain(steps)        every thread runs its share of each step; none begins a step before all have finished the one before
     lanes(chains)       every thread runs chains of its own, alone
-    norm(args)          y = norm(x), or that + residual
+    norm(args)          y = norm(x), or that + residual, or c * (that + residual)
     scale(args)         y = factor * x + residual
     each(args)          x = function(x, c) in place, one of `EACH`
     product(args)       y = epilogue(norm(x) · dequantize(W)ᵀ): `linear.LinearKernel`'s tiles, with what comes before and after them
@@ -53,6 +53,7 @@ PRODUCT = Block(
         "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
         *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
         "gate",  # panels of gates; those behind them are multiplied by a function of them, in their place
+        *("beside", "beside_row"),  # what outputs are multiplied by that are all gates, float32, and bytes between its rows
     ),
     frozenset({"eps"}),
 )
@@ -70,7 +71,9 @@ GATES: dict[str, Callable[[Function, Value], Value]] = {"silu": silu, "gelu_tanh
 class Step:
     """kind: "chain", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
     (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; centred: norms are layer norms;
-    plus_one: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing."""
+    plus_one: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing of
+    the product; beside: it multiplies what is given beside; scaled: a sum with a residual is multiplied by a float that lies where an RMS
+    norm would have its shift."""
 
     kind: str
     gates: str = "none"
@@ -78,6 +81,8 @@ class Step:
     plus_one: bool = False
     added: bool = False
     alone: bool = False
+    beside: bool = False
+    scaled: bool = False
 
 
 @kernel.phase
@@ -110,7 +115,7 @@ def _product(f: Function, isa: ISA, step: Step) -> None:
         return
     if step.kind == "product":
         prepare(f, isa, linear, (f.value("i64", 0), m), centred=step.centred, plus_one=step.plus_one)
-    _multiply(f, isa, linear, step.gates, alone=step.alone)
+    _multiply(f, isa, linear, step)
 
 
 def _lanes(f: Function) -> None:
@@ -163,7 +168,7 @@ def _norms(f: Function, isa: ISA, step: Step) -> None:
     vectors = NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")
     norm = RowNorm(f, isa, k, vectors, args + NORM.offset("eps"), step.centred, step.plus_one)
     for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
-        norm.emit(x + r * x_stride, out + r * out_stride, residual if step.added else None)
+        norm.emit(x + r * x_stride, out + r * out_stride, residual if step.added else None, vectors[1] if step.scaled else None)
 
 
 def _scales(f: Function, isa: ISA) -> None:
@@ -209,8 +214,8 @@ class RowNorm:
         self.size, self.step = 4 * isa.lanes, 4 * isa.lanes
         self.whole = k // self.step * self.step
 
-    def emit(self, x: Value, to: Value, residual: Value | None = None) -> None:
-        """residual: bytes from an output to what is added to it."""
+    def emit(self, x: Value, to: Value, residual: Value | None = None, factor: Value | None = None) -> None:
+        """residual: bytes from an output to what is added to it; factor: where that of the sum lies, if it has one."""
         f, lanes = self.f, self.isa.lanes
         count = self.k.to("float")
         mean = self._sum(x, lambda total, part: total + part) / count if self.centred else None
@@ -224,6 +229,7 @@ class RowNorm:
 
         root = inverse_root(f, self._sum(x, squared) / count + self.eps.load("float", 0, 4))
         roots = root.splat(lanes)
+        of_sum = None if factor is None else factor.load("float", 0, 4)
 
         def write(at: Value, type_: str, by: Value, more: int = 0) -> None:
             part, weight = centred((x + at).load(type_, more, 4)) * by, (self.weight + at).load(type_, more, 4)
@@ -233,6 +239,8 @@ class RowNorm:
                 y = f.fma(part, weight, (self.shift + at).load(type_, more, 4))
             elif residual is not None:
                 y = f.fma(part, weight, (to + residual + at).load(type_, more, 4))
+                if of_sum is not None:
+                    y = y * (of_sum if type_ == "float" else of_sum.splat(lanes))
             else:
                 y = part * weight
             (to + at).store(y, more, 4)
@@ -256,9 +264,9 @@ class RowNorm:
         return total.value
 
 
-def _multiply(f: Function, isa: ISA, linear: Value, gates: str, *, alone: bool) -> None:
+def _multiply(f: Function, isa: ISA, linear: Value, step: Step) -> None:
     """Each thread its own first group, then whichever is left."""
-    through, gated = gates != "none", gates != "none" and not alone
+    through, gated = step.gates != "none", step.gates != "none" and not step.alone
     args, thread, _ = f.parameters
     gate = PRODUCT.load(args, "gate")
     a = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
@@ -271,7 +279,10 @@ def _multiply(f: Function, isa: ISA, linear: Value, gates: str, *, alone: bool) 
         if through:
             for row in f.loop(LINEAR.load(linear, "m")):
                 at = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
-                through_gates(f, isa, at, (stop - start) * PANEL, gate * (4 * PANEL) if gated else None, gates)
+                up = at + gate * (4 * PANEL) if gated else None
+                if step.beside:
+                    up = PRODUCT.load(args, "beside", "ptr") + row * PRODUCT.load(args, "beside_row") + start * (4 * PANEL)
+                through_gates(f, isa, at, (stop - start) * PANEL, up, step.gates)
 
 
 def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
@@ -288,12 +299,12 @@ def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
         taken.value = f.fetch_add(args + LINEAR.offset("counter")) + threads
 
 
-def through_gates(f: Function, isa: ISA, gates: Value, count: Value, apart: Value | None, function: str = "silu") -> None:
-    """function(gate) * up in the gates' place, `count` columns of a row; up lies `apart` bytes behind; None: function(gate) alone."""
+def through_gates(f: Function, isa: ISA, gates: Value, count: Value, up: Value | None, function: str = "silu") -> None:
+    """function(gate) * up in the gates' place, `count` columns of a row; up lies at that address; None: function(gate) alone."""
     for i in f.loop(count, step=isa.lanes):
         at = gates + i * 4
         y = GATES[function](f, at.load(isa.floats, 0, 4))
-        at.store(y if apart is None else y * (at + apart).load(isa.floats, 0, 4), 0, 4)
+        at.store(y if up is None else y * (up + i * 4).load(isa.floats, 0, 4), 0, 4)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -2,6 +2,7 @@
 
     h = attention(x)                         `attention_half.py`
     y = feed_forward(h)                      `feed_forward.py`, `experts.py`; or h is all
+    y = per_layer(y, e)                      `per_layer.py`, where a layer has an input e of its own
 
 Everything between the steps is float32 and stays in memory of a few KB a row. Layers that follow each other are one chain: what a
 program does between two of them would run with caches that are full of weights, some ten times as long as otherwise. Prompts are read
@@ -23,6 +24,7 @@ from halfbyte.kernels.cpu.attention_half import Attention, AttentionPlan, Size
 from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.halves import FEW, FeedForward, room, shared
 from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
+from halfbyte.kernels.cpu.per_layer import PerLayer, PerLayerPlan
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 
 CACHES = {**KINDS, torch.int8: "int8"}  # of keys and values
@@ -33,6 +35,7 @@ _ROWS = 256  # at a time
 class Layer:
     attention: Attention
     feed_forward: FeedForward | None
+    per_layer: PerLayer | None = None  # of a layer with a feed-forward half
     plans: PlanCache[Any] = field(default_factory=PlanCache)  # of Plan
 
     @property
@@ -54,20 +57,28 @@ class Plan:
     """A layer's steps for so many rows, with all arguments but those that change from token to token."""
 
     def __init__(self, layer: Layer, size: Size) -> None:
-        m, second = size.batch * size.tokens, layer.feed_forward
+        m, second, third = size.batch * size.tokens, layer.feed_forward, layer.per_layer
         self._attention = AttentionPlan(layer.attention, size)
         self.attention, self.blocks = self._attention.steps, self._attention.blocks
+        self._memory = shared("hidden", (4 * room(m) * layer.k,) * ((second is not None) + (third is not None)))
+        self._per_layer: PerLayerPlan | None = None
         if second is not None:
-            self._memory = shared("hidden", (4 * room(m) * layer.k,))
             self._feed_forward = second.plan(m, size.threads, self._memory.starts[0])
             self.blocks = [*self.blocks, *self._feed_forward.blocks]
+        if third is not None:
+            self._per_layer = PerLayerPlan(third, m, size.threads, self._memory.starts[1])
+            self.blocks = [*self.blocks, *self._per_layer.blocks]
         self._whole = second is not None
 
-    def point(self, x: int, out: int, cache: Sequence[int]) -> None:
-        """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`."""
+    def point(self, x: int, out: int, cache: Sequence[int], beside: tuple[int, int] | None = None) -> None:
+        """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`; `beside`: of a layer with an input of its own
+        where that lies, and bytes from row to row."""
         self._attention.point(x, self._memory.starts[0] if self._whole else out, cache)
         if self._whole:
-            self._feed_forward.point(out, x)
+            self._feed_forward.point(out if self._per_layer is None else self._memory.starts[1], x)
+        if self._per_layer is not None:
+            assert beside is not None
+            self._per_layer.point(out, beside)
 
 
 class Entry(NamedTuple):
@@ -79,18 +90,26 @@ class Entry(NamedTuple):
     length: int
 
 
-def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entries: Sequence[Entry], mask: Tensor | None) -> list[Tensor]:
+def run(
+    layers: Sequence[Layer],
+    x: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    entries: Sequence[Entry],
+    mask: Tensor | None,
+    beside: Tensor | None = None,
+) -> list[Tensor]:
     """x [B, t, K], contiguous float32 -> what each of the layers gives, one after the other.
 
     rotary  cosines and sines, each [B or 1, t, R or R / 2], contiguous float32
     mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
+    beside  of one layer that has an input of its own: float32 [B, t, P] with contiguous last dimension, the others a view of one
     """
     batch, tokens, _ = x.shape
     out = [torch.empty_like(x) for _ in layers]
     if mask is not None and tokens > FEW:
         mask = attend_whole.readable(mask)
     if batch * tokens <= _ROWS:
-        _run(layers, x, rotary, entries, mask, [y.data_ptr() for y in out])
+        _run(layers, x, rotary, entries, mask, [y.data_ptr() for y in out], beside)
         return out
     sequences, most = max(1, _ROWS // tokens), min(tokens, _ROWS)
     pieces = -(-tokens // most)
@@ -105,7 +124,8 @@ def run(layers: Sequence[Layer], x: Tensor, rotary: tuple[Tensor, Tensor], entri
                 if seen is not None and seen.shape[2] > 1:
                     seen = seen[:, :, begin:end]
                 place = Entry(entry.keys[some], entry.values[some], entry.length + begin)
-                _run((layer,), x[some, begin:end], turns, (place,), seen, [y[some, begin:end].data_ptr()])
+                own = None if beside is None else beside[some, begin:end]
+                _run((layer,), x[some, begin:end], turns, (place,), seen, [y[some, begin:end].data_ptr()], own)
         x = y
     return out
 
@@ -117,6 +137,7 @@ def _run(
     entries: Sequence[Entry],
     mask: Tensor | None,
     targets: Sequence[int],
+    beside: Tensor | None,
 ) -> None:
     """`run` for up to _ROWS rows; targets: where what the layers give goes."""
     batch, tokens, _ = x.shape
@@ -128,11 +149,12 @@ def _run(
     if mask is not None:
         after = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
     source = x.data_ptr()
+    own = None if beside is None else (beside.data_ptr(), 4 * beside.stride(1))
     plans = []
     for layer, (keys, values, length), target in zip(layers, entries, targets, strict=True):
         size = Size(batch, tokens, CACHES[keys.dtype], mask is not None, threads)
         plan: Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(Plan, layer, size))
-        plan.point(source, target, (*before, *places(keys, values), *after, length))
+        plan.point(source, target, (*before, *places(keys, values), *after, length), own)
         source = target
         plans.append(plan)
     _chain(first, tuple(plans), threads).run()

@@ -1,7 +1,8 @@
 """One new token of each sequence through a whole Llama-like model in one call: ids [B] -> logits [B, N], float32.
 
     x  = factor * table[ids]     rows of a quantized table; of any other, whoever calls writes table[ids] to x
-    x  = layer(x)                each of the layers, as in `decoder.py`, in place
+    e  = s * (factor * table[ids] + norm(x · Wᵀ))    where layers have inputs of their own: with a table, factor and norm for these
+    x  = layer(x)                each of the layers, as in `decoder.py`, in place; with its part of e, if it has one
     y  = f(norm(x) · Wᵀ + bias)  the head, a product as in `chain.py`; norm(x) [B, K] where it is none that is packed
 
 From token to token all arguments stay but the ids, the rotary positions, the length of the cache and where y goes: what a program does
@@ -25,7 +26,7 @@ from halfbyte.kernels.cpu.attend import ATTEND
 from halfbyte.kernels.cpu.attention_half import Size
 from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
 from halfbyte.kernels.cpu.decoder import Entry, Layer, Plan
-from halfbyte.kernels.cpu.halves import Fields, Norm, product_steps
+from halfbyte.kernels.cpu.halves import Fields, Laid, Norm, product_steps, shared
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, pack_call
@@ -35,6 +36,35 @@ _INFINITE = float("inf")
 _pack = struct.Struct("<q").pack_into
 _pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
 _KEYS, _VALUES, _MASK, _LENGTH = (ATTEND.offset(field) for field in ("keys", "values", "mask", "length"))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Inputs:
+    """What layers' own inputs are made of, of P elements for each layer, as addresses.
+
+    table, factor  as a Model's, rows of all layers' P elements
+    projection     from x to these
+    norm           of each P of them
+    scale          the address of s
+    """
+
+    table: tuple[Geometry, int] | None
+    factor: float
+    projection: Product
+    norm: Norm
+    scale: int
+
+    def steps(self, rows: int, layers: int, threads: int, ids: int, x: int, beside: int) -> tuple[list[Buffer], object]:
+        """From so many rows x, of a model of so many layers, to e [rows, layers * P]; and what these steps read, to be kept."""
+        product = self.projection
+        wide, width = 4 * product.n, product.n // layers
+        memory = shared("per_layer_inputs", (*Laid.sizes((product,), rows, threads), rows * wide))
+        laid, projected = Laid.of((product,), rows, threads, memory.starts), memory.starts[2]
+        first = laid.steps(product, x, projected)
+        fields: Fields = {"x": projected, "x_stride": 4 * width, "out": beside, "out_stride": 4 * width, "rows": rows * layers, "k": width}
+        fields |= {"weight": self.norm.weight, "shift": self.scale, "eps": (self.norm.eps, 0.0)}
+        added = arguments(NORM, phase(self.norm.step("norm", added=True, scaled=True)), fields)
+        return [*_looked_up(self.table, self.factor, rows, product.n, ids, beside), *first.blocks, added], (memory, first)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,6 +78,7 @@ class Model:
     logits   f, one of `chain.EACH`, and its constant, if any
     windows  of each layer, how many tokens a new one sees, itself the last; None: all
     turns    of each layer, the number of its rotary positions
+    inputs   what its layers' own inputs are made of, if they have any
     """
 
     layers: tuple[Layer, ...]
@@ -58,6 +89,7 @@ class Model:
     logits: tuple[str, float] | None
     windows: tuple[int | None, ...]
     turns: tuple[int, ...]
+    inputs: Inputs | None = None
 
 
 class _Windowed(NamedTuple):
@@ -80,9 +112,10 @@ class _Windowed(NamedTuple):
 class Steps:
     """Steps of B sequences with one cache, `entries` for each layer, by one Python thread, on as many threads as there are now.
 
-    x      [B, K], the tokens' rows: to be written where the model has no table
-    ids    of the tokens, each a row of the table
-    cache  the type of keys and values
+    x       [B, K], the tokens' rows: to be written where the model has no table
+    beside  the same of layers' own inputs, [B, layers * P], or of none
+    ids     of the tokens, each a row of the table
+    cache   the type of keys and values
     """
 
     def __init__(self, model: Model, entries: Sequence[Entry], length: int, *, masked: bool) -> None:
@@ -93,6 +126,8 @@ class Steps:
         with torch.inference_mode(False):  # written again and again, and not always in that mode
             self.x = torch.zeros(batch, first.k, dtype=torch.float32, device="cpu")
             self._turns = torch.zeros(batch, turns, 2, turned, dtype=torch.float32, device="cpu")
+            width = 0 if model.inputs is None else model.inputs.projection.n
+            self.beside = torch.zeros(batch, width, dtype=torch.float32, device="cpu")
         self.ids = (ctypes.c_int64 * batch)()
         self._model, self._batch, self._sines, self._width = model, batch, 4 * turned, 8 * turned * turns
         size = Size(batch, 1, decoder.CACHES[self.cache], masked, self.threads)
@@ -106,15 +141,13 @@ class Steps:
         self.point(entries, length)
 
     def _begin(self) -> list[Buffer]:
-        factor = self._model.factor
-        scaled = [] if factor == 1.0 else [_each("times", self.x.numel(), factor, self.x.data_ptr())]
-        if self._model.table is None:
-            return scaled
-        geo, weights = self._model.table
-        fields = dequantize.weight_fields(weights, geo)
-        fields |= {"ids": ctypes.addressof(self.ids), "rows": self._batch, "out": self.x.data_ptr(), "out_stride": 4 * geo.k}
-        function = compiled(dequantize.build, dequantize.spec_of(geo, "f32"), current())
-        return [arguments(DEQUANTIZE, function, fields), *scaled]
+        model, ids, x = self._model, ctypes.addressof(self.ids), self.x.data_ptr()
+        blocks = _looked_up(model.table, model.factor, self._batch, self.x.shape[1], ids, x)
+        if model.inputs is None:
+            return blocks
+        layers = len(model.layers)
+        more, self._inputs = model.inputs.steps(self._batch, layers, self.threads, ids, x, self.beside.data_ptr())
+        return [*blocks, *more]
 
     def _end(self) -> list[Buffer]:
         norm, head, k = self._model.norm, self._model.head, self.x.shape[1]
@@ -150,10 +183,12 @@ class Steps:
     def point(self, entries: Sequence[Entry], length: int) -> None:
         """From now on to these, of the same type and batch, the last of `length` tokens."""
         at, turns = self.x.data_ptr(), self._turns.data_ptr()
-        for plan, entry, number in zip(self._plans, entries, self._model.turns, strict=True):
+        of_one, row = (4 * n for n in (self.beside.shape[1] // len(self._plans), self.beside.shape[1]))
+        for index, (plan, entry, number) in enumerate(zip(self._plans, entries, self._model.turns, strict=True)):
             cosines = turns + 2 * number * self._sines
             rotary = cosines, cosines + self._sines, self._width if self._batch > 1 else 0, 0
-            plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length))
+            beside = self.beside.data_ptr() + index * of_one, row
+            plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length), beside)
         layers = zip(self._plans, entries, self._model.windows, strict=True)
         self._windowed = [_Windowed.of(plan, entry, length, window) for plan, entry, window in layers if window is not None]
 
@@ -179,6 +214,18 @@ class Steps:
         for block, place in self._last:
             _pack(block, place, out)
         self._chain.run()
+
+
+def _looked_up(table: tuple[Geometry, int] | None, factor: float, rows: int, width: int, ids: int, out: int) -> list[Buffer]:
+    """So many rows of a table, each of `width` elements, times `factor`; without a table, of what is at `out`."""
+    scaled = [] if factor == 1.0 else [_each("times", rows * width, factor, out)]
+    if table is None:
+        return scaled
+    geo, weights = table
+    fields = dequantize.weight_fields(weights, geo)
+    fields |= {"ids": ids, "rows": rows, "out": out, "out_stride": 4 * geo.k}
+    function = compiled(dequantize.build, dequantize.spec_of(geo, "f32"), current())
+    return [arguments(DEQUANTIZE, function, fields), *scaled]
 
 
 def _each(function: str, count: int, constant: float, x: int = 0) -> Buffer:

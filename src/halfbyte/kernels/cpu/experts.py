@@ -282,7 +282,8 @@ class _Experts(Emitter):
                 else:
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
                     driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias)
-                    through_gates(f, self.isa, out + first * (4 * PANEL), (last - first) * PANEL, apart)
+                    begin = out + first * (4 * PANEL)
+                    through_gates(f, self.isa, begin, (last - first) * PANEL, begin + apart)
                 at.value = i + (last - first)
 
     def _clamped(self, pairs: Value, to: Value, count: Value) -> None:

@@ -3,7 +3,7 @@
     g = norm(h) · Wgate_upᵀ                  f(gate) * up where the gates were; or f of all
     y = h + factor * norm(g · Wdownᵀ + bias)
 
-Either norm may be missing. Of parallel layers it is norm(x), of what the attention half reads.
+Either norm may be missing. Of parallel layers it is norm(x), of what the attention half reads. Of some y is multiplied by one number.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Dense:
     gates          their function, as in `chain.GATES`
     gated          whether there are gates; else `gates` is the function of all
     parallel       whether x is read, not h
+    scale          where there is a norm after, the address of a float that y is multiplied by, or 0
     """
 
     gate_up: Product
@@ -38,6 +39,7 @@ class Dense:
     gates: str
     gated: bool
     parallel: bool
+    scale: int = 0
 
     @property
     def k(self) -> int:
@@ -58,7 +60,7 @@ class DensePlan:
         memory = shared("feed_forward", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
         laid, (gates, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
         first = laid.steps(half.gate_up, hidden, gates, norm=half.before, gates=half.gates, gated=half.gated)
-        self._last = Added(laid, half.down, gates, 4 * half.gate_up.n, sums, half.after, half.factor)
+        self._last = Added(laid, half.down, gates, 4 * half.gate_up.n, sums, half.after, half.factor, half.scale)
         self._kept, self._first = (memory, first), first.linear
         self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 

@@ -42,9 +42,9 @@ class Norm(NamedTuple):
     centred: bool = False
     shift: int = 0
 
-    def step(self, kind: str, gates: str = "none", *, added: bool = False) -> Step:
+    def step(self, kind: str, gates: str = "none", *, added: bool = False, scaled: bool = False) -> Step:
         """One of this kind with this norm."""
-        return Step(kind, gates, self.centred, self.plus_one, added)
+        return Step(kind, gates, self.centred, self.plus_one, added, scaled=scaled)
 
 
 class FeedForward(Protocol):
@@ -137,11 +137,13 @@ class Laid:
         norm: Norm | None = None,
         gates: str = "none",
         gated: bool = True,
+        beside: bool = False,
         stride: int | None = None,
     ) -> ProductSteps:
         """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later.
 
-        gates  their function, or, where outputs are not `gated`, that of all of these
+        gates   their function, or, where outputs are not `gated`, that of all of these
+        beside  these are multiplied by what will lie beside
         """
         linear, _ = product.kernel.arguments(self.m, self.threads)
         stride = 4 * product.k if stride is None else stride
@@ -149,7 +151,7 @@ class Laid:
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_thread, "private": self.private}
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
-        kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated)
+        kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated, beside=beside)
         blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, kind=kind)
         return ProductSteps(blocks, linear, table)
 
@@ -162,12 +164,16 @@ class Added:
     """The last product of a half and the residual, out = residual + factor * norm(rows · Wᵀ + bias): within the product where there is
     nothing but that, and else with a step of its own, which takes about as long as threads take to meet."""
 
-    def __init__(self, laid: Laid, product: Product, x: int, stride: int, sums: int, after: Norm | None, factor: float) -> None:
-        """sums: where the product goes before its norm; `factor` is 1 where there is one."""
+    def __init__(
+        self, laid: Laid, product: Product, x: int, stride: int, sums: int, after: Norm | None, factor: float, scale: int = 0
+    ) -> None:
+        """sums: where the product goes before its norm; `factor` is 1 where there is one; scale: where there is one, the address of a float
+        that `out` is multiplied by, or 0."""
         self._steps = laid.steps(product, x, sums, stride=stride)
         self.blocks, self._block, self._place = self._steps.blocks, self._steps.linear, LINEAR.offset("out")
         if after is not None:
-            self._block = _rows(after.step("norm", added=True), laid.m, product.n, 4 * product.n, _of_norm(after))
+            fields = _of_norm(after) | ({"shift": scale} if scale else {})
+            self._block = _rows(after.step("norm", added=True, scaled=scale != 0), laid.m, product.n, 4 * product.n, fields)
         elif factor != 1.0:
             self._block = _rows(Step("scale"), laid.m, product.n, 4 * product.n, {"eps": (0.0, factor)})
         if self._block is not self._steps.linear:
@@ -210,6 +216,6 @@ def product_steps(
     cut = shares(panels, threads)
     table = (ctypes.c_int64 * len(cut))(*cut)
     of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
-    rows = replace(kind, kind="rows", gates="none", alone=False)
-    steps = (replace(kind, kind="product"),) if alone else (rows, Step("panels", kind.gates, alone=kind.alone))
+    rows = replace(kind, kind="rows", gates="none", alone=False, beside=False)
+    steps = (replace(kind, kind="product"),) if alone else (rows, Step("panels", kind.gates, alone=kind.alone, beside=kind.beside))
     return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table

@@ -1,8 +1,10 @@
 """One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
 
     q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[R/2:], x[:R/2]) * sin     (Su et al., RoFormer, 2021)
+    (or q, k, of which v is made, too, before anything else; or q alone, where `length` tokens are in the cache with the new one: Gemma 4)
     in the first R elements of D, or neighbours are turned: x[2 i], x[2 i + 1] -> x * cos + (-x[2 i + 1], x[2 i]) * sin; before that, where
-    there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and Sennrich, 2019)
+    there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and Sennrich, 2019);
+    v may have one without a weight
     keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true, or
     of scale * q · keysᵀ + mask; a head may have a sink, a score that adds nothing but to the sum of exponentials (gpt-oss)
 
@@ -39,6 +41,7 @@ from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.machine import Gpu
 
 _MOST = 4096  # numbers of a key head's result, by 128 threads
+_MOST_OF_WIDE = 8192  # by 256 threads, of heads wider than 256, whose tiles have few tokens
 _MOST_SPLITS = 64
 _FEW_TILES = 2  # of a block, which are read to registers
 _STREAMED = (64, 4, 3)  # tokens, warps and stages where there are more
@@ -50,7 +53,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Static:
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
     take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
-    positions; `pairs` and `turned_first` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are added to scores."""
+    positions; `pairs`, `turned_first`, `others` and `values_normed` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are
+    added to scores."""
 
     dim: int
     wide: int
@@ -67,6 +71,8 @@ class Static:
     short: bool = False
     added: bool = False
     turned_first: bool = False
+    others: int = 2
+    values_normed: bool = False
 
     @property
     def neighbours(self) -> bool:
@@ -89,6 +95,8 @@ class How(NamedTuple):
             each twice
     sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
     turned_first  positions come before norms
+    others  what there is beside queries: 2, keys and values; 1, keys, which values are, too; 0, nothing, as the new token is in the cache
+    values_normed  values have a norm, without a weight, as those of queries else
     """
 
     factor: float = 1.0
@@ -97,6 +105,8 @@ class How(NamedTuple):
     pairs: str = ""
     sinks: Tensor | None = None
     turned_first: bool = False
+    others: int = 2
+    values_normed: bool = False
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -105,7 +115,7 @@ def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | N
         return f"it computes in {', '.join(map(str, _DTYPES))}, not {dtype}"
     if kv_heads < 1 or heads % kv_heads or dim % 2:
         return f"{heads} heads of {dim} do not share {kv_heads} key heads, or have no two halves"
-    if _rows(heads // kv_heads) * _wide(dim) > _MOST:
+    if _rows(heads // kv_heads) * _wide(dim) > (_MOST if _wide(dim) <= 256 else _MOST_OF_WIDE):
         return f"{heads // kv_heads} heads of {dim} for each key head are too many for a block's registers"
     return None
 
@@ -125,7 +135,8 @@ def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: to
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
     splits = max(1, min(_MOST_SPLITS, tiles, round(1.2 * gpu.sms / programs)))
-    few = Static(dim, wide, group, _rows(group), tokens, 8 if tokens == 64 else 4, 1, launcher.starts_early(gpu), dim)
+    many = tokens == 64 or _rows(group) * wide > _MOST
+    few = Static(dim, wide, group, _rows(group), tokens, 8 if many else 4, 1, launcher.starts_early(gpu), dim)
     if tiles <= _FEW_TILES * splits or tokens < 64:
         return few, splits
     tokens, warps, stages = _STREAMED
@@ -156,7 +167,7 @@ def launch(
     how: How = How(),  # noqa: B008
 ) -> None:
     """
-    qkv     [B, (H + 2 Hkv) * D], out [B, H * D], contiguous
+    qkv     [B, (H + 2 Hkv) * D], or of as many others as `how` says, out [B, H * D], contiguous
     rotary  cosines and sines [B or 1, R or R / 2] of the positions, the last dimension contiguous; None: there are none
     cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; `length` int64, one number, of the same cache
     mask    [B or 1, T], bool, or floating point, which is added; the last dimension contiguous; None: all true
@@ -169,6 +180,7 @@ def launch(
     turned = width if how.turned is None or rotary is None else how.turned
     s = replace(s, turned=turned, pairs=how.pairs, short=width < turned, added=mask is not None and mask.is_floating_point())
     s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring, turned_first=how.turned_first)
+    s = replace(s, others=how.others, values_normed=how.values_normed)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
@@ -241,13 +253,16 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             for i in tl.static_range(STAGES):
                 _prefetch(cache, first, start + i * TOKENS * splits, there, S)
         gdc_wait()
+    before = tl.load(length).to(tl.int32)  # the new token
+    if S.others == 0:
+        before -= 1
     if S.ring:
-        gone_by = tl.load(length).to(tl.int32)
+        gone_by = before
         now, place = tl.minimum(gone_by, size), gone_by % size
         oldest = tl.where(gone_by >= size, place + 1, 0)  # once the new one is there
         fits = size > 0
     else:
-        now = tl.load(length).to(tl.int32)
+        now = before
         place = now
         oldest = 0
         fits = now < size
@@ -256,15 +271,16 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, inside, S)
         seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), size, oldest, size, S)
     mine = (g < HEADS)[:, None] & inside[None, :]
-    row = qkv + batch.to(tl.int64) * ((HEADS + 2) * kv_heads * DIM)
+    row = qkv + batch.to(tl.int64) * ((HEADS + S.others) * kv_heads * DIM)
     at = row + (head * HEADS + g[:, None]) * DIM
     new = row + (HEADS * kv_heads + head) * DIM
     # Everything is on its way before anything is waited for.
     q = tl.load(at + d[None, :], mask=mine, other=0.0)
     q_half = tl.load(at + half[None, :], mask=mine, other=0.0)
-    k = tl.load(new + d, mask=inside, other=0.0)
-    k_half = tl.load(new + half, mask=inside, other=0.0)
-    v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0)
+    if S.others > 0:
+        k = tl.load(new + d, mask=inside, other=0.0)
+        k_half = tl.load(new + half, mask=inside, other=0.0)
+        v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0) if S.others == 2 else k
     if TURNED > 0:
         if S.pairs == "once":
             entry = d // 2
@@ -278,20 +294,28 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         cos, sin = cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
     else:
         cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
-    q, q_half, k, k_half = q.to(tl.float32), q_half.to(tl.float32), k.to(tl.float32), k_half.to(tl.float32)
+    q, q_half = q.to(tl.float32), q_half.to(tl.float32)
     if norms is not None and not S.turned_first:
         q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
-        k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
         q, q_half = q * q_root * q_factor[None, :], q_half * q_root * q_factor_half[None, :]
-        k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
-    q, k = q * cos[None, :] + q_half * sin[None, :], k * cos + k_half * sin
+    q = q * cos[None, :] + q_half * sin[None, :]
     if norms is not None and S.turned_first:
         q = q * tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None] * q_factor[None, :]
-        k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * k_factor
     q *= scale
-    # What is attended to is what the cache will hold.
-    k = k.to(cache[0].dtype.element_ty)
-    q0, q1 = _pieces(q, k.dtype)
+    if S.others > 0:
+        k, k_half = k.to(tl.float32), k_half.to(tl.float32)
+        if S.values_normed:
+            wide = v.to(tl.float32)
+            v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + norms[2])).to(cache[0].dtype.element_ty)
+        if norms is not None and not S.turned_first:
+            k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
+            k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
+        k = k * cos + k_half * sin
+        if norms is not None and S.turned_first:
+            k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * k_factor
+        # What is attended to is what the cache will hold.
+        k = k.to(cache[0].dtype.element_ty)
+    q0, q1 = _pieces(q, cache[0].dtype.element_ty)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, WIDE), tl.float32)
@@ -301,10 +325,13 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         for step in range(start, end, TOKENS * splits):
             last = step
             t = step + tl.arange(0, TOKENS)
-            new_here = t == place
-            keys_now = tl.where(new_here[:, None], k[None, :], keys)
             # What is not there yet may be anything.
-            values_now = tl.where(new_here[:, None], v[None, :], tl.where((t < now)[:, None], values, 0.0))
+            if S.others > 0:
+                new_here = t == place
+                keys_now = tl.where(new_here[:, None], k[None, :], keys)
+                values_now = tl.where(new_here[:, None], v[None, :], tl.where((t < now)[:, None], values, 0.0))
+            else:
+                keys_now, values_now = keys, tl.where((t <= now)[:, None], values, 0.0)
             seen_now = _but(seen, t <= now, S)
             keys, values = _tile(cache, first, t + TOKENS * splits, end, inside, S)
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
@@ -315,30 +342,33 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             mine_too = (last <= now) & (now < last + TOKENS)
     else:
         mine_too = tl.program_id(1) == 0
-        score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
-        end = tl.minimum(now, size)
+        if S.others > 0:  # before the loop, through which q need not be kept
+            score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
+        end = tl.minimum(now if S.others > 0 else now + 1, size)
         seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
             t = step + tl.arange(0, TOKENS)
             keys, values = _tile(cache, first, t, end, inside, S)
-            seen_now = _but(seen, t != place, S) if S.ring else seen
+            seen_now = _but(seen, t != place, S) if S.ring and S.others > 0 else seen
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
-        sees = fits
-        if mask is not None:
-            own = tl.load(mask + row_mask + tl.minimum(now, size - 1))
-            if S.added:
-                score += _to_add(own)
-            else:
-                sees &= own != 0
-        if mine_too & sees:
-            larger = tl.maximum(most, score)
-            weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
-            most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-    if fits & mine_too:
-        to = first + place * DIM + d
-        tl.store(cache[0] + to, k, mask=inside)
-        tl.store(cache[1] + to, v, mask=inside)
+        if S.others > 0:
+            sees = fits
+            if mask is not None:
+                own = tl.load(mask + row_mask + tl.minimum(now, size - 1))
+                if S.added:
+                    score += _to_add(own)
+                else:
+                    sees &= own != 0
+            if mine_too & sees:
+                larger = tl.maximum(most, score)
+                weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
+                most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+    if S.others > 0:
+        if fits & mine_too:
+            to = first + place * DIM + d
+            tl.store(cache[0] + to, k, mask=inside)
+            tl.store(cache[1] + to, v, mask=inside)
     part = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)

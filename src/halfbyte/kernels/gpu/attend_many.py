@@ -26,7 +26,7 @@ from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.machine import Gpu
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_WIDEST = 256
+_WIDEST = 512
 _PIECE = 256  # keys whose mask a block of the first kernel reads
 
 
@@ -60,7 +60,10 @@ def static(batch: int, tokens: int, heads: int, dim: int, gpu: Gpu) -> Static:
     rows = 64 if few or (wide > 128 and not hopper) else 128
     large = gpu.shared >= 200 << 10
     columns, stages = (64, 3 if wide <= 128 else 2) if large else (64 if wide <= 64 else 32, 2)
-    return Static(dim, wide, rows, columns, 8 if rows == 128 or wide > 128 else 4, stages, launcher.starts_early(gpu))
+    warps = 8 if rows == 128 or wide > 128 else 4
+    if wide > 256:  # of the tiles that were compiled the largest one without spills, on all architectures
+        rows, columns, stages = 32, 32, 2
+    return Static(dim, wide, rows, columns, warps, stages, launcher.starts_early(gpu))
 
 
 def launch(

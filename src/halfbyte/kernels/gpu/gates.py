@@ -1,6 +1,8 @@
 """y [M, N / 2] = factor * f(x[:, : N / 2]) * x[:, N / 2 :] of x [M, N], or without gates y [M, N] = factor * f(x), in float32,
 rounded once.
 
+    y [M, N] = f(x) * e                         of x and e [M, N]
+
     y [M, I] = (up + 1) * gate * sigmoid(alpha * gate) of x [M, 2 I], gate, up, gate, …, which are clamped before
 
 Where the product before it has gates, `skinny.py` computes them before it writes; this is for products of other kernels.
@@ -22,11 +24,15 @@ from halfbyte.machine import Gpu
 _WIDE = 1024
 
 
-def launch(gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0, *, gated: bool = True) -> None:
-    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f: one of `problem.GATES`."""
+def launch(
+    gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None
+) -> None:
+    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f: one of `problem.GATES`. beside [M, N], rows
+    of which are contiguous: what f(x) is multiplied by where it is not gated; or None."""
     m, n = out.shape
     pdl = launcher.starts_early(gpu)
-    launcher.run(_gates, (m, -(-n // _WIDE)), x, out, n, factor, _WIDE, gates, gated, pdl, num_warps=4, early=pdl)
+    other = None if beside is None else (beside, beside.stride(0))
+    launcher.run(_gates, (m, -(-n // _WIDE)), x, out, other, n, factor, _WIDE, gates, gated, pdl, num_warps=4, early=pdl)
 
 
 def launch_clamped(gpu: Gpu, x: Tensor, out: Tensor, alpha: float, limit: float) -> None:
@@ -37,7 +43,7 @@ def launch_clamped(gpu: Gpu, x: Tensor, out: Tensor, alpha: float, limit: float)
 
 
 @triton.jit
-def _gates(x, out, N, factor, WIDE: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
+def _gates(x, out, other, N, factor, WIDE: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
@@ -50,6 +56,8 @@ def _gates(x, out, N, factor, WIDE: tl.constexpr, GATES: tl.constexpr, GATED: tl
         y = with_gates(gate, up, factor, GATES)
     else:
         y = activated(tl.load(x + row * N + i, mask=i < N, other=0.0).to(tl.float32), GATES) * factor
+        if other is not None:
+            y *= tl.load(other[0] + row * other[1] + i, mask=i < N, other=0.0).to(tl.float32)
     tl.store(out + row * N + i, y.to(out.dtype.element_ty), mask=i < N)
 
 

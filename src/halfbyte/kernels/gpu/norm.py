@@ -3,6 +3,7 @@
 
     y = norm(x)                                 of either kind; or RMS norms of parts of a row, each with a weight of its own
     h = residual + norm(x), z = then(h)         where what a layer's half gives has a norm, and what follows has, too
+    h = c * (residual + norm(x)), …             c: one number
 
 A block takes a row: of the few of a decoding step what matters is that the next kernel may start, and read its weights, meanwhile.
 """
@@ -47,13 +48,23 @@ def launch_parts(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> 
     launcher.run(_parts, (x.shape[0], 3), x, first, second, eps, out, sizes, wide, plus_one, pdl, num_warps=16, early=pdl)
 
 
-def launch_added(gpu: Gpu, x: Tensor, norm: Norm, residual: Tensor, out: Tensor, then: tuple[Norm, Tensor] | None) -> None:
-    """x, residual, out [M, K], contiguous, K at most MOST; `then`: the norm of what is written to `out`, and where its result goes."""
+def launch_added(
+    gpu: Gpu,
+    x: Tensor,
+    norm: Norm,
+    residual: Tensor,
+    out: Tensor,
+    then: tuple[Norm, Tensor] | None,
+    scale: Tensor | None = None,
+) -> None:
+    """x, residual, out [M, K], contiguous, K at most MOST; `then`: the norm of what is written to `out`, and where its result goes; scale:
+    one number, what the sum is multiplied by, or None."""
     weight, eps, plus_one = norm
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
     second = None if then is None else (*then[0][:2], then[1])
-    launcher.run(_added, (m,), x, weight, eps, residual, out, second, k, triton.next_power_of_2(k), plus_one, pdl, num_warps=16, early=pdl)
+    wide = triton.next_power_of_2(k)
+    launcher.run(_added, (m,), x, weight, eps, residual, out, second, scale, k, wide, plus_one, pdl, num_warps=16, early=pdl)
 
 
 @triton.jit
@@ -112,7 +123,7 @@ def _parts(x, first, second, eps, out, sizes, WIDE: tl.constexpr, PLUS_ONE: tl.c
 
 
 @triton.jit
-def _added(x, weight, eps, residual, out, then, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+def _added(x, weight, eps, residual, out, then, scale, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     i = tl.arange(0, WIDE)
@@ -124,6 +135,8 @@ def _added(x, weight, eps, residual, out, then, K, WIDE: tl.constexpr, PLUS_ONE:
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
     h = _normed(v, factor, K, eps) + tl.load(residual + at, mask=i < K, other=0.0).to(tl.float32)
+    if scale is not None:
+        h *= tl.load(scale).to(tl.float32)
     h = h.to(out.dtype.element_ty)
     tl.store(out + at, h, mask=i < K)
     if then is not None:

@@ -4,7 +4,8 @@
 
 Queries and keys, where there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and
 Sennrich, 2019); then of the first R elements of a head pairs (a, b) -> (a * cos - b * sin, b * cos + a * sin) (Su et al., RoFormer, 2021).
-The elements of a pair are R / 2 apart, or neighbours. Or norms come after that (Hunyuan). Values are copied.
+The elements of a pair are R / 2 apart, or neighbours. Or norms come after that (Hunyuan). Values are copied; or they have a norm without a
+weight, or are what keys are made of; or there are queries alone (Gemma 4).
 
 Arithmetic: float32, rounded once. A block takes some heads of one token, and each thread both elements of its pairs. Where new tokens do
 not fit into `keys` all queries are NaN, and nothing is written outside.
@@ -34,6 +35,8 @@ class Static:
     neighbours    elements of a pair are
     once          an element of the tables, of which the first half counts, is for a pair
     turned_first  before norms
+    others        what a row has beside queries: 2, keys and values; 1, keys, which values are made of, too; 0, nothing
+    values_normed  values have a norm
     """
 
     heads: int
@@ -46,6 +49,8 @@ class Static:
     plus_one: bool
     turned_first: bool
     pdl: bool
+    others: int
+    values_normed: bool
 
 
 def launch(
@@ -59,15 +64,18 @@ def launch(
     turned: int = 0,
     pairs: str = "",
     turned_first: bool = False,
+    others: int = 2,
+    values_normed: bool = False,
 ) -> None:
     """
-    qkv      [B * T, (H + 2 Hkv) * D], queries [B, T, H, D], contiguous
+    qkv      [B * T, (H + others * Hkv) * D], queries [B, T, H, D], contiguous
     rotary   cosines and sines [B or 1, T, R], or their first R / 2, the last dimension contiguous; None: there are no positions
     cache    keys and values [B, Hkv, S, D] of qkv's type, the last dimension contiguous, both with the same strides
     length   int64, one number, where new tokens begin; None: 0
     norms    of queries and of keys, weights [D], alike in what else they are; None: there are none
     turned   R; 0 where there are no positions
-    pairs, turned_first   as `ops.decoder.Heads` has them
+    pairs, turned_first, values_normed   as `ops.decoder.Heads` has them
+    others   as in Static
     """
     batch, tokens, heads, dim = queries.shape
     kv_heads, size = cache[0].shape[1:3]
@@ -83,12 +91,14 @@ def launch(
         norms is not None and norms[0][2],
         turned_first,
         launcher.starts_early(gpu),
+        others,
+        values_normed,
     )
     of_queries, of_keys = -(-heads // s.heads), -(-kv_heads // s.heads)
     tables = [] if rotary is None else [(t.stride(0) if t.shape[0] > 1 else 0, t.stride(1)) for t in rotary]
     launcher.run(
         _turn,
-        (batch * tokens, of_queries + 2 * of_keys),
+        (batch * tokens, of_queries + (2 * of_keys if others else 0)),
         qkv,
         None if rotary is None else (*rotary, *tables[0], *tables[1]),
         queries,
@@ -120,13 +130,13 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
     kind = tl.where(part < of_queries, 0, tl.where(part < of_queries + of_keys, 1, 2))
     h = (part - tl.where(kind == 0, 0, of_queries + (kind - 1) * of_keys)) * HEADS + tl.arange(0, HEADS)
     count = tl.where(kind == 0, heads, kv_heads)
-    before = tl.where(kind == 0, 0, heads + (kind - 1) * kv_heads)
+    before = tl.where(kind == 0, 0, heads + (kind - 1) * kv_heads * (S.others == 2))
     place = token
     if length is not None:
         place += tl.load(length).to(tl.int32)
     fits = place + tokens - token <= size
     there = h < count
-    source = qkv + row.to(tl.int64) * ((heads + 2 * kv_heads) * DIM) + (before + h) * DIM
+    source = qkv + row.to(tl.int64) * ((heads + S.others * kv_heads) * DIM) + (before + h) * DIM
     written = there & (fits | (kind == 0))
     of_cache = batch.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + place.to(tl.int64) * strides[2]
     offset = tl.where(kind == 0, row.to(tl.int64) * (heads * DIM) + h * DIM, of_cache)
@@ -159,6 +169,10 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
         if not fits:
             x, y, z = x * float("nan"), y * float("nan"), z * float("nan")
         a, b, r = x.to(a.dtype), y.to(a.dtype), z.to(a.dtype)
+    elif S.values_normed:
+        x, y, z = a.to(tl.float32), b.to(tl.float32), r.to(tl.float32)
+        root = _root(x, y, z, norms[2], S)
+        a, b, r = (x * root).to(a.dtype), (y * root).to(a.dtype), (z * root).to(a.dtype)
     tl.store(target + offset[:, None] + first[None, :], a, mask=to)
     tl.store(target + offset[:, None] + second[None, :], b, mask=to)
     tl.store(target + offset[:, None] + beyond[None, :], r, mask=rest & written[:, None])
@@ -168,11 +182,16 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
 def _normed(x, y, z, norms, kind, first, second, beyond, inside, S: tl.constexpr):
     """The elements of pairs, and those beyond, of some heads."""
     weight = tl.where(kind == 0, norms[0], norms[1])
-    squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1) + tl.sum(z * z, axis=1)
-    root = tl.rsqrt(squares / S.dim + norms[2])[:, None]
+    root = _root(x, y, z, norms[2], S)
     x = x * root * _factor(weight, first, inside, S)
     y = y * root * _factor(weight, second, inside, S)
     return x, y, z * root * _factor(weight, beyond, beyond < S.dim, S)
+
+
+@triton.jit
+def _root(x, y, z, eps, S: tl.constexpr):
+    squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1) + tl.sum(z * z, axis=1)
+    return tl.rsqrt(squares / S.dim + eps)[:, None]
 
 
 @triton.jit
