@@ -30,7 +30,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +70,14 @@ class Staging:
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)
         _sync(self.path)
-        os.rename(self.path, self._folder)
+        try:
+            os.rename(self.path, self._folder)
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(
+                f"another process has written {self._folder} meanwhile, which stays as it is: choose another folder, or remove that one"
+            ) from e
         _sync(self._folder.parent)
 
     def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
@@ -152,9 +159,17 @@ def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
 @contextmanager
 def _work(target: Path, resume: bool) -> Iterator[Path]:
     """A locked temporary folder next to `target`; with `resume`, one that a dead writer left. A commit removes it."""
-    path = _remove_dead(target, spare=resume) or _beside(target)
-    path.mkdir(exist_ok=True)
-    with _locked(path):
+    with ExitStack() as lock:
+        path = _remove_dead(target, spare=resume)
+        if path is not None:
+            lock.enter_context(_locked(path))
+        while path is None:
+            made = _beside(target)
+            made.mkdir()
+            # Until it is locked, a writer that starts at the same moment takes it for a dead one's and removes it.
+            with suppress(FileNotFoundError, CheckpointError):
+                lock.enter_context(_locked(made))
+                path = made if made.is_dir() else None
         try:
             yield path
         except KeyboardInterrupt:
@@ -213,10 +228,13 @@ def _present(folder: Path) -> Manifest | None:
 
 
 def _remove_dead(folder: Path, *, spare: bool = False) -> Path | None:
-    """Removes temporary folders of killed writers next to `folder`; with `spare`, keeps and returns the first that has a journal."""
+    """Removes temporary folders of killed writers next to `folder`; with `spare`, keeps and returns the first that has a journal.
+
+    Raises CheckpointError where one is a live writer's.
+    """
     spared: Path | None = None
     for dead in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.halfbyte-*")):
-        with suppress(OSError, CheckpointError), _locked(dead):  # a locked one belongs to a live process
+        with suppress(OSError), _locked(dead, folder):
             if spare and spared is None and (dead / JOURNAL).is_file():
                 spared = dead
             else:
@@ -241,8 +259,11 @@ def _clean(folder: Path, manifest: Manifest | None) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which the system releases when the process dies. (Windows has none on folders.)"""
+def _locked(folder: Path, target: Path | None = None) -> Iterator[None]:
+    """Holds the lock of a folder, which the system releases when the process dies. (Windows has none on folders.)
+
+    Raises CheckpointError where another writer holds it, who writes to `target`, by default the folder itself.
+    """
     if sys.platform == "win32":
         yield
         return
@@ -251,10 +272,14 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"another process is writing to {folder}: wait until it has finished") from None
+            raise CheckpointError(f"another process is writing to {target or folder}: wait until it has finished") from None
         yield
     finally:
-        os.close(descriptor)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too, and with it the lock
+        finally:
+            os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
