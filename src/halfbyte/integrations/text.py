@@ -27,7 +27,7 @@ from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
 from halfbyte.integrations import attention
 from halfbyte.integrations.compiling import compile_ahead
-from halfbyte.integrations.generating import first_size, generate_fast, new_cache
+from halfbyte.integrations.generating import check_tokens, first_size, generate_fast, new_cache
 from halfbyte.integrations.graphs import capacity
 from halfbyte.integrations.optimizing import optimize_
 from halfbyte.integrations.transformers import HalfbyteConfig
@@ -134,8 +134,7 @@ def open_tokenizer(folder: Path) -> Any:
 def check_prompt(model: Any, prompt: Mapping[str, Tensor]) -> None:
     """Raises ArgumentError for a prompt without tokens, or with tokens outside of the model's vocabulary."""
     ids = prompt["input_ids"]
-    if not ids.numel():
-        raise ArgumentError("the prompt has no tokens: write some text")
+    check_tokens(ids)
     known, largest = whole_rows(model.get_input_embeddings()), int(ids.max())
     if largest >= known:
         raise ArgumentError(f"the prompt has token {largest}, the model {known} tokens: its tokenizer is another model's")
