@@ -460,6 +460,10 @@ def test_bench_refuses(run: Run, line: str) -> None:
     run("bench", *line.split()).refuses()
 
 
+def test_bench_names_the_count_that_is_wrong(run: Run) -> None:
+    run("bench", "--m", 1, 0).refuses("m of a benchmark is a whole number from 1 on, got 0: ask for 1 or more")
+
+
 def test_explain(run: Run) -> None:
     found = run("explain", "--m", 3, "--n", 64, "--k", 64, "--format", "int4_g32", "--no-measure", "--json").json
     assert (found["m"], found["n"], found["k"], found["format"]) == (3, 64, 64, "int4_g32")

@@ -101,6 +101,40 @@ def test_a_model_in_training_for_its_codes_is_not_saved(scales: str, tmp_path: P
     assert (tmp_path / "it" / "config.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file", "cannot write .*file, which is a file, and stays: choose another name for the folder"),
+        ("link", "cannot write .*link, which is a link to nothing, and stays: choose another name"),
+        ("file/below/it", "cannot write .*file/below/it, as .*file is a file: choose another place"),
+        ("x" * 300, "cannot write .*: File name too long; .*: choose a shorter name"),
+    ],
+)
+def test_a_place_where_no_folder_can_be(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nothing")
+    quantized = hb.quantize_(model(), "q4_0")
+    with pytest.raises(CheckpointError, match=message):
+        hb.save(quantized, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "folder"])
+def test_a_file_that_cannot_be_read_says_what_to_do(damage: str, tmp_path: Path) -> None:
+    hb.save(hb.quantize_(model(), "q4_0"), tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.unlink()
+    if damage == "folder":
+        weights.mkdir()
+    said = {
+        "missing": "No such file .*: a file of the model is missing, copy or",
+        "folder": "Is a directory: .* files back in their places",
+    }
+    with pytest.raises(CheckpointError, match=f"cannot read .*model.safetensors: {said[damage]}"):
+        hb.load(tmp_path / "m", model=model())
+
+
 # Arguments of the wrong type
 
 

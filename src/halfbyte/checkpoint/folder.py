@@ -35,7 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfbyte.checkpoint.manifest import CONFIG, SECTION, Manifest, read_manifest
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, unwritable
 from halfbyte.io.safetensors import load_json
 from halfbyte.io.tensors import JOURNAL
 
@@ -46,7 +46,6 @@ _STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
 _OURS = re.compile(r"model-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
 _ANY_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin")
 _FILES = (".gguf", ".safetensors", ".onnx")  # suffixes that no folder has
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Staging:
@@ -115,7 +114,12 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
             raise ArgumentError(f"{folder} has the name of a file, and a folder is written: leave {folder.suffix} out, {remedy}")
         if resume and not fresh:
             raise ArgumentError(f"{folder} exists, and only writing to a new place can be resumed: choose another folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(folder) and not folder.is_dir():
+            what = "a file" if folder.is_file() else "a link to nothing" if folder.is_symlink() else "no folder"
+            raise CheckpointError(
+                f"cannot write {folder}, which is {what}, and stays: choose another name for the folder of the checkpoint"
+            )
+        _make_parent(folder)
         if fresh:
             with _work(folder, resume) as path:
                 yield Staging(folder, None, fresh, path)
@@ -133,7 +137,7 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
                     with suppress(OSError, CheckpointError):  # the next writer cleans up what cannot be removed now
                         _clean(folder, _present(folder))
     except OSError as e:
-        raise _failed(folder, e) from e
+        raise unwritable(folder, e) from e
 
 
 @contextmanager
@@ -146,14 +150,14 @@ def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(target))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_parent(target)
         with _work(target, resume) as folder:
             yield folder / target.name
             _sync(folder / target.name)
             os.replace(folder / target.name, target)
             _sync(target.parent)
     except OSError as e:
-        raise _failed(target, e) from e
+        raise unwritable(target, e) from e
 
 
 @contextmanager
@@ -182,13 +186,14 @@ def _work(target: Path, resume: bool) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _make_parent(target: Path) -> None:
+    if (above := next(path for path in target.parents if path.exists())).is_file():
+        raise CheckpointError(f"cannot write {target}, as {above} is a file: choose another place")
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _beside(target: Path) -> Path:
     return target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")
-
-
-def _failed(target: Path, e: OSError) -> CheckpointError:
-    remedy = "free some space or choose another place" if e.errno in _FULL else "choose a place that can be written to"
-    return CheckpointError(f"cannot write {target}: {e.strerror or e}; what was there is unchanged: {remedy}")
 
 
 def complete(folder: Path, manifest: Manifest) -> None:

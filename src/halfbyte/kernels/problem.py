@@ -52,7 +52,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:
-            raise ArgumentError(f"m, n and k are sizes of at least 0, got m={self.m}, n={self.n}, k={self.k}")
+            got = f"m={self.m}, n={self.n}, k={self.k}"
+            raise ArgumentError(f"m, n and k are sizes of at least 0, got {got}: pass the rows of x and the sides of the weight")
 
 
 @dataclass(frozen=True, slots=True)
