@@ -261,6 +261,9 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.load("a/path", model="a/path"), "model is a torch.nn.Module or None, got str: leave it out"),
         (lambda: ANYTHING.load_gguf("a/path", dtype="half"), "computes in float32, bfloat16 or float16, got 'half': pass dtype"),
         (lambda: ANYTHING.Config("q4_0", overrides=["head"]), "overrides are a dict of patterns and formats, got list: write"),
+        (lambda: ANYTHING.Config("q4_0", skip=0), r"skip is a list of patterns, got int: write skip=\["),
+        (lambda: ANYTHING.Config("q4_0", skip=[0]), "a pattern of skip or overrides is a str, part of a module's name, got int: write"),
+        (lambda: ANYTHING.Config("q4_0", overrides={0: "q8_0"}), "a pattern of skip or overrides is a str, .*, got int: write"),
         (lambda: ANYTHING.report(WEIGHT), "report takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.save(WEIGHT, "nowhere"), "save takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.parallelize_(model(), None), "a torch.distributed DeviceMesh, got None: pass init_device_mesh"),
@@ -409,6 +412,12 @@ def test_a_model_of_doubles_says_what_it_computes_in() -> None:
 def test_a_weight_is_read_like_a_tensor_of_floats() -> None:
     layer: Any = hb.quantize_(model(), "q4_0")[0]
     assert layer.weight.tolist() == layer.weight.numpy().tolist() == layer.codes().dequantize().tolist()
+
+
+def test_the_state_of_a_float_model_says_where_it_goes() -> None:
+    said = "0.weight is in floating point there, and this module takes q4_0 codes: load the state into the float model, and quantize that"
+    with pytest.raises(RuntimeError, match=said):
+        hb.quantize_(model(), "q4_0").load_state_dict(model().state_dict())
 
 
 def test_loading_a_state_keeps_shared_weights_shared() -> None:
