@@ -299,6 +299,10 @@ def test_quantize_replaces_nothing_unless_told(run: Run, bert: Path, quantized: 
         (("--format", "q4_0", "--skip", "lm_head"), "'lm_head'"),
         (("--format", "q4_0", "--override", "pooler.dense"), "PATTERN=FORMAT"),
         (("--format", "q4_0", "--override", "pooler.*=q9"), "'q9'"),
+        (
+            ("--format", "q4_0", "--override", "pooler.*=q8_0", "--override", "pooler.*=q4_1"),
+            "'pooler.*' two formats, q8_0 and q4_1: leave",
+        ),
     ],
 )
 def test_quantize_refuses(run: Run, bert: Path, tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:

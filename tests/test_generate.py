@@ -279,6 +279,7 @@ def test_garbage_is_collected_again_after_an_error() -> None:
         (("--max-new-tokens", 0), "--max-new-tokens"),
         (("--temperature", -1), "--temperature"),
         (("--temperature", 1, "--top-p", 1.5), "--top-p is"),
+        (("--temperature", 1, "--seed", 1 << 70), "--seed has 64 bits, got 1180591620717411303424: use a smaller"),
         (("--cache", "int8", "--compile"), "--cache int8 is one that grows"),
         (("--top-k", 0), "--top-k is"),
         (("--top-k", 9), "add --temperature"),
@@ -325,9 +326,10 @@ def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
         assert asked.device == device
         found = capsys.readouterr().err
         assert found == "" if quiet or not said else said in found
-    asked = Namespace(device="cpu", quiet=True)
-    settle_device(asked)
-    assert asked.device == "cpu"
+    for name in ("cpu", "cpu:0"):
+        asked = Namespace(device=name, quiet=True)
+        settle_device(asked)
+        assert asked.device == "cpu"
 
 
 @pytest.mark.parametrize("asked", [[], ["--format", "q4_0"]], ids=["float", "quantized"])
