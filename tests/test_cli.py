@@ -299,6 +299,10 @@ def test_quantize_replaces_nothing_unless_told(run: Run, bert: Path, quantized: 
         (("--format", "q4_0", "--skip", "lm_head"), "'lm_head'"),
         (("--format", "q4_0", "--override", "pooler.dense"), "PATTERN=FORMAT"),
         (("--format", "q4_0", "--override", "pooler.*=q9"), "'q9'"),
+        (
+            ("--format", "q4_0", "--override", "pooler.*=q8_0", "--override", "pooler.*=q4_1"),
+            "'pooler.*' two formats, q8_0 and q4_1: leave",
+        ),
     ],
 )
 def test_quantize_refuses(run: Run, bert: Path, tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:
@@ -458,6 +462,10 @@ def test_bench(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("line", ["--m 0", "--n -1", "--format q9", "--threads 0", "--threads 100000", "--rounds 0", "--k 1000000000000"])
 def test_bench_refuses(run: Run, line: str) -> None:
     run("bench", *line.split()).refuses()
+
+
+def test_bench_names_the_count_that_is_wrong(run: Run) -> None:
+    run("bench", "--m", 1, 0).refuses("m of a benchmark is a whole number from 1 on, got 0: ask for 1 or more")
 
 
 def test_explain(run: Run) -> None:

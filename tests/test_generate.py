@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import json
+import re
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from language_model import TEXT, make_language_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, TextIteratorStreamer
 from transformers.generation.configuration_utils import CompileConfig
@@ -33,6 +37,7 @@ from halfbyte.nn.config import Config
 from halfbyte.nn.modules import QuantModule
 
 PROMPT = "the quick brown fox"
+QUERIES, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
@@ -274,6 +279,7 @@ def test_garbage_is_collected_again_after_an_error() -> None:
         (("--max-new-tokens", 0), "--max-new-tokens"),
         (("--temperature", -1), "--temperature"),
         (("--temperature", 1, "--top-p", 1.5), "--top-p is"),
+        (("--temperature", 1, "--seed", 1 << 70), "--seed has 64 bits, got 1180591620717411303424: use a smaller"),
         (("--cache", "int8", "--compile"), "--cache int8 is one that grows"),
         (("--top-k", 0), "--top-k is"),
         (("--top-k", 9), "add --temperature"),
@@ -320,9 +326,53 @@ def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
         assert asked.device == device
         found = capsys.readouterr().err
         assert found == "" if quiet or not said else said in found
-    asked = Namespace(device="cpu", quiet=True)
-    settle_device(asked)
-    assert asked.device == "cpu"
+    for name in ("cpu", "cpu:0"):
+        asked = Namespace(device=name, quiet=True)
+        settle_device(asked)
+        assert asked.device == "cpu"
+
+
+@pytest.mark.parametrize("asked", [[], ["--format", "q4_0"]], ids=["float", "quantized"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda t: t.update({QUERIES: t[QUERIES][:, :48].clone()}),
+            f"{QUERIES} is .*[64, 48] in the files, but config.json makes it [64, 64]",
+        ),
+        (lambda t: t.update({EMBEDDING: t[EMBEDDING][:50].clone()}), f"{EMBEDDING} is .*[50, 64] in the files, but config.json makes it"),
+        (lambda t: t.update({QUERIES: t[QUERIES].to(torch.int8)}), f"{QUERIES} of .* is torch.int8, .*: take the float model"),
+    ],
+    ids=["a matrix", "the embedding", "integers"],
+)
+def test_weights_that_are_not_those_of_the_architecture(
+    change: Callable[[dict[str, Tensor]], object], said: str, asked: list[str], run: Run, folder: Path, tmp_path: Path
+) -> None:
+    """Neither a kernel's error, nor an embedding of another size, nor codes that are taken for weights."""
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    change(tensors)
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    code, out, err = run("generate", other, "--prompt", "the", *asked)
+    assert (code, out) == (2, "")
+    assert re.search(re.escape(said).replace(r"\.\*", ".*"), err.splitlines()[-1]), err
+
+
+def test_a_config_of_millions_of_layers_is_refused_at_once(run: Run, folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**7}))
+    code, _, err = run("generate", other, "--prompt", "the")
+    assert code == 2
+    assert "num_hidden_layers: 10000000, over" in err
+
+
+def test_a_damaged_tokenizer_says_what_to_do(run: Run, folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    (other / "tokenizer.json").write_text("{}")
+    code, _, err = run("generate", other, "--prompt", "the")
+    assert code == 2
+    assert "its files are damaged, or need another release of transformers" in err
 
 
 @pytest.mark.parametrize(("prompt", "said"), [("", "no tokens"), ("a", "token 4000")])

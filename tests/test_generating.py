@@ -31,6 +31,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import halfbyte
+from halfbyte.errors import ArgumentError
 from halfbyte.integrations import generating, graphs, text
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.shortened import original
@@ -133,6 +134,15 @@ def transformers_own(model: Any) -> Iterator[Any]:
         yield model
     finally:
         model.__class__ = fast
+
+
+def test_a_prompt_without_tokens(model: Any) -> None:
+    for shape in ((1, 0), (0, 3)):
+        with pytest.raises(ArgumentError, match=rf"the prompt has no tokens, got input_ids \[{shape[0]}, {shape[1]}\]: write some text"):
+            model.generate(torch.zeros(shape, dtype=torch.int64), max_new_tokens=3)
+    embedded = model.get_input_embeddings()(torch.tensor([[5, 6]]))
+    told = model.generate(torch.zeros((1, 0), dtype=torch.int64), inputs_embeds=embedded, max_new_tokens=3)
+    assert told.tolist() == model.generate(torch.tensor([[5, 6]]), max_new_tokens=3)[:, 2:].tolist()
 
 
 class Heard(BaseStreamer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from threading import get_ident
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats import Codes, Format, as_format
 from halfbyte.quantizers import absmax
-from halfbyte.quantizers.gptq import GPTQ, gptq
+from halfbyte.quantizers.gptq import GPTQ, gptq, inverse_factor
 
 FORMATS = (
     "int4_g32", "int4_g24_zp", "int4_g32_offset", "int4_channel", "int4_channel_zp", "int8_channel_offset", "int4_tensor", "int4_tensor_zp",
@@ -120,20 +121,62 @@ def test_small_weights_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     w, x = layer()
     module = sys.modules["halfbyte.quantizers.gptq"]
     seen = []
-    for place, name in ((module, "inverse_factor"), (module._Sweep, "run"), (module, "_grid")):  # type: ignore[attr-defined]
+    factor = ((torch.linalg, "cholesky_ex"), (torch.linalg, "solve_triangular"))
+    for place, name in (*factor, (module._Sweep, "run"), (module, "_grid")):  # type: ignore[attr-defined]
         whole = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *args, whole=whole: (seen.append(torch.get_num_threads()), whole(*args))[1])
+        monkeypatch.setattr(place, name, lambda *args, whole=whole, **more: (seen.append(torch.get_num_threads()), whole(*args, **more))[1])
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
         gptq(w, as_format("int4_g40"), x.T @ x)
-        assert seen == [1] * 4  # the factor, the sweep, and in it the grids of two blocks
+        assert seen == [1] * 5  # the factor, its inverse, the sweep, and in it the grids of two blocks
         assert torch.get_num_threads() == 3
         with pytest.raises(ArgumentError, match="not positive definite"):
             gptq(w, as_format("int4_g40"), 2 - torch.eye(80))
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_rows_of_large_weights_have_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation is shared, which waits for the last of its threads; and no code changes."""
+    torch.manual_seed(0)
+    w, x = torch.randn(1100, 300), torch.randn(700, 300)
+    module = sys.modules["halfbyte.quantizers.gptq"]
+    seen = []
+    for place, name in ((torch.linalg, "cholesky_ex"), (torch.linalg, "solve_triangular"), (module._Sweep, "run")):  # type: ignore[attr-defined]
+        whole = getattr(place, name)
+        monkeypatch.setattr(
+            place,
+            name,
+            lambda *args, whole=whole, name=name, **more: (seen.append((name, get_ident(), torch.get_num_threads())), whole(*args, **more))[
+                1
+            ],
+        )
+    before, codes = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            seen.clear()
+            codes.append(gptq(w, as_format("int4_g128"), x.T @ x))
+            assert {count for _, _, count in seen} == {1}
+        assert len({thread for name, thread, _ in seen if name == "run"}) == 2
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(codes[0].data, codes[1].data)
+    assert torch.equal(codes[0].scale, codes[1].scale)
+
+
+def test_the_factor_is_of_the_inverse_and_the_moments_stay() -> None:
+    x = torch.randn(900, 600, dtype=torch.float64)
+    h = x.T @ x
+    given = h.clone()
+    upper = inverse_factor(h, 0.01, "w")
+    assert torch.equal(h, given)
+    assert torch.equal(upper, upper.triu())
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(600, dtype=torch.float64)
+    # A backward stable factor and inverse: some n u of the condition, which the damping keeps below 1000.
+    torch.testing.assert_close(upper.T @ upper @ damped, torch.eye(600, dtype=torch.float64), rtol=0, atol=600 * 2**-53 * 1000)
 
 
 def test_channels_that_are_never_active_keep_their_weights() -> None:

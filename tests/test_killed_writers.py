@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.checkpoint import checkpoint_model, convert, load_tensors, save
-from halfbyte.checkpoint.folder import complete, replacing
-from halfbyte.checkpoint.manifest import read_manifest
+from halfbyte.checkpoint import folder as folder_module
+from halfbyte.checkpoint.folder import complete, replacing, replacing_file
+from halfbyte.checkpoint.manifest import Manifest, read_manifest
 from halfbyte.errors import ArgumentError, CheckpointError
 
 
@@ -103,6 +106,67 @@ def test_a_nan_in_the_middle_leaves_the_old(folder: Path, tmp_path: Path) -> Non
 def test_two_writers_at_once(folder: Path) -> None:
     with replacing(folder), pytest.raises(CheckpointError, match="another process is writing to"):
         save(network(), folder)
+
+
+def test_two_writers_to_a_new_place_at_once(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    with replacing(new), pytest.raises(CheckpointError, match=f"another process is writing to {new}: wait"):
+        save(network(), new)
+    assert list(tmp_path.iterdir()) == []
+    with replacing_file(new) as path:
+        path.write_text("first")
+        with pytest.raises(CheckpointError, match=f"another process is writing to {new}: wait"), replacing_file(new):
+            pass
+    assert new.read_text() == "first"
+
+
+def test_a_folder_that_another_writer_has_made_meanwhile_stays(tmp_path: Path) -> None:
+    def write() -> None:
+        with replacing(tmp_path / "new") as staging:
+            (tmp_path / "new").mkdir()
+            (tmp_path / "new" / "theirs").write_text("whole")
+            staging.commit({}, Manifest((), {}, {}, {}))
+
+    with pytest.raises(CheckpointError, match=r"another process has written .*new meanwhile, .* choose another folder"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "theirs"]
+
+
+def test_a_temporary_folder_that_another_writer_took_for_a_dead_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its making and its lock."""
+    lock = folder_module._locked
+
+    def removed(path: Path, target: Path | None = None) -> Any:
+        monkeypatch.undo()
+        shutil.rmtree(path)
+        return lock(path, target)
+
+    monkeypatch.setattr(folder_module, "_locked", removed)
+    save(network(), tmp_path / "new")
+    assert contents(tmp_path / "new").keys() == network().state_dict().keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_many_writers_at_once_leave_the_checkpoint_of_one(tmp_path: Path) -> None:
+    models = [network() for _ in range(4)]
+    states = [{name: tensor.tolist() for name, tensor in model.state_dict().items()} for model in models]
+    for turn in range(10):
+        new, together = tmp_path / str(turn) / "new", Barrier(len(models))
+
+        def write(model: nn.Module, new: Path = new, together: Barrier = together) -> str:
+            together.wait()
+            try:
+                save(model, new)
+            except CheckpointError as e:
+                return str(e)
+            return "written"
+
+        with ThreadPoolExecutor(len(models)) as pool:
+            said = list(pool.map(write, models))
+        assert "written" in said
+        assert all(one == "written" or f"{new}: wait until" in one or f"{new} meanwhile" in one for one in said), said
+        assert contents(new) in states
+        assert [path.name for path in new.parent.iterdir()] == ["new"]
 
 
 def test_a_reader_finds_the_new_checkpoint_that_is_written_while_it_opens_the_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +401,30 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
         for path in (root, root / "m"):
             path.chmod(0o755)
         shutil.rmtree(root)
+
+
+_FORKED_MEANWHILE = (
+    _HELPERS
+    + """
+import time
+from halfbyte.checkpoint import convert
+from halfbyte.checkpoint.folder import replacing
+convert(root / "old", root / "m", "q4_0")
+with replacing(root / "m"):
+    child = os.fork()  # as a DataLoader's workers are, in another thread
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+convert(root / "new", root / "m", "q4_0")
+os.kill(child, signal.SIGKILL)
+"""
+)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_while_a_checkpoint_is_written_holds_no_lock(tmp_path: Path) -> None:
+    two_sources(tmp_path)
+    run_python(_FORKED_MEANWHILE, str(tmp_path))
 
 
 _FOREVER = (

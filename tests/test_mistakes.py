@@ -101,6 +101,40 @@ def test_a_model_in_training_for_its_codes_is_not_saved(scales: str, tmp_path: P
     assert (tmp_path / "it" / "config.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file", "cannot write .*file, which is a file, and stays: choose another name for the folder"),
+        ("link", "cannot write .*link, which is a link to nothing, and stays: choose another name"),
+        ("file/below/it", "cannot write .*file/below/it, as .*file is a file: choose another place"),
+        ("x" * 300, "cannot write .*: File name too long; .*: choose a shorter name"),
+    ],
+)
+def test_a_place_where_no_folder_can_be(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nothing")
+    quantized = hb.quantize_(model(), "q4_0")
+    with pytest.raises(CheckpointError, match=message):
+        hb.save(quantized, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "folder"])
+def test_a_file_that_cannot_be_read_says_what_to_do(damage: str, tmp_path: Path) -> None:
+    hb.save(hb.quantize_(model(), "q4_0"), tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.unlink()
+    if damage == "folder":
+        weights.mkdir()
+    said = {
+        "missing": "No such file .*: a file of the model is missing, copy or",
+        "folder": "Is a directory: .* files back in their places",
+    }
+    with pytest.raises(CheckpointError, match=f"cannot read .*model.safetensors: {said[damage]}"):
+        hb.load(tmp_path / "m", model=model())
+
+
 # Arguments of the wrong type
 
 
@@ -160,6 +194,41 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.qlinear(X8, CODES, **STEPS), "a weight that pack has made, got halfbyte.Codes"),
         (lambda: ANYTHING.qlinear(X8, PACKED_8, [1.0] * 64, **STEPS), "bias is a tensor or None, got list"),
         (lambda: ANYTHING.qlinear(X8, PACKED_8, clamp=6, **STEPS), r"clamp is \(low, high\) or None, got 6"),
+        (
+            lambda: ANYTHING.linear(X, PACKED, clamp=(0, None)),
+            r"clamp is \(low, high\) or None, got \(0, None\): .* or \(0, inf\) for ReLU",
+        ),
+        (lambda: ANYTHING.linear(X, PACKED, clamp=("0", "6")), r"clamp is \(low, high\) or None, got \('0', '6'\): write"),
+        (lambda: hb.linear(X, PACKED, clamp=(6, 0)), r"low <= high, got \(6, 0\): write the lower number first"),
+        (
+            lambda: ANYTHING.qlinear(X8, PACKED_8, clamp=(0, torch.inf), **STEPS),
+            r"whole numbers in -128 … 127, got \(0, inf\): write \(out_zero",
+        ),
+        (lambda: ANYTHING.qconv2d(IMAGE.char(), PACKED_CONV, clamp=(0.5, 3), **STEPS), r"whole numbers in -128 … 127, got \(0.5, 3\)"),
+        (
+            lambda: ANYTHING.qlinear(X8, PACKED_8, **STEPS | {"out_scale": "0.1"}),
+            "out_scale is a number, got str: pass the step of the codes",
+        ),
+        (
+            lambda: ANYTHING.qlinear(X8, PACKED_8, **STEPS | {"in_zero": 0.5}),
+            "in_zero is a whole number in -128 … 127, got 0.5: pass the code",
+        ),
+        (lambda: ANYTHING.qlinear(X8, PACKED_8, **STEPS | {"out_zero": None}), "out_zero is a whole number, got None: pass the code of 0"),
+        (
+            lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, stride=1.5),
+            r"stride is one whole number or \(height, width\), got 1.5: write stride=1",
+        ),
+        (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, stride=[2, 0.5]), r"stride is one whole number or \(height, width\), got \[2, 0.5\]"),
+        (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, dilation=None), r"dilation is one whole number or \(height, width\), got None: write"),
+        (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, padding=1.0), "padding is one whole number, .*, got 1.0: write padding=0"),
+        (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, padding=("same", "same")), r"padding is one whole number, .*, got \('same', 'same'\)"),
+        (
+            lambda: hb.conv2d(IMAGE, PACKED_CONV, stride=0),
+            r"1 or more .* got stride \(0, 0\), dilation \(1, 1\), padding \(0, 0, 0, 0\): pass",
+        ),
+        (lambda: hb.pack_conv(CONV_CODES, 0), "a kernel's size is .*, each from 1 on, .*, got 0: pass the layer's"),
+        (lambda: ANYTHING.pack_conv(CONV_CODES, 3.0), "a kernel's size is .*, got 3.0: pass the layer's"),
+        (lambda: hb.pack_conv(CONV_CODES, 3, 0), "groups divide the 8 output channels, got groups=0"),
         (lambda: ANYTHING.qconv2d(IMAGE.numpy(), PACKED_CONV, **STEPS), "the input, a tensor, got numpy.ndarray"),
         (lambda: ANYTHING.qconv2d(IMAGE.char(), PACKED_8, **STEPS), "a weight that pack_conv has made, got halfbyte.Packed"),
         (lambda: ANYTHING.qconv2d(IMAGE.char(), PACKED_CONV, 1, **STEPS), "bias is a tensor or None, got int"),
@@ -192,6 +261,9 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.load("a/path", model="a/path"), "model is a torch.nn.Module or None, got str: leave it out"),
         (lambda: ANYTHING.load_gguf("a/path", dtype="half"), "computes in float32, bfloat16 or float16, got 'half': pass dtype"),
         (lambda: ANYTHING.Config("q4_0", overrides=["head"]), "overrides are a dict of patterns and formats, got list: write"),
+        (lambda: ANYTHING.Config("q4_0", skip=0), r"skip is a list of patterns, got int: write skip=\["),
+        (lambda: ANYTHING.Config("q4_0", skip=[0]), "a pattern of skip or overrides is a str, part of a module's name, got int: write"),
+        (lambda: ANYTHING.Config("q4_0", overrides={0: "q8_0"}), "a pattern of skip or overrides is a str, .*, got int: write"),
         (lambda: ANYTHING.report(WEIGHT), "report takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.save(WEIGHT, "nowhere"), "save takes a model, a torch.nn.Module, got torch.Tensor"),
         (lambda: ANYTHING.parallelize_(model(), None), "a torch.distributed DeviceMesh, got None: pass init_device_mesh"),
@@ -340,6 +412,12 @@ def test_a_model_of_doubles_says_what_it_computes_in() -> None:
 def test_a_weight_is_read_like_a_tensor_of_floats() -> None:
     layer: Any = hb.quantize_(model(), "q4_0")[0]
     assert layer.weight.tolist() == layer.weight.numpy().tolist() == layer.codes().dequantize().tolist()
+
+
+def test_the_state_of_a_float_model_says_where_it_goes() -> None:
+    said = "0.weight is in floating point there, and this module takes q4_0 codes: load the state into the float model, and quantize that"
+    with pytest.raises(RuntimeError, match=said):
+        hb.quantize_(model(), "q4_0").load_state_dict(model().state_dict())
 
 
 def test_loading_a_state_keeps_shared_weights_shared() -> None:

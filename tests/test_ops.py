@@ -221,7 +221,7 @@ def test_refusals_of_qlinear() -> None:
     for changed, message in (
         ({"in_scale": 0.0}, "in_scale is positive and finite, got 0"),
         ({"out_scale": math.inf}, "out_scale is positive and finite"),
-        ({"in_zero": 128}, "in_zero lies in -128 … 127, got 128"),
+        ({"in_zero": 128}, "in_zero is a whole number in -128 … 127, got 128"),
         ({"clamp": (5, 4)}, r"got \(5, 4\)"),
         ({"clamp": (-129, 4)}, r"got \(-129, 4\)"),
     ):
@@ -372,11 +372,15 @@ def test_torch_func() -> None:
 @pytest.mark.parametrize("method", ["absmax", "mse", "hqq"])
 def test_a_weight_too_small_for_its_scales_is_refused(method: str) -> None:
     tiny = torch.randn(8, 64) * 1e-7
-    for name in ("q4_0", "q8_0", "int4_g32_zp"):
+    for name in ("q4_0", "q8_0", "int4_g32_zp", "q4_1", "int8_g32_offset"):
         with pytest.raises(hb.HalfbyteError, match=r"scales of .* are too coarse"):
             hb.quantize(tiny, name, method)
-    codes = hb.quantize(tiny, "int4_g32_bf16", method)
-    assert (codes.dequantize() - tiny).norm() < 0.2 * tiny.norm()
-    hb.quantize(torch.zeros(8, 64), "q4_0", method)
-    tiny[0] = 1.0  # beside which the other rows do not matter
-    hb.quantize(tiny, "q4_0", method)
+    for name in ("int4_g32_bf16", "int4_g32_offset_bf16"):
+        assert (hb.quantize(tiny, name, method).dequantize() - tiny).norm() < 0.2 * tiny.norm()
+    for weight in (
+        torch.zeros(8, 64),
+        torch.full((8, 64), 1e-3),
+        torch.cat((torch.ones(1, 64), tiny)),
+    ):  # beside ones, others do not matter
+        for name in ("q4_0", "q4_1", "int8_g32_offset"):
+            assert (hb.quantize(weight, name, method).dequantize() - weight).norm() <= 1e-2 * weight.norm()

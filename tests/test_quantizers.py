@@ -340,7 +340,9 @@ def test_mse_may_turn_the_sign_of_a_q4_0_block() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", SCALES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "int4_g32", "int8_channel_zp", "int8_tensor_offset", "int4_tensor"])
+@pytest.mark.parametrize(
+    "name", ["q4_0", "q4_1", "q8_0", "int4_g32", "int8_channel_zp", "int8_tensor_offset", "int4_tensor", "mxfp4", "nvfp4", "iq4_nl"]
+)
 def test_not_a_number_is_named_with_its_place(value: float, dtype: torch.dtype, method: str, name: str) -> None:
     w = torch.randn(3, 5, 64).to(dtype)
     w[1, 2, 33] = value

@@ -1,6 +1,8 @@
 """The exceptions of halfbyte. Every message is one sentence: what is wrong, the value received, what is allowed, what to do."""
 
+import errno
 import re
+from collections.abc import Iterable
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -37,12 +39,44 @@ def not_there(path: Path, kinds: str) -> CheckpointError:
     return CheckpointError(f"there is no {path}: name {kinds}{hub}")
 
 
+def unreadable(path: str | PathLike[str], error: OSError) -> CheckpointError:
+    """The error for a file or folder of a model that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        remedy = "a file of the model is missing, copy or download all of them"
+    elif isinstance(error, PermissionError):
+        remedy = "let this user read it"
+    elif isinstance(error, IsADirectoryError | NotADirectoryError):
+        remedy = "name another path, or put the model's files back in their places"
+    else:
+        remedy = "copy or download it again to a disk that can be read"
+    return CheckpointError(f"cannot read {fspath(path)}: {error.strerror or error}: {remedy}")
+
+
+def unwritable(path: str | PathLike[str], error: OSError) -> CheckpointError:
+    """The error for a file or folder that cannot be written, and is as it was."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space or choose another place"
+    elif error.errno == errno.ENAMETOOLONG:
+        remedy = "choose a shorter name"
+    else:
+        remedy = "choose a place that can be written to"
+    return CheckpointError(f"cannot write {fspath(path)}: {error.strerror or error}; what was there is unchanged: {remedy}")
+
+
 def check_type(value: object, allowed: type | tuple[type, ...], what: str, remedy: str) -> None:
     """Raises ArgumentError unless `value` is of an allowed type; `what` names the argument and these types."""
     if not isinstance(value, allowed):
         kind = type(value)
         home = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."
         raise ArgumentError(f"{what}, got {'None' if value is None else home + kind.__qualname__}: {remedy}")
+
+
+def check_counts(what: str, **counts: Iterable[int]) -> None:
+    """Raises ArgumentError unless all are whole numbers from 1 on; `what` has these counts."""
+    for name, values in counts.items():
+        for value in values:
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name} of {what} is a whole number from 1 on, got {value!r}: ask for 1 or more")
 
 
 def model_path(value: str | PathLike[str]) -> Path:

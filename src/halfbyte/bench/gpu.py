@@ -21,7 +21,7 @@ import halfbyte
 from halfbyte.bench.gpu_contenders import GPU_PEERS, HALFBYTE, Absent, Bind, GpuContender, GpuWork
 from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, plot, read, select, text
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
-from halfbyte.errors import ArgumentError, HalfbyteError
+from halfbyte.errors import ArgumentError, HalfbyteError, check_counts
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.clock import copies, graph_times
 from halfbyte.kernels.problem import Problem
@@ -57,8 +57,7 @@ def run(
     names = {peer.name: peer for peer in GPU_PEERS}
     if unknown := set(plan.peers) - names.keys():
         raise ArgumentError(f"there is no peer {min(unknown)!r}: use some of {', '.join(names)}")
-    if min((*plan.ms, plan.rounds, *(side for shape in plan.shapes for side in shape)), default=0) < 1:
-        raise ArgumentError("shapes, M and rounds of a benchmark are whole numbers from 1 on")
+    check_counts("a benchmark", m=plan.ms, n=[n for n, _ in plan.shapes], k=[k for _, k in plan.shapes], rounds=(plan.rounds,))
     here = gpu(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     report = GpuReport(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -86,7 +86,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
             f"config.json names no architecture that transformers knows (architectures: {short(config.get('architectures'))}): "
             "build the model yourself and pass it, load(dir, model=model)"
         )
-    _check_counts(config)
+    check_sizes(config)
     transformers = import_transformers(name)
     cls = getattr(transformers, name)
     try:
@@ -234,13 +234,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _check_counts(config: object) -> None:
+def check_sizes(config: object) -> None:
     """Raises CheckpointError where a count in a config.json is implausibly large."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             if isinstance(value, int) and abs(value) > _COUNT_LIMIT and _COUNT_NAME.fullmatch(name):
                 raise CheckpointError(f"config.json says {name}: {short(value)}, over {_COUNT_LIMIT}: the file is damaged")
-            _check_counts(value)
+            check_sizes(value)
     elif isinstance(config, list):
         for value in config:
-            _check_counts(value)
+            check_sizes(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from halfbyte import __version__
 from halfbyte.checkpoint.manifest import CONFIG, plain_name
 from halfbyte.checkpoint.saving import INDEX
-from halfbyte.errors import CheckpointError, not_there
+from halfbyte.errors import CheckpointError, not_there, unreadable
 from halfbyte.io.safetensors import load_json, read_bytes
 
 COMPANION_BYTES = 64 << 20  # files larger than that are not tokenizers
@@ -72,7 +72,7 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
                 small = path.stat().st_size <= COMPANION_BYTES and name.suffix not in _WEIGHT_SUFFIXES
                 (copied if small else left_out).append(name.as_posix())
     except OSError as e:
-        raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
+        raise unreadable(source, e) from e
     return copied, left_out
 
 

@@ -30,12 +30,12 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from halfbyte.checkpoint.manifest import CONFIG, SECTION, Manifest, read_manifest
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, unwritable
 from halfbyte.io.safetensors import load_json
 from halfbyte.io.tensors import JOURNAL
 
@@ -46,7 +46,6 @@ _STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
 _OURS = re.compile(r"model-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
 _ANY_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin")
 _FILES = (".gguf", ".safetensors", ".onnx")  # suffixes that no folder has
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Staging:
@@ -70,7 +69,14 @@ class Staging:
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)
         _sync(self.path)
-        os.rename(self.path, self._folder)
+        try:
+            os.rename(self.path, self._folder)
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(
+                f"another process has written {self._folder} meanwhile, which stays as it is: choose another folder, or remove that one"
+            ) from e
         _sync(self._folder.parent)
 
     def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
@@ -108,7 +114,12 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
             raise ArgumentError(f"{folder} has the name of a file, and a folder is written: leave {folder.suffix} out, {remedy}")
         if resume and not fresh:
             raise ArgumentError(f"{folder} exists, and only writing to a new place can be resumed: choose another folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(folder) and not folder.is_dir():
+            what = "a file" if folder.is_file() else "a link to nothing" if folder.is_symlink() else "no folder"
+            raise CheckpointError(
+                f"cannot write {folder}, which is {what}, and stays: choose another name for the folder of the checkpoint"
+            )
+        _make_parent(folder)
         if fresh:
             with _work(folder, resume) as path:
                 yield Staging(folder, None, fresh, path)
@@ -126,7 +137,7 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
                     with suppress(OSError, CheckpointError):  # the next writer cleans up what cannot be removed now
                         _clean(folder, _present(folder))
     except OSError as e:
-        raise _failed(folder, e) from e
+        raise unwritable(folder, e) from e
 
 
 @contextmanager
@@ -139,22 +150,30 @@ def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(target))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_parent(target)
         with _work(target, resume) as folder:
             yield folder / target.name
             _sync(folder / target.name)
             os.replace(folder / target.name, target)
             _sync(target.parent)
     except OSError as e:
-        raise _failed(target, e) from e
+        raise unwritable(target, e) from e
 
 
 @contextmanager
 def _work(target: Path, resume: bool) -> Iterator[Path]:
     """A locked temporary folder next to `target`; with `resume`, one that a dead writer left. A commit removes it."""
-    path = _remove_dead(target, spare=resume) or _beside(target)
-    path.mkdir(exist_ok=True)
-    with _locked(path):
+    with ExitStack() as lock:
+        path = _remove_dead(target, spare=resume)
+        if path is not None:
+            lock.enter_context(_locked(path))
+        while path is None:
+            made = _beside(target)
+            made.mkdir()
+            # Until it is locked, a writer that starts at the same moment takes it for a dead one's and removes it.
+            with suppress(FileNotFoundError, CheckpointError):
+                lock.enter_context(_locked(made))
+                path = made if made.is_dir() else None
         try:
             yield path
         except KeyboardInterrupt:
@@ -167,13 +186,14 @@ def _work(target: Path, resume: bool) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _make_parent(target: Path) -> None:
+    if (above := next(path for path in target.parents if path.exists())).is_file():
+        raise CheckpointError(f"cannot write {target}, as {above} is a file: choose another place")
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _beside(target: Path) -> Path:
     return target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")
-
-
-def _failed(target: Path, e: OSError) -> CheckpointError:
-    remedy = "free some space or choose another place" if e.errno in _FULL else "choose a place that can be written to"
-    return CheckpointError(f"cannot write {target}: {e.strerror or e}; what was there is unchanged: {remedy}")
 
 
 def complete(folder: Path, manifest: Manifest) -> None:
@@ -213,10 +233,13 @@ def _present(folder: Path) -> Manifest | None:
 
 
 def _remove_dead(folder: Path, *, spare: bool = False) -> Path | None:
-    """Removes temporary folders of killed writers next to `folder`; with `spare`, keeps and returns the first that has a journal."""
+    """Removes temporary folders of killed writers next to `folder`; with `spare`, keeps and returns the first that has a journal.
+
+    Raises CheckpointError where one is a live writer's.
+    """
     spared: Path | None = None
     for dead in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.halfbyte-*")):
-        with suppress(OSError, CheckpointError), _locked(dead):  # a locked one belongs to a live process
+        with suppress(OSError), _locked(dead, folder):
             if spare and spared is None and (dead / JOURNAL).is_file():
                 spared = dead
             else:
@@ -241,8 +264,11 @@ def _clean(folder: Path, manifest: Manifest | None) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which the system releases when the process dies. (Windows has none on folders.)"""
+def _locked(folder: Path, target: Path | None = None) -> Iterator[None]:
+    """Holds the lock of a folder, which the system releases when the process dies. (Windows has none on folders.)
+
+    Raises CheckpointError where another writer holds it, who writes to `target`, by default the folder itself.
+    """
     if sys.platform == "win32":
         yield
         return
@@ -251,10 +277,14 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"another process is writing to {folder}: wait until it has finished") from None
+            raise CheckpointError(f"another process is writing to {target or folder}: wait until it has finished") from None
         yield
     finally:
-        os.close(descriptor)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too, and with it the lock
+        finally:
+            os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

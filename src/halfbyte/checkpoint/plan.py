@@ -132,7 +132,8 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
             remedy = f"its {', '.join(parts)[:80]} are not read, take another form of the model" if parts else "save the whole model first"
             raise CheckpointError(f"no file has {name}, which {type(model).__name__} needs: {remedy}")
         elif (got := given[name]).shape != spec.shape or got.dtype.is_floating_point != spec.dtype.is_floating_point:
-            raise CheckpointError(f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)}")
+            what = f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)} of {spec.dtype}"
+            raise CheckpointError(f"{what}: one of them is damaged, or of another model")
         if isinstance(decision, Format) and own == "weight":
             kind = kind_of(module)
             kernel = spec.shape[2:] if kind in CONVOLUTIONS else ()

@@ -48,6 +48,8 @@ def settle_device(args: argparse.Namespace) -> None:
             raise ArgumentError(f"--device is cpu or cuda, got {args.device!r}")
         why = "this torch is made for CPUs alone: install one for CUDA" if torch.version.cuda is None else "torch sees no GPU: use the CPU"
         raise ArgumentError(f"--device is cpu, got {args.device!r}; {why}, or leave --device out")
+    if kind == "cpu":
+        args.device = kind  # which "cpu:0" is, too
     if torch.cuda.is_available() and not args.quiet:
         name = "" if kind == "cpu" else f", {torch.cuda.get_device_name(torch.device(args.device))}"
         print(f"device: {args.device}{name}{why}", file=sys.stderr)

@@ -67,7 +67,10 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    overrides = dict(_override(text) for text in args.override)
+    overrides: dict[str, str] = {}
+    for pattern, format in map(_override, args.override):
+        if overrides.setdefault(pattern, format) != format:
+            raise ArgumentError(f"--override gives {pattern!r} two formats, {overrides[pattern]} and {format}: leave one of them out")
     if not args.force and args.dst.exists() and not (args.dst.is_dir() and not any(args.dst.iterdir())):
         raise ArgumentError(f"{args.dst} exists and is not an empty folder: choose another, or replace the checkpoint in it with --force")
 

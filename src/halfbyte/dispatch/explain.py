@@ -118,7 +118,7 @@ def explain(
     if activation not in get_args(Activation):
         raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(get_args(Activation))}")
     if experts is not None and experts < 1:
-        raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}")
+        raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}: leave them out for linear")
     asked = named_device(device)
     on_cpu = asked is not None and asked.type == "cpu"
     fmt = packed_format(fmt, on_cpu=on_cpu)

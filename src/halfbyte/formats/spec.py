@@ -99,7 +99,9 @@ class Format:
         if self.table and (self.bits, self.zero, self.sums) != (4, "none", False):
             raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
         if self.tight and (self.bits != 8 or not isinstance(self.block, int) or self.zero == "point" or self.sums):
-            raise FormatError(f"a format of {self.tight} bits has blocks, bytes, no zero points and no sums, got {self!r}")
+            raise FormatError(
+                f"a format of {self.tight} bits has blocks, bytes, no zero points and no sums, got {self!r}: write int{self.tight}_g32"
+            )
         if (self.family != "int" or self.sums) and not self.restricted and fields not in _FOREIGN.values():
             raise FormatError(f"{self!r} is none of the formats of other projects: use {', '.join(_FOREIGN)}, or family='int' without sums")
 

@@ -80,7 +80,7 @@ def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1) -> Model
     device  "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
     """
     if rows < 1:
-        raise ArgumentError(f"a step is for 1 or more sequences, got {rows}")
+        raise ArgumentError(f"a step is for 1 or more sequences, got {rows}: pass how many there are")
     here = None if device == "cpu" else described_gpu(device)
     encoder = not callable(getattr(model, "generate", None))
     found: dict[tuple[tuple[Step, ...], str | None], list[str]] = defaultdict(list)

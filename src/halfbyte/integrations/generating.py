@@ -24,6 +24,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
+from halfbyte.errors import ArgumentError
 from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.shortened import Shortened, shorten
@@ -38,6 +39,13 @@ _CACHE_STEP = 64  # tokens
 _ANYWHERE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _slow: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # models on GPUs, and why they are not captured
+
+
+def check_tokens(ids: Tensor) -> None:
+    """Raises ArgumentError for a prompt [B, t] without tokens, which transformers cannot read."""
+    if not ids.numel():
+        got = f"got input_ids {list(ids.shape)}"
+        raise ArgumentError(f"the prompt has no tokens, {got}: write some text, or begin with the tokenizer's bos token if it has one")
 
 
 def generate_fast(model: nn.Module) -> None:
@@ -69,6 +77,8 @@ class _Generating(Shortened):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        if model_kwargs.get("inputs_embeds") is None:
+            check_tokens(input_ids)
         if synced_gpus or not _is_plain(self, input_ids, generation_config, model_kwargs):
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs

@@ -164,9 +164,7 @@ def _before(half: Attention, x: Tensor, turns: _Turns, place: _Place) -> tuple[T
     return z, turn(torch.cat(products, -1) if len(products) > 1 else products[0], turns, *place, half.heads)
 
 
-def _after(
-    parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: _Place, mask: Tensor | None, own: Tensor | None
-) -> Tensor:
+def _after(parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: _Place, mask: Tensor | None, own: Tensor | None) -> Tensor:
     """The layer's output, or, where it has experts that are not for `add_experts`, that of its first half."""
     first, second = parts.first, parts.second
     heads, seen = first.heads, None if mask is None else mask[:, 0]

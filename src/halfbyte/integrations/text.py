@@ -20,14 +20,17 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import TextStreamer
 
 from halfbyte import checkpoint
+from halfbyte.checkpoint.architecture import check_sizes, known_architecture
 from halfbyte.checkpoint.files import weight_files
 from halfbyte.checkpoint.foreign import settings_of
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
+from halfbyte.checkpoint.plan import plan_model
 from halfbyte.checkpoint.quantization_config import METHOD
+from halfbyte.checkpoint.sources import open_floats
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
 from halfbyte.integrations import attention
 from halfbyte.integrations.compiling import compile_ahead
-from halfbyte.integrations.generating import first_size, generate_fast, new_cache
+from halfbyte.integrations.generating import check_tokens, first_size, generate_fast, new_cache
 from halfbyte.integrations.graphs import capacity
 from halfbyte.integrations.optimizing import optimize_
 from halfbyte.integrations.transformers import HalfbyteConfig
@@ -115,7 +118,7 @@ def open_model(
         asked = None if config is None else HalfbyteConfig(config)
         if asked is not None and mesh is None:  # a GPU of several that share a model may have no room for the whole
             asked.device = device
-        model = _from_pretrained(path, dtype, **({} if asked is None else {"quantization_config": asked}))
+        model = _from_pretrained(path, described, dtype, **({} if asked is None else {"quantization_config": asked}))
     if not callable(getattr(model, "generate", None)):
         raise UnsupportedError(f"{path} holds a {type(model).__name__}, which does not generate text: name a causal language model")
     if mesh is not None and not is_parallel(model):
@@ -134,8 +137,7 @@ def open_tokenizer(folder: Path) -> Any:
 def check_prompt(model: Any, prompt: Mapping[str, Tensor]) -> None:
     """Raises ArgumentError for a prompt without tokens, or with tokens outside of the model's vocabulary."""
     ids = prompt["input_ids"]
-    if not ids.numel():
-        raise ArgumentError("the prompt has no tokens: write some text")
+    check_tokens(ids)
     known, largest = whole_rows(model.get_input_embeddings()), int(ids.max())
     if largest >= known:
         raise ArgumentError(f"the prompt has token {largest}, the model {known} tokens: its tokenizer is another model's")
@@ -222,14 +224,20 @@ def _open_quantized(
 ) -> Any:
     section = described.get("quantization_config")
     if config is None and SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
-        return _from_pretrained(path, dtype)
+        return _from_pretrained(path, described, dtype)
     return checkpoint.load(path, device, format=config, mesh=mesh)
 
 
-def _from_pretrained(path: Path, dtype: torch.dtype | None, **settings: Any) -> Any:
+def _from_pretrained(path: Path, described: Mapping[str, Any], dtype: torch.dtype | None, **settings: Any) -> Any:
     settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": dtype or "auto"}
-    Reader(weight_files(path))  # says what is wrong with a file more clearly than transformers
-    with _clear_errors(path):
+    check_sizes(described)
+    files = Reader(weight_files(path)).specs()  # says what is wrong with a file more clearly than transformers
+    floats = "quantization_config" not in described
+    for name, spec in files.items() if floats else ():
+        if name.endswith(".weight") and not spec.dtype.is_floating_point:  # transformers would take the codes for numbers
+            what = f"{name} of {path} is {spec.dtype}, and config.json does not say how it is quantized"
+            raise CheckpointError(f"{what}: take the float model, or a folder whose config.json has a quantization_config")
+    with _clear_errors(path, partial(_check_tensors, path, described) if floats else None):
         # Only safetensors: other files may be pickles, which can run code.
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True, **settings)
     model, info = loaded
@@ -238,16 +246,27 @@ def _from_pretrained(path: Path, dtype: torch.dtype | None, **settings: Any) -> 
     return model
 
 
+def _check_tensors(path: Path, described: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where the tensors of a float model are not those of the architecture in config.json."""
+    if known_architecture(described) is not None:
+        plan_model(described, open_floats(path)[1], lambda *_: {})
+
+
 @contextmanager
-def _clear_errors(path: Path) -> Any:
-    """Turns transformers' errors for an invalid folder into one line."""
+def _clear_errors(path: Path, check: Callable[[], object] | None = None) -> Iterator[None]:
+    """Turns transformers' errors for an invalid folder into one line; where there is one, that of `check`, which knows the names."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     except HalfbyteError:
         raise
     except Exception as e:
-        raise CheckpointError(f"transformers cannot load {path} ({type(e).__name__}: {' '.join(str(e).split())[:300]})") from e
+        if check is not None:
+            check()
+        why = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        raise CheckpointError(
+            f"transformers cannot load {path} ({why}): its files are damaged, or need another release of transformers"
+        ) from e
 
 
 def ready(model: Any, device: str, dtype: torch.dtype | None = None, sparse: bool | None = None) -> Any:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -230,6 +230,10 @@ class HalfbyteQuantizer(HfQuantizer):
         """Quantizes and packs the weight of a module; an error is kept until the end, where transformers does not intercept it."""
         config = self.quantization_config.config
         assert config is not None
+        if weight.shape != (shape := cast(Tensor, module.weight).shape):
+            what = f"{name}.weight is {list(weight.shape)} in the files, but config.json makes it {list(shape)}"
+            self._failure = self._failure or CheckpointError(f"{what}: one of them is damaged, or of another model")
+            return
         weight = weight.to(self.quantization_config.device or weight.device)
         weight = weight.mT if is_transposed(module) else weight
         try:

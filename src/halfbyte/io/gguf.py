@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, CheckpointError, FormatError
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, unreadable
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.safetensors import is_shape
@@ -206,7 +206,7 @@ def _read_one(path: Path) -> File:
                     raise CheckpointError(f"the header of {path} is longer than {_HEADER_LIMIT} bytes: the file is damaged")
                 have *= 4
     except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+        raise unreadable(path, e) from e
 
 
 class _CutError(Exception):
@@ -351,7 +351,7 @@ def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
             fill(file, out, entry.place.path)
             return out
     except OSError as e:
-        raise CheckpointError(f"cannot read {entry.place.path}: {e.strerror}") from e
+        raise unreadable(entry.place.path, e) from e
 
 
 def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Extract) -> Codes:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, unreadable, unwritable
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.io import zero_points
 
@@ -77,7 +77,7 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
         os.replace(beside, target)
     except OSError as e:
         beside.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {target}: {e.strerror}; what was there is unchanged") from e
+        raise unwritable(target, e) from e
 
 
 def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
@@ -89,7 +89,7 @@ def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
             raise CheckpointError(f"{source} is longer than {_FILE_LIMIT} bytes, which no ONNX file is")
         model = onnx.ModelProto.FromString(source.read_bytes())
     except OSError as e:
-        raise CheckpointError(f"cannot read {source}: {e.strerror}") from e
+        raise unreadable(source, e) from e
     except CheckpointError:
         raise
     except Exception as e:  # the implementations of protobuf raise different DecodeErrors

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.errors import CheckpointError, UnsupportedError
+from halfbyte.errors import CheckpointError, UnsupportedError, unreadable
 from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 
 _NAMES = {
@@ -66,7 +66,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
         with open(path, "rb") as file:
             content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) allocates n bytes, however long the file is
     except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+        raise unreadable(path, e) from e
     if len(content) > limit:
         raise CheckpointError(f"{path} is longer than {limit} bytes, which no {path.name} needs: check that it is the right file")
     return content
@@ -106,7 +106,7 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
                 raise CheckpointError(f"{what}: it is not a safetensors file or is truncated")
             header = parse_json(file.read(length), f"the header of {path}")
     except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+        raise unreadable(path, e) from e
     metadata = header.pop("__metadata__", None)
     start = 8 + length
     places = {name: _place(path, start, name, entry) for name, entry in header.items()}
@@ -188,7 +188,7 @@ class Reader:
                         fill(file, raw, place.path)
                         piece.copy_(raw)
         except OSError as e:
-            raise CheckpointError(f"cannot read {place.path}: {e.strerror}") from e
+            raise unreadable(place.path, e) from e
         return out
 
     def read_part(self, name: str, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -219,7 +219,7 @@ class Reader:
                     fill(file, raw, place.path)
                     torch.cat([raw[:, start * inner : stop * inner] for start, stop in ranges], 1, out=some)
         except OSError as e:
-            raise CheckpointError(f"cannot read {place.path}: {e.strerror}") from e
+            raise unreadable(place.path, e) from e
         return out
 
     def same(self, name: str, other: str) -> bool:
@@ -234,7 +234,7 @@ class Reader:
                 sizes = (min(_CHUNK, a.spec.nbytes - start) for start in range(0, a.spec.nbytes, _CHUNK))
                 return all(mine.read(size) == theirs.read(size) for size in sizes)
         except OSError as e:
-            raise CheckpointError(f"cannot read {a.path} or {b.path}: {e.strerror}") from e
+            raise unreadable(f"{a.path} or {b.path}", e) from e
 
 
 class Writer(Placed):

@@ -52,7 +52,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:
-            raise ArgumentError(f"m, n and k are sizes of at least 0, got m={self.m}, n={self.n}, k={self.k}")
+            got = f"m={self.m}, n={self.n}, k={self.k}"
+            raise ArgumentError(f"m, n and k are sizes of at least 0, got {got}: pass the rows of x and the sides of the weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class Window:
 
     def __post_init__(self) -> None:
         if min(*self.stride, *self.dilation) < 1 or min(self.padding) < 0:
-            raise ArgumentError(f"stride and dilation are at least 1 and padding at least 0, got {self}")
+            got = f"stride {self.stride}, dilation {self.dilation}, padding {self.padding}"
+            raise ArgumentError(f"stride and dilation are 1 or more and padding is 0 or more, got {got}: pass those of the layer")
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -91,6 +91,9 @@ class Config:
             as_format(name)
         if isinstance(self.skip, str):
             raise ArgumentError(f"skip is a list of patterns, got a string: write skip=[{self.skip!r}]")
+        check_type(self.skip, Iterable, "skip is a list of patterns", 'write skip=["lm_head"]')
+        for pattern in (*self.skip, *self.overrides):
+            check_type(pattern, str, "a pattern of skip or overrides is a str, part of a module's name", 'write "layers.0.*"')
         if self.method not in (*METHODS, *CALIBRATED):
             raise ArgumentError(f"method is one of {', '.join((*METHODS, *CALIBRATED))}, got {self.method!r}")
         check_compute(self.compute, self.activation)

@@ -251,6 +251,9 @@ class QuantModule(nn.Module):
         rest = {key: value for key, value in state_dict.items() if key not in names.values()}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if len(found) < len(names):
+            if not found and f"{prefix}weight" in state_dict:
+                given = f"{prefix}weight is in floating point there, and this module takes {fmt} codes"
+                error_msgs.append(f"{given}: load the state into the float model, and quantize that")
             missing_keys.extend(key for name, key in names.items() if name not in found)
             return
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -70,7 +72,7 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
             )
         if isinstance(term, Tensor):
             check_dense(term, what)
-    if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2):
+    if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2 and all(isinstance(end, Real) for end in clamp)):
         raise ArgumentError(f"clamp is (low, high) or None, got {clamp!r}: write (0, 6) for ReLU6, or (0, inf) for ReLU")
 
 
@@ -95,7 +97,16 @@ def check_activation(activation: str, allowed: tuple[str, ...] = ACTIVATIONS) ->
 
 def check_clamp(low: float, high: float) -> None:
     if not low <= high:
-        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high})")
+        raise ArgumentError(f"clamp takes (low, high) with low <= high, got ({low}, {high}): write the lower number first")
+
+
+def code_range(clamp: tuple[int, int] | None) -> tuple[int, int]:
+    """The lowest and the highest code of a result; the table's check says whether they are int8."""
+    ends: Sequence[Any] = (-128, 127) if clamp is None else clamp
+    low, high = ends
+    if not all(isinstance(end, Integral) for end in ends):
+        raise ArgumentError(f"clamp takes codes, whole numbers in -128 … 127, got ({low!r}, {high!r}): write (out_zero, 127) for ReLU")
+    return low, high
 
 
 def check_linear(x: Tensor, weight: Tensor, format: str, n: int, k: int, activation: str, low: float, high: float) -> None:
@@ -131,7 +142,7 @@ def check_qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int,
 def check_table(table: Tensor, shape: tuple[int, ...], device: torch.device, low: int, high: int, maker: str) -> None:
     """Checks the table of requantization and its clamp; `maker` is the function that makes such a table."""
     if not -128 <= low <= high <= 127:
-        raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high})")
+        raise ArgumentError(f"clamp takes (low, high) with -128 <= low <= high <= 127, got ({low}, {high}): write (out_zero, 127) for ReLU")
     if table.shape != shape or table.dtype != torch.float32 or not table.is_contiguous() or table.device != device:
         got = f"{table.dtype} {list(table.shape)} on {table.device}"
         raise ArgumentError(f"the table is contiguous float32 {list(shape)} on {place(device.type)}, got {got}: use {maker}")
@@ -144,11 +155,13 @@ def check_requantization(fmt: Format, k: int, in_scale: float, in_zero: int, out
             f"got {fmt} with K = {k}: quantize to int8_channel"
         )
     for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):
+        check_type(step, (Real, Tensor), f"{what} is a number", "pass the step of the codes, a float")
         if not 0 < step < _INFINITE:
-            raise ArgumentError(f"{what} is positive and finite, got {step}")
+            raise ArgumentError(f"{what} is positive and finite, got {step}: pass the step of the codes, as calibration gives it")
     for what, zero in (("in_zero", in_zero), ("out_zero", out_zero)):
-        if not -128 <= zero <= 127:
-            raise ArgumentError(f"{what} lies in -128 … 127, got {zero}")
+        check_type(zero, (Real, Tensor), f"{what} is a whole number", "pass the code of 0, an int")
+        if not -128 <= zero <= 127 or int(zero) != zero:
+            raise ArgumentError(f"{what} is a whole number in -128 … 127, got {zero}: pass the code of 0")
 
 
 def check_ids(ids: Tensor) -> None:

@@ -21,7 +21,7 @@ from halfbyte.kernels.problem import Addition, Window
 from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu_conv, cuda_conv, elementwise, functions
-from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization
+from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization, code_range
 from halfbyte.ops.images import filter_from_numbers, from_numbers, out_shape
 from halfbyte.ops.library import Gradients, differentiable, differentiated, plain, transformation, transformed
 from halfbyte.quantizers.check import check_weight
@@ -53,7 +53,12 @@ def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.
     kernel_size   (Kh, Kw) or (Kw,); one number for a square kernel
     """
     check_type(codes, Codes, "pack_conv takes Codes", "pass what quantize_conv(weight, format) gives")
-    sizes = convolution.filter_of(codes, (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size, groups)
+    kernel: Any = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+    if not (isinstance(kernel, Sequence) and len(kernel) in (1, 2) and all(isinstance(n, int) and n > 0 for n in kernel)):
+        raise ArgumentError(
+            f"a kernel's size is (Kh, Kw) or (Kw,), each from 1 on, or one of a square, got {kernel_size!r}: pass the layer's"
+        )
+    sizes = convolution.filter_of(codes, kernel, groups)
     device = check_device(device)
     return cpu_conv.pack(codes.to(device), sizes) if device.type == "cpu" else cuda_conv.pack(codes.to(device), sizes)
 
@@ -124,7 +129,7 @@ def conv1d(
         if x.dim() not in (2, 3):
             raise ArgumentError(f"conv1d takes [B, C, L] or [C, L], got {list(x.shape)}")
         if not isinstance(padding, str):
-            sides = [padding] if isinstance(padding, int) else _flat(padding)
+            sides = _flat(padding)
             if len(sides) not in (1, 2):
                 raise ArgumentError(f'the padding of conv1d is one number, (left, right), "same" or "valid", got {padding!r}')
             padding = (0, 0), (sides[0], sides[-1])
@@ -153,7 +158,7 @@ def qconv2d(
     """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch. x is padded with `in_zero`,
     the code of 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
     try:
-        low, high = (-128, 127) if clamp is None else clamp
+        low, high = code_range(clamp)
         table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
         return qconv2d_with(x, packed, table, _window_numbers(packed.sizes.kernel, stride, padding, dilation), in_zero, (low, high))
     except Exception:
@@ -197,9 +202,9 @@ def conv_requantization_table(
 
 
 def _pair(value: _Sizes, what: str) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2:
-        raise ArgumentError(f"{what} is one number or (height, width), got {value!r}")
+    pair: Any = (value, value) if isinstance(value, int) else value
+    if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
+        raise ArgumentError(f"{what} is one whole number or (height, width), got {value!r}: write {what}=1 or {what}=(1, 1)")
     return pair[0], pair[1]
 
 
@@ -210,8 +215,8 @@ def module_window(module: Any) -> Window:
     return _window(kernel, stride, padding, dilation)
 
 
-def _flat(value: Sequence[Any]) -> list[int]:
-    return [n for item in value for n in (_flat(item) if isinstance(item, Sequence) else [item])]
+def _flat(value: object) -> list[Any]:
+    return [n for item in value for n in _flat(item)] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
@@ -230,7 +235,7 @@ def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, 
 
 
 def _frozen(value: Any) -> Any:
-    return value if isinstance(value, int | str) else tuple(map(_frozen, value))
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> Window:
@@ -243,11 +248,12 @@ def _window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation
     elif padding == "valid":
         sides = 0, 0, 0, 0
     elif isinstance(padding, str):
-        raise ArgumentError(f'padding is "same", "valid" or numbers, got {padding!r}')
+        raise ArgumentError(f'padding is "same", "valid" or whole numbers, got {padding!r}: write padding=0')
     else:
         flat = [padding] * 2 if isinstance(padding, int) else _flat(padding)
-        if len(flat) not in (2, 4):
-            raise ArgumentError(f"padding is one number, (height, width) or ((top, bottom), (left, right)), got {padding!r}")
+        if len(flat) not in (2, 4) or not all(isinstance(n, int) for n in flat):
+            allowed = "one whole number, (height, width) or ((top, bottom), (left, right))"
+            raise ArgumentError(f"padding is {allowed}, got {padding!r}: write padding=0")
         sides = (flat[0], flat[0], flat[1], flat[1]) if len(flat) == 2 else (flat[0], flat[1], flat[2], flat[3])
     return Window(strides, sides, dilations)
 

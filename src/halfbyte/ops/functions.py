@@ -20,7 +20,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu, cuda
-from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization
+from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization, code_range
 from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
@@ -225,7 +225,7 @@ def qlinear(
     """
     try:
         n, k = _matrix(packed)
-        low, high = (-128, 127) if clamp is None else clamp
+        low, high = code_range(clamp)
         table = requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
         return OPS.qlinear.default(x, packed.data, table, packed.name, n, k, low, high)  # type: ignore[no-any-return]
     except Exception:

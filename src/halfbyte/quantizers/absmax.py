@@ -82,7 +82,8 @@ def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
         if fmt.family == "iq4":
             exact = _divide(torch.where(-lo > hi, lo, hi), fmt.q_min)
         elif fmt.family == "fp4" and fmt.scale == torch.bfloat16:
-            exact = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), (torch.frexp(amax).exponent - 4).clamp(min=-128)), 0.0)
+            power = torch.ldexp(torch.ones_like(amax), (torch.frexp(amax).exponent - 4).clamp(min=-128))
+            exact = torch.where((amax > 0) & torch.isfinite(amax), power, amax)  # a NaN or an infinity stays one, and is refused below
         else:
             exact = _divide(amax, fmt.q_max)
     else:

@@ -61,12 +61,17 @@ def check_finite(weight: Tensor, name: str) -> None:
 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
     """Raises FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
-    largest weights by more than half a code. Weights of zeros are accepted, and so are blocks that are small beside others."""
+    largest weights by more than half a code. Weights of zeros are accepted, and so are blocks that are small beside others.
+
+    With offsets the scales may be small since weights are alike. There it counts whether one is moved by more than a code of the largest.
+    """
     fmt, limits = codes.format, torch.finfo(codes.format.scale)
-    if not weight.numel() or fmt.zero == "offset":
+    if not weight.numel():
         return
     largest, unit = float(codes.scale.abs().max()), limits.smallest_normal * limits.eps
     if largest < fmt.q_max * unit and (amax := float(weight.abs().max())) > 0:
+        if fmt.zero == "offset" and float((codes.dequantize() - weight).abs().max()) <= 2 * amax / fmt.q_max:
+            return
         wide = fmt.with_scale(torch.bfloat16)
         raise FormatError(
             f"{name}: its largest value is {amax:.3g}, for which the {str(fmt.scale)[6:]} scales of {fmt} are too coarse: "

@@ -12,7 +12,9 @@ Columns are processed in blocks, and these in smaller ones; the columns after a 
 the format is fixed when its first column is reached, from the weights at that moment, or before anything is rounded (static groups).
 Everything is computed in float64.
 
-On a CPU small weights have one thread (threads.py says why).
+On a CPU rows, which are independent of each other, and columns of the inverse have threads of their own (threads.py says why).
+
+With J the reversal of the order, J H J = L L^T makes U = J L^-1 J: one Cholesky factor and the inverse of a triangle.
 
 A weight that is 0 counts as pruned: its code means 0 too, and the error of that is compensated like any other. Formats with offsets
 have no code for 0; there it is a weight like any other.
@@ -34,13 +36,14 @@ from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax, nearest
 from halfbyte.quantizers.check import check_finite, check_weight
 from halfbyte.quantizers.mse import mse
-from halfbyte.quantizers.threads import at_most
+from halfbyte.quantizers.threads import at_most, each
 
 GRIDS = ("mse", "absmax")
-_CHUNK = 1 << 24  # weights processed at a time: rows are independent of each other
+_CHUNK = 1 << 24  # weights processed at a time, by all threads together
+_ROWS = 512  # of a weight, at least, for a thread: with fewer, Python takes longer than the arithmetic
 _NEAR = 16  # columns of the smaller blocks: rows that fit the nearest cache while each column is subtracted from those after it
-_SHARE_OF_COLUMNS = 1 << 17  # weights of a block of columns, for each thread
-_SHARE_OF_MOMENTS = 1 << 20  # moments to factor, for each thread
+_SHARE_OF_MOMENTS = 1 << 22  # moments to factor, for each of the threads that share operations
+_COLUMNS = 256  # of the inverse of a triangle
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +97,22 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
     if not weight.numel() or not bool((energy > 0).any()):
         return _grid(weight, fmt, energy, options, name)
     order = energy.argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=weight.device)
-    with at_most(moments.numel() // _SHARE_OF_MOMENTS):
-        upper = inverse_factor(moments[order][:, order], options.damping, name)
+    upper = inverse_factor(moments[order][:, order], options.damping, name)
     # The cost of an error in each column once all later columns have compensated for it as far as possible.
     energy[order] = upper.diagonal().square().reciprocal().float()
     static = _grid(weight, fmt, energy, options, name) if options.static_groups or not isinstance(fmt.block, int) else None
-    parts = []
-    for rows in torch.arange(n, device=weight.device).split(max(1, _CHUNK // k)):
+    threads = 1 if weight.is_cuda else max(1, min(torch.get_num_threads(), _CHUNK // (_ROWS * k)))
+
+    def swept(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sweep = _Sweep(weight[rows], fmt, energy, options, name)
         if static is not None:
             take = slice(None) if fmt.block == "tensor" else rows
             sweep.fix(static.scale[take], None if static.zero is None else static.zero[take])
-        with at_most(len(rows) * options.columns // _SHARE_OF_COLUMNS):
-            parts.append(sweep.run(upper, order))
+        return sweep.run(upper, order)
+
+    size = min(max(_ROWS, -(-n // threads)), max(1, _CHUNK // (k * threads)))
+    with at_most(threads if n > size else 1):
+        parts = list(each(swept, torch.arange(n, device=weight.device).split(size), weight.device))
     values = torch.cat([part[0] for part in parts])
     if static is not None:
         return Codes.from_values(fmt, values, static.scale, static.zero)
@@ -116,15 +122,24 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
 
 def inverse_factor(moments: Tensor, damping: float, name: str) -> Tensor:
     """U, upper triangular with U^T U = (H + damping * mean(diag(H)) * I)^-1: float64 [K, K]."""
-    h = moments.double()
+    h = moments.double().flip(0, 1)
     h.diagonal().add_(damping * h.diagonal().mean())
-    lower, info = torch.linalg.cholesky_ex(h)
+    with at_most(h.numel() // _SHARE_OF_MOMENTS):
+        lower, info = torch.linalg.cholesky_ex(h)
     if int(info):
         raise ArgumentError(
             f"the input moments of {name} are not positive definite with a damping of {damping}: use a larger one, such as 0.1"
         )
-    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    return upper
+    inverse = h.zero_()
+
+    def invert(columns: Tensor) -> None:
+        first, width = int(columns[0]), len(columns)
+        ones = torch.eye(len(h) - first, width, dtype=h.dtype, device=h.device)
+        inverse[first:, first : first + width] = torch.linalg.solve_triangular(lower[first:, first:], ones, upper=False)
+
+    with at_most(len(h) // _COLUMNS):
+        list(each(invert, torch.arange(len(h), device="cpu").split(_COLUMNS), h.device))
+    return inverse.flip(0, 1)
 
 
 def _grid(weight: Tensor, fmt: Format, energy: Tensor, options: GPTQ, name: str) -> Codes:

@@ -1,7 +1,7 @@
 """What some decoder layers do with an input of their own, last (Gemma 4's per-layer embeddings): h [m, K], e [m, P] -> y [m, K], float32.
 
-    g = f(h · Wgateᵀ) * e
-    y = s * (h + norm(g · Wprojectionᵀ))     s: one number, or 1
+g = f(h · Wgateᵀ) * e
+y = s * (h + norm(g · Wprojectionᵀ))     s: one number, or 1
 """
 
 from __future__ import annotations
