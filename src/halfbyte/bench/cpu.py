@@ -22,7 +22,7 @@ from halfbyte.bench.contenders import PEERS, Contender, select
 from halfbyte.bench.process import PROGRAM, Worker, WorkerError
 from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample, rank, summarize
 from halfbyte.bench.workload import Workload
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, check_counts
 from halfbyte.machine import machine
 
 _PACKAGES = ("torch", "onnxruntime", "openvino", "llama_cpp", "llvmlite", "numpy")
@@ -63,8 +63,8 @@ class Plan:
 
     def check(self, peers: Sequence[Contender] = PEERS) -> list[Contender]:
         """The contenders, of `peers` those that are named. Raises ArgumentError or FormatError for a plan that cannot be run."""
-        if any(size < 1 for size in (*self.ms, *self.threads, self.rounds, *(side for shape in self.shapes for side in shape))):
-            raise ArgumentError("shapes, M, threads and rounds of a benchmark are whole numbers from 1 on")
+        n, k = [shape[0] for shape in self.shapes], [shape[1] for shape in self.shapes]
+        check_counts("a benchmark", m=self.ms, n=n, k=k, threads=self.threads, rounds=(self.rounds,))
         if max(self.threads, default=1) > machine().cores:
             raise ArgumentError(f"got {max(self.threads)} threads, this process may use {machine().cores} cores: ask for fewer")
         found = select(self.formats, self.peers, peers)
@@ -124,9 +124,7 @@ class _Ready:
     samples: dict[int, list[Sample]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _prepare(
-    plan: Plan, work: Workload, workers: Sequence[tuple[Contender, Worker]], report: Report, advance: Advance
-) -> list[_Ready]:
+def _prepare(plan: Plan, work: Workload, workers: Sequence[tuple[Contender, Worker]], report: Report, advance: Advance) -> list[_Ready]:
     """Prepares every contender's weights and checks its results; contenders that fail are reported absent."""
     ready = []
     for at, (one, worker) in enumerate(workers):
