@@ -220,7 +220,7 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         ),
         (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, stride=[2, 0.5]), r"stride is one whole number or \(height, width\), got \[2, 0.5\]"),
         (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, dilation=None), r"dilation is one whole number or \(height, width\), got None: write"),
-        (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, padding=1.0), "padding is one whole number, .*, got 1.0: write padding=0"),
+        (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, padding=0.5), "padding is one whole number, .*, got 0.5: write padding=0"),
         (lambda: ANYTHING.conv2d(IMAGE, PACKED_CONV, padding=("same", "same")), r"padding is one whole number, .*, got \('same', 'same'\)"),
         (
             lambda: hb.conv2d(IMAGE, PACKED_CONV, stride=0),

@@ -202,10 +202,18 @@ def conv_requantization_table(
 
 
 def _pair(value: _Sizes, what: str) -> tuple[int, int]:
-    pair: Any = (value, value) if isinstance(value, int) else value
-    if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
+    sizes = [_whole(n) for n in value] if isinstance(value, Sequence) else [_whole(value)] * 2
+    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
         raise ArgumentError(f"{what} is one whole number or (height, width), got {value!r}: write {what}=1 or {what}=(1, 1)")
-    return pair[0], pair[1]
+    return sizes[0], sizes[1]
+
+
+def _whole(value: Any) -> int | None:
+    """None where it is no whole number. 1.0 is one, as it is the key in `_windows` that 1 is."""
+    try:
+        return int(value) if not isinstance(value, str) and value == int(value) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def module_window(module: Any) -> Window:
@@ -250,8 +258,9 @@ def _window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation
     elif isinstance(padding, str):
         raise ArgumentError(f'padding is "same", "valid" or whole numbers, got {padding!r}: write padding=0')
     else:
-        flat = [padding] * 2 if isinstance(padding, int) else _flat(padding)
-        if len(flat) not in (2, 4) or not all(isinstance(n, int) for n in flat):
+        given = _flat(padding) if isinstance(padding, Sequence) else [padding] * 2
+        flat = [n for n in map(_whole, given) if n is not None]
+        if len(given) not in (2, 4) or len(flat) != len(given):
             allowed = "one whole number, (height, width) or ((top, bottom), (left, right))"
             raise ArgumentError(f"padding is {allowed}, got {padding!r}: write padding=0")
         sides = (flat[0], flat[0], flat[1], flat[1]) if len(flat) == 2 else (flat[0], flat[1], flat[2], flat[3])
