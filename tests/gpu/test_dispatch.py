@@ -99,6 +99,17 @@ def test_where_nothing_was_measured_the_choice_is_sound(arch: str, fmt: str) -> 
         assert [option.candidate.name for option in (taken[0], taken[-1]) if option is not None] == ["skinny", "dequantized"]
 
 
+@pytest.mark.parametrize("fmt", ["int4_g128", "q4_0", "q8_0"])
+def test_layers_of_models_are_multiplied_by_kernels_on_hopper(fmt: str) -> None:
+    """What torch multiplied would keep the launches of a layer from being one call."""
+    rows = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 96, 128, 129, 192, 256, 257, 300, 512, 513, 700, 1024, 2048, 4096]
+    for n, k in ((1024, 4096), (2560, 9728), (3072, 8192), (5120, 2048), (6144, 2560), (28672, 4096)):
+        taken = [rules.choose_gpu(problem(m, n, k, fmt, dtype=torch.bfloat16), GPUS["sm_90"]).taken for m in rows]
+        assert all(option is not None and option.candidate.replayable for option in taken)
+        seconds = [option.seconds for option in taken if option is not None and not option.measured]
+        assert all(later >= 0.97 * earlier for earlier, later in pairwise(seconds))
+
+
 def test_ceilings_come_from_the_clocks_or_from_a_relative() -> None:
     gpu = GPUS["sm_90"]
     slow = dataclasses.replace(gpu, clock=(gpu.clock or 0) / 2, bandwidth=(gpu.bandwidth or 0) / 2)

@@ -116,6 +116,17 @@ def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
                     assert together * config.stages * static.stage_bytes + (8 << 10) <= gpu.shared
 
 
+def test_rows_are_shared_out_where_panels_leave_programs_idle() -> None:
+    gpu = GPUS["sm_90"]
+    tiles = {(config.columns, config.programs) for config in skinny_hopper.configs(problem("int4_g128", 16), gpu)}
+    assert {(16, 64), (8, 64)} <= tiles, "64 panels: whole tiles, and two programs for each, with 8 rows of x"
+    assert all(config.columns == 16 for config in skinny_hopper.configs(problem("int4_g128", 16, n=8192), gpu))
+    assert skinny_hopper.supports(problem("int4_g128", 128), gpu) is None
+    times = [skinny_hopper.seconds(problem("int4_g128", 128), config) for config in skinny_hopper.configs(problem("int4_g128", 128), gpu)]
+    assert times == sorted(times)  # type: ignore[type-var]
+    assert skinny_hopper.seconds(problem("int4_g128", 64), skinny_hopper.configs(problem("int4_g128", 64), gpu)[0]) is None
+
+
 def test_what_it_is_made_of() -> None:
     asked: dict[str, Any] = {"n": 8192, "k": 8192, "format": "int4_g128_zp", "dtype": "bfloat16", "configs": [0], "wanted": "resources"}
     jobs = [linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", m=m, **asked) for m in (8, 32)]
