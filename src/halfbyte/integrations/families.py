@@ -54,12 +54,15 @@ class Sharing(NamedTuple):
     lends    whether its own are read by others
     kind     what these layers have in common, and the key in `shared_kv_states`
     modes    of the config: of each layer, whether it is one that "store"s or one that "reuse"s them
+    last     of the config: how many layers reuse them, the last ones, where transformers has no `modes`: those of the last of their kind
+             before
     """
 
     borrows: str = "is_kv_shared_layer"
     lends: str = "store_full_length_kv"
     kind: str = "layer_type"
     modes: str = "kv_sharing_modes"
+    last: str = "num_kv_shared_layers"
 
 
 class Positions(NamedTuple):
@@ -292,8 +295,10 @@ def lender(layer: Any) -> int | None:
     sharing, attention = known(layer).sharing, layer.self_attn
     if sharing is None:
         return None
-    kinds, modes = attention.config.layer_types, getattr(attention.config, sharing.modes)
-    own = shared_as(layer)
+    kinds, modes, own = attention.config.layer_types, getattr(attention.config, sharing.modes, None), shared_as(layer)
+    if modes is None:
+        others = len(kinds) - getattr(attention.config, sharing.last)
+        return next((i for i in reversed(range(others)) if kinds[i] == own), None)
     found = (i for i, (kind, mode) in enumerate(zip(kinds, modes, strict=True)) if kind == own and mode == "store")
     return next(found, None)
 
