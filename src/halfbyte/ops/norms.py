@@ -118,18 +118,15 @@ def _check(x: Tensor, norm: Norm) -> None:
             check_norm(x, part)
 
 
-def _check_scale(scale: Tensor | None) -> None:
-    if scale is not None and (scale.numel() != 1 or not scale.is_floating_point()):
-        raise ArgumentError(f"a sum is multiplied by one number, got {scale.dtype} {list(scale.shape)}")
-
-
-def _check_added(x: Tensor, residual: Tensor, *weights: Tensor | None) -> None:
-    for weight in weights:
-        if weight is not None:
-            check_norm(x, weight)
+def _check_added(x: Tensor, residual: Tensor, weight: Tensor, then: Tensor | None, scale: Tensor | None) -> None:
+    for norm in (weight, then):
+        if norm is not None:
+            check_norm(x, norm)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         got = f"{residual.dtype} {list(residual.shape)}"
         raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
+    if scale is not None and (scale.numel() != 1 or not scale.is_floating_point()):
+        raise ArgumentError(f"a sum is multiplied by one number, got {scale.dtype} {list(scale.shape)}: pass a float of shape [1]")
 
 
 def _add_normed(
@@ -143,8 +140,7 @@ def _add_normed(
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """In torch's operations."""
-    _check_added(x, residual, weight, then)
-    _check_scale(scale)
+    _check_added(x, residual, weight, then, scale)
     wide = wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()
     h = (wide if scale is None else wide * scale.float()).to(x.dtype)
     return h, h.new_empty(0) if then is None else norm_in_torch(h, Norm(then, then_eps, plus_one))
@@ -160,8 +156,7 @@ def _add_normed_cuda(
     then_eps: float,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_added(x, residual, weight, then)
-    _check_scale(scale)
+    _check_added(x, residual, weight, then, scale)
     here, k = gpu(x.get_device()), x.shape[-1]
     if not x.numel() or why_not_norm(k, here) is not None:
         return _add_normed(x, residual, weight, eps, plus_one, then, then_eps, scale)
@@ -190,7 +185,7 @@ def _add_normed_fake(
     then_eps: float,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_added(x, residual, weight, then)
+    _check_added(x, residual, weight, then, scale)
     return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)
 
 
