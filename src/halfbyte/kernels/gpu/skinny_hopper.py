@@ -10,8 +10,8 @@ that one's waits lie under the others' work.
 All programs multiply the same number of steps, so that no multiprocessor waits for another (Osama et al., Stream-K, 2023). Where a
 cut goes through a tile, sums meet in a workspace, and the last to arrive adds them in a fixed order.
 
-Of more than 64 rows each 64 are multiplied by programs of their own, where all have room at once. TMA never reads rows that are not there:
-a tile's second half, and the last tile, begin as early as it takes (`_apart`).
+Of more than 64 rows each 64 are multiplied by programs of their own, where all have room at once. Of more than 4, TMA reads none that are
+not there: a tile's second half, and the last tile, begin as early as it takes (`_apart`).
 
 With two partitions and half of the stages, two programs have room on a multiprocessor: one reads while the other begins or ends. Each
 takes whole tiles then. It gains where these fill most of the room, and nearly as much in the last round as in the others.
