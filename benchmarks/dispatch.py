@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from halfbyte.dispatch.gpu import GpuOption, choose_gpu, packs_pairs, triton_trouble
-from halfbyte.dispatch.measure import linear_launches
+from halfbyte.dispatch.measure import compile_launches, linear_launches
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Problem
@@ -52,8 +52,7 @@ def measure(problem: Problem, here: Gpu, most: int) -> tuple[GpuOption, dict[str
             turns.append(option)
     device = torch.device("cuda")
     launches = {name_of(option): linear_launches(problem, here, option.candidate, option.config, device) for option in turns}
-    for calls in launches.values():
-        calls[0]()
+    compile_launches(launches, device)
     return taken, {name: times.median for name, times in graph_times(launches, rounds=7).items()}
 
 

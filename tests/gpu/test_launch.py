@@ -240,7 +240,7 @@ def launch_compiled(gpu: Gpu) -> None:
     own, torch.cuda.device = torch.cuda.device, lambda _: nullcontext()  # type: ignore[assignment, misc]
     try:
         x = torch.zeros(8, device="meta")
-        with launch.compiling(torch.device("cuda", 0), 2):
+        with launch.compiling(torch.device("cuda", 0)):
             for block in (8, 8, 16):
                 assert launch.is_compiling()
                 launch.run(add, (1,), x, x, (None, None), 8, 3, BLOCK=block)
@@ -277,7 +277,7 @@ def test_made_again_on_the_gpu(device: torch.device) -> None:
 @needs_gpu
 def test_what_was_compiled_before_is_not_compiled_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, compiled = torch.arange(10, device=device), torch.zeros(10, dtype=torch.int64, device=device), list[Any]()
-    with launch.compiling(device, 2):
+    with launch.compiling(device):
         launch.run(add, (1,), x, y, (None, None), 10, 3, BLOCK=32, num_warps=8)
     assert not y.any()
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what))

@@ -27,12 +27,14 @@ _CLOSE = 1.12  # times of a few rounds are off by less: what is that near to the
 def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.device | None = None) -> tune.Times:
     """Measure `problem`, its M taken up to a power of two, and keep the times. Takes seconds, most of them to compile.
 
-    anew  False: measured times that are already there are returned
+    anew    False: measured times that are already there are returned
+    device  the current one, and so it is without
     """
     if not anew and (known := tune.measured(gpu, problem, here=True).times):
         return known
     from halfbyte.kernels.gpu.clock import graph_times
 
+    device = device or torch.device("cuda", torch.cuda.current_device())
     paired = not problem.sparse and rules.packs_pairs(problem.format, (problem.n, problem.k), gpu)
     problem = replace(problem, m=tune.rows_class(problem.m), paired=paired)
     contenders: dict[str, list[Callable[[], object]]] = {}
@@ -40,13 +42,8 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
         asked = candidate.multiplied(problem)
         if candidate.compute == asked.compute and candidate.sparse <= problem.sparse and candidate.refuses(problem, gpu) is None:
             for config in candidate.module.configs(asked, gpu)[:MOST_CONFIGS]:
-                launches = linear_launches(problem, gpu, candidate, config, device or torch.device("cuda"))
-                try:
-                    launches[0]()
-                except KernelError as error:
-                    warnings.warn(f"{candidate.name} {config} does not run here, and is left out: {error}", stacklevel=2)
-                    continue
-                contenders[f"{candidate.name}\n{config}"] = launches
+                contenders[f"{candidate.name}\n{config}"] = linear_launches(problem, gpu, candidate, config, device)
+    compile_launches(contenders, device)
     seconds = {name: timing.median for name, timing in graph_times(contenders, rounds=7).items()}
     close = {name: launches for name, launches in contenders.items() if seconds[name] <= _CLOSE * min(seconds.values())}
     seconds |= {name: timing.median for name, timing in graph_times(close, rounds=25).items()}
@@ -57,6 +54,21 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
     tune.keep(gpu, problem, times)
     rules.choose_gpu.cache_clear()
     return times
+
+
+def compile_launches(contenders: dict[str, list[Callable[[], object]]], device: torch.device) -> None:
+    """Compiles what contenders launch, side by side, and launches each once; one whose kernel does not compile is told of and taken out."""
+    from halfbyte.kernels.gpu import launch
+
+    with launch.compiling(device):
+        for launches in contenders.values():
+            launches[0]()
+    for name, launches in list(contenders.items()):
+        try:
+            launches[0]()
+        except KernelError as error:
+            warnings.warn(f"{name} does not run here, and is left out: {error}".replace("\n", " "), stacklevel=3)
+            del contenders[name]
 
 
 def linear_launches(

@@ -13,9 +13,7 @@ from halfbyte import env
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.decoding import is_decoder_layer, is_short
 from halfbyte.integrations.mixtures import routed_of
-from halfbyte.machine import machine
 
-_MOST_THREADS = 16
 _done: WeakSet[Any] = WeakSet()
 
 
@@ -41,6 +39,6 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
     with torch.inference_mode(), torch.cuda.device(device):
         relaunch.broken(device)
         kept = cache()
-        with launch.compiling(device, min(_MOST_THREADS, machine().cores)):
+        with launch.compiling(device):
             for each in (ids, ids[:, :1]):
                 model(input_ids=each, past_key_values=kept, use_cache=True, logits_to_keep=1)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.layouts.base import round_up
-from halfbyte.machine import Gpu, gpu
+from halfbyte.machine import Gpu, gpu, machine
 
 
 class Call(NamedTuple):
@@ -48,6 +48,8 @@ class _Recorder(NamedTuple):
     calls: list[Call]
     dry: bool
 
+
+_MOST_THREADS = 16  # that compile
 
 _Free = TypeVar("_Free")
 _recorder: ContextVar[_Recorder | None] = ContextVar("_recorder", default=None)
@@ -106,12 +108,15 @@ def recording(*, dry: bool = False) -> Iterator[list[Call]]:
 
 
 @contextmanager
-def compiling(device: torch.device, threads: int) -> Iterator[None]:
-    """A block on this thread whose launches are not made: their kernels are compiled by `threads` threads, and are ready on `device`, the
-    current one, when the block ends. What does not compile says so when it is launched."""
+def compiling(device: torch.device) -> Iterator[None]:
+    """A block on this thread whose launches are not made: their kernels are compiled by as many threads as there are cores, and are ready
+    on `device`, the current one, when the block ends. What does not compile says so when it is launched."""
     token = _compiles.set(True)
     try:
-        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True):
+        with (
+            ThreadPoolExecutor(min(_MOST_THREADS, machine().cores)) as pool,
+            triton.AsyncCompileMode(_Loading(pool, device), ignore_errors=True),
+        ):
             yield
     finally:
         _compiles.reset(token)
