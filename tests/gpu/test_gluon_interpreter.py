@@ -88,6 +88,8 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
         ("q4_0", torch.bfloat16, 20, (8, 1, 2, 2, 3)),
         ("int8_g64_zp", torch.bfloat16, 9, (16, 1, 1, 2, 3)),
         ("int8_g128_zp", torch.float16, 2, (8, 4, 1, 3, 3)),
+        ("int4_g128", torch.bfloat16, 7, (8, 2, 1, 3, 6)),  # each tile has three programs, which wait for each other
+        ("q8_0", torch.bfloat16, 71, (32, 1, 1, 2, 6)),
     ],
 )
 def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int, ...]) -> None:
@@ -110,6 +112,7 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
         ("int8_g128", "block", 1),
         ("int4_channel", "row", skinny_hopper_config.Config(64, 1, 1, 3, 2)),
         ("int8_channel", "row", skinny_hopper_config.Config(64, 2, 1, 2, 3)),
+        ("int8_channel", "row", skinny_hopper_config.Config(64, 2, 1, 2, 4)),
     ],
 )
 def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper_config.Config | int) -> None:

@@ -149,7 +149,7 @@ _LEAST_BYTES = 1 << 16
 _MOST_KEPT = 1 << 26
 _LEAST_LOCKS = 1 << 12
 _LEAST_OF_GRAPH = 1 << 8  # tuning captures a graph for each config
-_ARENA = 1 << 21  # locks, for the graphs of one device
+_ARENA = 1 << 23  # locks, for the graphs of one device
 _PLACE = 1 << 18  # bytes of which a place of turns has a multiple
 _MOST_OF_GRAPHS = 1 << 27  # bytes of turns, for the graphs of one device
 

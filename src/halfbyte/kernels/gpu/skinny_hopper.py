@@ -8,7 +8,9 @@ where a tile has fewer than four, one of the stage's parts of K; those meet in s
 that one's waits lie under the others' work.
 
 All programs multiply the same number of steps, so that no multiprocessor waits for another (Osama et al., Stream-K, 2023). Where a
-cut goes through a tile, sums meet in a workspace, and the last to arrive adds them in a fixed order.
+cut goes through a tile, sums meet in a workspace, and the last to arrive adds them in a fixed order. Where each tile has as many programs,
+its last one waits for the others' sums themselves, which takes half as long: words are not 0 once they are there (`_wait_for`). It waits
+for programs that began before it, so that these never wait for a multiprocessor that it has.
 
 Of more than 64 rows each 64 are multiplied by programs of their own, where all have room at once. Of more than 4, TMA reads none that are
 not there: a tile's second half, and the last tile, begin as early as it takes (`_apart`).
@@ -36,7 +38,7 @@ from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
-from halfbyte.kernels.gpu.skinny_hopper_config import Config, beside, compiled_for, row_tiles
+from halfbyte.kernels.gpu.skinny_hopper_config import Config, beside, compiled_for, programs_of_tile, row_tiles
 from halfbyte.kernels.gpu.skinny_hopper_tile import LIFT, ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -68,11 +70,15 @@ def multiply(
     """The same with `beside(problem, config)` bytes of memory; integers have scales of the rows of x besides."""
     (rows, row_scale), (codes, scale, zero) = x, weight
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    scratch, units = None, -(-problem.n // static.rows)
-    if not static.gated and beside(problem, config):
+    tiles, steps, rows_of_tiles = -(-problem.n // static.rows), -(-geo.records // static.depth), row_tiles(problem, config)
+    scratch, share, together = None, divmod(tiles, config.programs), 0
+    if not static.gated and (together := programs_of_tile(problem, config)) > 1:
+        waited_for = (config.programs - tiles) * static.rows * config.columns * rows_of_tiles
+        scratch, share = (launcher.locks(out.device, waited_for),), divmod(steps, together)
+    elif not static.gated and beside(problem, config):
         sums = memory.view(torch.int32 if static.integers else torch.float32)
-        scratch = sums, launcher.locks(out.device, units * static.panels * row_tiles(problem, config))
-        units *= -(-geo.records // static.depth)
+        scratch = sums, launcher.locks(out.device, tiles * static.panels * rows_of_tiles)
+        share = divmod(tiles * steps, config.programs)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if static.sparse else 16 if static.bits == 4 else 8, rank=2)
     positions = None
     if static.sparse:
@@ -85,7 +91,7 @@ def multiply(
         read = TensorDescriptor.from_tensor(codes, [64, 128], layout)
     launcher.run(
         _skinny,
-        (config.programs, row_tiles(problem, config)),
+        (config.programs, rows_of_tiles),
         _rows(rows, static),
         _apart(problem.m, static.columns // 2),
         read,
@@ -96,7 +102,7 @@ def multiply(
         out,
         (epilogue.bias, epilogue.residual),
         scratch,
-        divmod(units, config.programs),
+        (*share, together),
         problem.m,
         problem.n,
         geo.n_padded,
@@ -138,16 +144,25 @@ def _tails(of_blocks: Tensor, static: Static) -> TensorDescriptor:
 
 
 @gluon.jit
-def _share(share, sizes, scratch):
+def _share(share, sizes, scratch, S: gl.constexpr):
     """The first tile and step that this program takes, and the number of steps: share[0] tiles, or steps where a tile is several programs',
-    and one more for the first share[1] programs."""
+    and one more for the first share[1] programs: of all, or of the share[2] of a tile."""
     me = gl.program_id(0)
-    first = me * share[0] + gl.minimum(me, share[1])
-    count = share[0] + (me < share[1]).to(gl.int32)
     if scratch is None:
+        first, count = _piece(me, share)
         return first, 0, count * sizes[4]
+    elif S.waits:
+        first, count = _piece(me % share[2], share)
+        return me // share[2], first, count
     else:
+        first, count = _piece(me, share)
         return first // sizes[4], first % sizes[4], count
+
+
+@gluon.jit
+def _piece(i, share):
+    """Where the i-th begins, and how much it has."""
+    return i * share[0] + gl.minimum(i, share[1]), share[0] + (i < share[1]).to(gl.int32)
 
 
 @gluon.jit
@@ -227,7 +242,7 @@ def _load_x(xd, buffers, full, row, t, stage, S: gl.constexpr):
 def _produce(sent, S: gl.constexpr):
     xd, row, wd, pd, tails, buffers, full, empty, scratch, share, sizes = sent
     STAGES: gl.constexpr = S.stages
-    pn, t, steps = _share(share, sizes, scratch)
+    pn, t, steps = _share(share, sizes, scratch, S)
     first = gl.minimum(steps, STAGES)
     of_x = t
     for i in range(first):  # the weight, before the kernel before has ended
@@ -259,7 +274,7 @@ def _consume(read, NUMBER: gl.constexpr, S: gl.constexpr):
     COLUMNS: gl.constexpr = S.columns
     MMA: gl.constexpr = S.sums
     high = high_bytes(out.dtype.element_ty) if S.bits == 8 and S.together else 0
-    pn, t, steps = _share(share, sizes, scratch)
+    pn, t, steps = _share(share, sizes, scratch, S)
     stage = 0
     phase = 0
     turn = 0
@@ -321,32 +336,65 @@ def _with_parts(acc, sums, PANEL: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
-    """What to do with the sums of a part of a tile's steps: of the programs that share the tile, the last to come adds all up.
+    """What to do with the sums of a part of a tile's steps: one of the programs that share the tile adds all up.
 
     Returns the panel's sums, and whether these are they.
     """
     held = as_held(acc)
     LANES: gl.constexpr = held.type.layout
-    COLUMNS: gl.constexpr = S.columns
-    AWAY: gl.constexpr = S.rows * COLUMNS
-    leader = _owner(pn * sizes[4], share)
-    others = _owner((pn + 1) * sizes[4] - 1, share) - leader
-    me = gl.program_id(0) - leader
-    # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
-    place = scratch[0] + leader.to(gl.int64) * (2 * AWAY) + PANEL * ROWS * COLUMNS
-    place += gl.expand_dims(gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
-    place += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
-    lock = scratch[1] + pn * S.panels + PANEL
-    gl.store(place + gl.where(me == 0, 1, 2 * me) * AWAY, held)
-    gl.thread_barrier()  # what this partition wrote comes before its arrival
-    ready = gl.atomic_add(lock, 1, sem="acq_rel") == others
-    if ready:
-        held = gl.load(place + AWAY, cache_modifier=".cg")
-        for j in range(1, others + 1):
-            held += gl.load(place + 2 * j * AWAY, cache_modifier=".cg")
-        acc = gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
-        gl.store(lock, 0)
-    return acc, ready
+    AWAY: gl.constexpr = S.rows * S.columns
+    at = PANEL * ROWS * S.columns + gl.expand_dims(gl.arange(0, S.columns // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
+    at += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
+    if S.waits:
+        place = scratch[0] + pn.to(gl.int64) * ((share[2] - 1) * AWAY) + at
+        me = gl.program_id(0) % share[2]
+        ready = me == share[2] - 1
+        if ready:
+            for j in range(share[2] - 1):
+                held += _wait_for(place + j * AWAY, held.dtype)
+        else:
+            _leave(place + me * AWAY, held)
+    else:
+        leader = _owner(pn * sizes[4], share)
+        others = _owner((pn + 1) * sizes[4] - 1, share) - leader
+        me = gl.program_id(0) - leader
+        # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
+        place = scratch[0] + leader.to(gl.int64) * (2 * AWAY) + at
+        lock = scratch[1] + pn * S.panels + PANEL
+        gl.store(place + gl.where(me == 0, 1, 2 * me) * AWAY, held)
+        gl.thread_barrier()  # what this partition wrote comes before its arrival
+        ready = gl.atomic_add(lock, 1, sem="acq_rel") == others
+        if ready:
+            held = gl.load(place + AWAY, cache_modifier=".cg")
+            for j in range(1, others + 1):
+                held += gl.load(place + 2 * j * AWAY, cache_modifier=".cg")
+            gl.store(lock, 0)
+    return gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True), ready
+
+
+@gluon.jit
+def _none_is(DTYPE: gl.constexpr):
+    """Bits that no sum has: of a NaN that arithmetic does not make, of the least integer."""
+    NONE: gl.constexpr = -(2**31) if DTYPE == gl.int32 else -1
+    return NONE
+
+
+@gluon.jit
+def _leave(place, sums):
+    """Leaves words for `_wait_for`, none of which is 0."""
+    bits = sums.to(gl.int32, bitcast=True)
+    none = _none_is(sums.dtype)
+    gl.store(place, gl.where(bits == none, bits ^ 1, bits) ^ none)
+
+
+@gluon.jit
+def _wait_for(place, DTYPE: gl.constexpr):
+    """The sums that another program leaves, where it leaves them; 0 is there again afterwards."""
+    bits = gl.load(place, volatile=True)
+    while gl.max(gl.max((bits == 0).to(gl.int32), 1), 0) > 0:
+        bits = gl.load(place, volatile=True)
+    gl.store(place, gl.zeros_like(bits))
+    return (bits ^ _none_is(DTYPE)).to(DTYPE, bitcast=True)
 
 
 @gluon.jit
@@ -435,8 +483,12 @@ def _skinny(xd, apart, wd, pd, sd, zd, scales, out, added, scratch, share, M, N,
     if added[1] is not None:
         added = (added[0], added[1] + at)
     if scratch is not None:
-        tiles = gl.program_id(1) * gl.cdiv(N, S.rows)
-        scratch = (scratch[0] + first.to(gl.int64) * (gl.num_programs(0) * 2 * S.rows), scratch[1] + tiles * PANELS)
+        tiles = gl.cdiv(N, S.rows)
+        if S.waits:
+            scratch = (scratch[0] + first.to(gl.int64) * ((gl.num_programs(0) - tiles) * S.rows),)
+        else:
+            places = first.to(gl.int64) * (gl.num_programs(0) * 2 * S.rows)
+            scratch = (scratch[0] + places, scratch[1] + gl.program_id(1) * tiles * PANELS)
     sizes = ((M - row, apart, first - row), N, n_padded, records, gl.cdiv(records, DEPTH))
     # Of one panel the first partition adds up and writes the sums of all, for which integers take registers of the others.
     FIRST: gl.constexpr = S.integers and PANELS == 1

@@ -187,10 +187,19 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         gates=gates,
         sparse=problem.sparse,
         paired=problem.paired,
+        waits=not gates and programs_of_tile(problem, config) > 0,
     )
 
 
+def programs_of_tile(problem: Problem, config: Config) -> int:
+    """How many programs each tile has, where all have as many and more than one; else 0."""
+    together, more = divmod(config.programs, -(-problem.n // (64 * config.panels)))
+    return together if config.partitions == 4 and together > 1 and not more else 0
+
+
 def beside(problem: Problem, config: Config) -> int:
-    """Bytes of memory where the sums of programs that share tiles meet; 0 where none do."""
+    """Bytes of memory where the sums of programs that share tiles meet, some more tiles than others; 0 where none do."""
     shared = config.partitions == 4 and -(-problem.n // (64 * config.panels)) % config.programs != 0
-    return 8 * config.programs * 64 * config.panels * config.columns * row_tiles(problem, config) if shared else 0
+    if not shared or programs_of_tile(problem, config):
+        return 0
+    return 8 * config.programs * 64 * config.panels * config.columns * row_tiles(problem, config)

@@ -59,6 +59,7 @@ class Static:
     gates: str = ""  # half of a tile's panels are gates of the others: `epilogue.gated`
     sparse: bool = False  # 2:4, in `layouts/gpu_sparse.py`
     paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
+    waits: bool = False  # a tile's last program waits for the sums of its others
 
     @property
     def gated(self) -> bool:
