@@ -391,7 +391,7 @@ def _leave(place, sums):
 def _wait_for(place, DTYPE: gl.constexpr):
     """The sums that another program leaves, where it leaves them; 0 is there again afterwards."""
     bits = gl.load(place, volatile=True)
-    while gl.max(gl.max((bits == 0).to(gl.int32), 1), 0) > 0:
+    while gl.max(gl.max((bits == 0).to(gl.int32), 0), 0) > 0:  # of a lane's words first
         bits = gl.load(place, volatile=True)
     gl.store(place, gl.zeros_like(bits))
     return (bits ^ _none_is(DTYPE)).to(DTYPE, bitcast=True)

@@ -15,6 +15,14 @@ from halfbyte.machine import Gpu
 
 _WIDEST = 64  # tile of x, in rows
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
+_AWAITED = 64
+_ALIKE = 3
+# Up to so many rows, a panel of whose weight each has a program: microseconds of all else, of a stage, of a record of 64 rows by bits and
+# for each column of sums (by wgmma, or a warp's own) and of x; share of the memory's rate; how much longer each further tile of the same
+# weight makes it; to wait for the others, and for a column of one of them. Fitted to 817 times on an H200, 16 weights of 4 and 8 bits: 1 %
+# is lost beside the best of these configs.
+_FEW_REST_US, _STAGE_US, _RECORD_US, _COLUMN_US, _X_US = 1.55, 0.073, {4: 0.056, 8: 0.128}, {True: 0.0016, False: 0.0032}, 0.0015
+_READ, _READ_AGAIN, _WAIT_US, _WAIT_COLUMN_US, _MEETING_COLUMN_US = 0.725, 0.9, 0.64, 0.038, 0.015
 _MEETING_US = 2.2  # that it takes programs to add up the sums of a tile which they share, on an H200; twice where one shares two
 # With more rows than a tile of x has: microseconds of a record of 64 rows of the weight, by panels, and of all else; 8 bits take longer.
 # Fitted to 144 times of q4_0 on an H200, 17 shapes.
@@ -68,6 +76,8 @@ def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first, from measurements on an H200."""
     words = problem.format.bits == 4
+    if problem.m <= _WIDEST and problem.compute == "float" and not problem.sparse and -(-problem.n // gpu_tiles.PANEL) <= gpu.sms:
+        return tuple(sorted(_few(problem, gpu), key=lambda config: _few_us(problem, config, gpu)))
     if problem.m <= 16:
         tiles = [(1, 2), (2, 2), (4, 2), (1, 1), (2, 1), (4, 1), (4, 4)] if words else [(1, 1), (2, 1), (4, 1), (1, 2)]  # panels, each
     elif problem.m <= 32:
@@ -87,7 +97,6 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         half = _configs(problem, gpu, 2 if many else 1, 1 if many or not words else 2, 0.0, partitions=2)
         found.insert(0, half)
     best, others = [of_tile[0] for of_tile in found], [config for of_tile in found for config in of_tile[1:]]
-    best[1:1] = _narrower(problem, gpu)
     return tuple(dict.fromkeys(config for config in best + others if config.stages > 1))
 
 
@@ -102,13 +111,32 @@ def seconds(problem: Problem, config: Config) -> float | None:
     return 1e-6 * (_MANY_REST_US + us + meeting)
 
 
-def _narrower(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Tiles of fewer rows of x than there are, where these and panels are so few that each tile has a program."""
-    if problem.compute != "float" or problem.sparse:
-        return []
-    panels, each = -(-problem.n // gpu_tiles.PANEL), 2 if problem.format.bits == 4 else 1
-    sizes = [columns for columns in (8, 16, 32) if columns < problem.m and -(-problem.m // columns) * panels <= gpu.sms]
-    return [_configs(problem, gpu, 1, each if columns <= 16 else 1, _MEETING_US, columns=columns)[0] for columns in sizes[-2:]]
+def _few(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Those for as many rows as a tile has, or two tiles of half as many where all have room at once."""
+    words, columns, panels = problem.format.bits == 4, _columns(problem.m), -(-problem.n // gpu_tiles.PANEL)
+    tiles = [(columns, *tile) for tile in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)) if tile[1] == 1 or (words and columns <= 16)]
+    if columns > 8 and -(-problem.m // (columns // 2)) * panels <= gpu.sms:
+        tiles += [(columns // 2, 1, each) for each in ((1, 2) if words and columns <= 32 else (1,))]
+    found = [config for columns, panels, each in tiles for config in _configs(problem, gpu, panels, each, _MEETING_US, columns=columns)]
+    return [config for config in dict.fromkeys(found) if config.stages > 1]
+
+
+def _few_us(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """What one of these takes."""
+    geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=False)
+    tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.depth)
+    together, again = programs_of_tile(problem, config), row_tiles(problem, config) - 1
+    if together:
+        stages, meeting = -(-steps // together), _WAIT_US + _WAIT_COLUMN_US * (together - 1) * config.columns
+    elif tiles % config.programs == 0:
+        stages, meeting = tiles // config.programs * steps, 0.0
+    else:
+        stages, others = -(-tiles * steps // config.programs), max(1, config.programs / tiles - 1)
+        meeting = _MEETING_US * (1 if config.programs % tiles == 0 else 2) + _MEETING_COLUMN_US * others * config.columns
+    of_column = _COLUMN_US[static.together] + _X_US / config.panels
+    read_us = 1e6 * config.programs * geo.nbytes / (geo.panels * geo.records) / (_READ * gpu.bandwidth) * (1 + _READ_AGAIN * again)
+    record_us = max(_RECORD_US[problem.format.bits] + of_column * config.columns, read_us)
+    return _FEW_REST_US + stages * (_STAGE_US + static.parts * config.panels * config.each * record_us) + meeting
 
 
 def _configs(
@@ -133,8 +161,8 @@ def _configs(
         meeting = 0.0 if tiles % programs == 0 else met_us if programs % tiles == 0 else 2 * met_us
         return panels * tiles * geo.records / programs * record_us + meeting
 
-    alike = tiles * max(1, min(most // tiles, steps))  # for each tile as many
-    programs = sorted({count for count in (whole, alike, min(most, tiles * steps)) if count <= most}, key=us)
+    alike = [tiles * each for each in range(1, min(most // tiles, steps) + 1)][-_ALIKE:]  # for each tile as many
+    programs = sorted({count for count in (whole, *alike, min(most, tiles * steps)) if count <= most}, key=us)
     return [Config(columns, panels, each, stages, count) for count in programs]
 
 
@@ -192,9 +220,10 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
 
 
 def programs_of_tile(problem: Problem, config: Config) -> int:
-    """How many programs each tile has, where all have as many and more than one; else 0."""
+    """How many programs each tile has of which the last one waits for the others; 0 where none does: not all tiles have as many, or it
+    would read more than `_AWAITED` columns, one program's after the other's."""
     together, more = divmod(config.programs, -(-problem.n // (64 * config.panels)))
-    return together if config.partitions == 4 and together > 1 and not more else 0
+    return together if config.partitions == 4 and not more and 0 < (together - 1) * config.columns <= _AWAITED else 0
 
 
 def beside(problem: Problem, config: Config) -> int:
