@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from halfbyte.bounded import Bounded
 from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.kernels.gpu import launch, relaunch
+from halfbyte.kernels.gpu.clock import graph_times
 from halfbyte.machine import Gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.replay import Replays
@@ -127,6 +128,20 @@ def test_what_a_graph_kept_is_given_to_another(device: torch.device, monkeypatch
     for graph in graphs:
         launch.release((index, 1, graph))
     assert launch.locks(device, 600).data_ptr() not in addresses[0] | addresses[1], "what was kept is too small"
+
+
+def test_graphs_find_locks_while_others_need_them_too(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = 99
+    monkeypatch.setitem(launch._arenas, index, torch.zeros(1 << 12, dtype=torch.int32, device=device))
+    for turn in range(3):  # a launch comes before its graph
+        monkeypatch.setattr(launch, "_where", lambda device: (index, 1, 0))
+        assert launch.locks(device, 5).numel() >= 5
+        monkeypatch.setattr(launch, "_where", lambda device, turn=turn: (index, 1, 50 + turn))
+        mine = launch.locks(device, launch._ARENA // 2 + 1)
+        assert not mine.any()
+        assert (index, 1, 50 + turn) in launch._graph_locks, "memory of a graph's own is set to 0 each time"
+    for turn in range(3):
+        launch.release((index, 1, 50 + turn))
 
 
 def test_addresses_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +287,15 @@ def test_made_again_on_the_gpu(device: torch.device) -> None:
     others = [torch.randint(0, 99, (100,), device=device) for _ in range(3)]
     replay(*(t.data_ptr() for t in others))
     assert torch.equal(others[1], others[0] + others[2] + 3)
+
+
+@needs_gpu
+def test_graphs_that_are_timed_leave_nothing_behind(device: torch.device) -> None:
+    x, left = torch.ones(8, device=device), []
+    for _ in range(2):
+        graph_times({"locks": [lambda: x.add_(launch.locks(device, 5000)[:8])] * 2}, rounds=1)
+        left.append([arena.numel() for arena in launch._arenas.values()])
+    assert left[0] == left[1]
 
 
 @needs_gpu

@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+from halfbyte.kernels.gpu import launch
 from halfbyte.timing import Timing
 
 
@@ -27,9 +28,12 @@ def graph_times(
     order = list(graphs)
     for _ in range(rounds):
         for name in order:
-            graph, count = graphs[name]
+            graph, count, _ = graphs[name]
             runs[name].append(_seconds(graph.replay) / count)
         order.reverse()
+    for graph, _, owner in graphs.values():
+        graph.reset()
+        launch.release(owner)
     return {name: Timing(median(times), min(times), max(times), len(times), sum(times)) for name, times in runs.items()}
 
 
@@ -38,12 +42,12 @@ def copies(nbytes: int, l2: int) -> int:
     return max(2, min(64, -(-4 * l2 // max(1, nbytes))))
 
 
-def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """The graph, and how many launches it holds."""
+def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tuple[torch.cuda.CUDAGraph, int, launch.Owner]:
+    """The graph, how many launches it holds, and who keeps the memory that kernels share in it."""
 
     def once() -> None:
-        for launch in launches:
-            launch()
+        for each in launches:
+            each()
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -55,10 +59,11 @@ def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tupl
     turns = max(1, min(64, round(min_seconds / max(seconds, 1e-6))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        owner = launch.owner(torch.device("cuda", torch.cuda.current_device()))
         for _ in range(turns):
             once()
     graph.replay()
-    return graph, turns * len(launches)
+    return graph, turns * len(launches), owner
 
 
 def _seconds(run: Callable[[], object]) -> float:

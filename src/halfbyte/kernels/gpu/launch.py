@@ -147,7 +147,7 @@ class _Loading:
 
 _LEAST_BYTES = 1 << 16
 _MOST_KEPT = 1 << 26
-_LEAST_LOCKS = 1 << 12
+_LEAST_LOCKS = 1 << 16
 _LEAST_OF_GRAPH = 1 << 8  # tuning captures a graph for each config
 _ARENA = 1 << 23  # locks, for the graphs of one device
 _PLACE = 1 << 18  # bytes of which a place of turns has a multiple
@@ -188,15 +188,15 @@ def _kept(by_stream: dict[tuple[int, int], Tensor], device: torch.device, nbytes
 
 
 def locks(device: torch.device, n: int) -> Tensor:
-    """int32 [at least n], all 0. Kernels that change them leave 0 behind."""
+    """int32 [at least n], all 0. Kernels that change them leave 0 behind. Some are sums that a program waits for (`skinny_hopper.py`)."""
     index, stream, graph = _where(device)
     if graph:
         return _locks_of_graph(device, n, (index, stream, graph))
     found = _locks.get((index, stream))
     if found is None or found.numel() < n:
         found = _locks[index, stream] = _lasting(torch.int32, max(_LEAST_LOCKS, _power_of_two(n)), device)
-        if index not in _arenas or _arenas[index].numel() < _ARENA // 2:
-            _arenas[index] = _lasting(torch.int32, _ARENA, device)
+    if index >= 0 and (index not in _arenas or _arenas[index].numel() < _ARENA // 2):
+        _arenas[index] = _lasting(torch.int32, _ARENA, device)
     return found
 
 

@@ -114,9 +114,9 @@ def seconds(problem: Problem, config: Config) -> float | None:
 def _few(problem: Problem, gpu: Gpu) -> list[Config]:
     """Those for as many rows as a tile has, or two tiles of half as many where all have room at once."""
     words, columns, panels = problem.format.bits == 4, _columns(problem.m), -(-problem.n // gpu_tiles.PANEL)
-    tiles = [(columns, *tile) for tile in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)) if tile[1] == 1 or (words and columns <= 16)]
+    tiles = [(columns, *tile) for tile in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)) if tile[1] == 1 or words]
     if columns > 8 and -(-problem.m // (columns // 2)) * panels <= gpu.sms:
-        tiles += [(columns // 2, 1, each) for each in ((1, 2) if words and columns <= 32 else (1,))]
+        tiles += [(columns // 2, 1, each) for each in ((1, 2) if words else (1,))]
     found = [config for columns, panels, each in tiles for config in _configs(problem, gpu, panels, each, _MEETING_US, columns=columns)]
     return [config for config in dict.fromkeys(found) if config.stages > 1]
 
