@@ -114,7 +114,8 @@ def _linked(found: Parts) -> Parts:
     """With `alike` and `tensors`."""
     first, second, weights = found.first, found.second, found.weights
     heads = first.heads
-    norms = [first.before, first.after, *(heads.norms or ())]
+    of_heads = (heads.norms or ())[: 1 if heads.made == "q" else 2]  # where keys are another layer's, theirs is that of queries again
+    norms = [first.before, first.after, *of_heads]
     tensors: list[Tensor | None] = [heads.sinks]
     of_second: Hashable
     if isinstance(second, Dense):
