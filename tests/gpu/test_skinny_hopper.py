@@ -133,8 +133,10 @@ def test_what_it_is_made_of() -> None:
     configs = skinny_hopper.configs(problem("int4_g128_zp", n=8192, k=8192), GPUS["sm_90"])
     alone = next(i for i, config in enumerate(configs) if config.panels == 4)  # each partition has rows of its own
     jobs.append(linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", m=8, **asked | {"configs": [alone]}))
-    [[few], [many], [own]] = compile_all(jobs)
-    assert few.spills == many.spills == 0
+    jobs.append(linear_job("halfbyte.kernels.gpu.skinny_hopper", "sm_90", m=32, **asked | {"n": 4096}))  # two programs for each tile
+    [[few], [many], [own], [waits]] = compile_all(jobs)
+    assert few.spills == many.spills == waits.spills == 0
+    assert waits.ptx.count("ld.volatile.global.v4.b32") == 2 * 32 * 64 // (4 * 128)  # sums that are waited for, the first time and again
     records = 2 * 4  # of a stage, in four partitions
     assert few.ptx.count("mma.sync.aligned.m16n8k16") == 8 * records
     assert few.ptx.count("fma.rn.bf16x2") == 32 * records  # what takes point and constant off two weights of a lane, and nothing else

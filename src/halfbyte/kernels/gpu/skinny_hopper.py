@@ -71,7 +71,8 @@ def multiply(
     (rows, row_scale), (codes, scale, zero) = x, weight
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     tiles, steps, rows_of_tiles = -(-problem.n // static.rows), -(-geo.records // static.depth), row_tiles(problem, config)
-    scratch, share, together = None, divmod(tiles, config.programs), 0
+    scratch: tuple[Tensor, ...] | None = None
+    share, together = divmod(tiles, config.programs), 0
     if not static.gated and (together := programs_of_tile(problem, config)) > 1:
         waited_for = (config.programs - tiles) * static.rows * config.columns * rows_of_tiles
         scratch, share = (launcher.locks(out.device, waited_for),), divmod(steps, together)

@@ -15,15 +15,21 @@ from halfbyte.machine import Gpu
 
 _WIDEST = 64  # tile of x, in rows
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
-_AWAITED = 64
-_ALIKE = 3
-# Up to so many rows, a panel of whose weight each has a program: microseconds of all else, of a stage, of a record of 64 rows by bits and
-# for each column of sums (by wgmma, or a warp's own) and of x; share of the memory's rate; how much longer each further tile of the same
-# weight makes it; to wait for the others, and for a column of one of them. Fitted to 817 times on an H200, 16 weights of 4 and 8 bits: 1 %
-# is lost beside the best of these configs.
-_FEW_REST_US, _STAGE_US, _RECORD_US, _COLUMN_US, _X_US = 1.55, 0.073, {4: 0.056, 8: 0.128}, {True: 0.0016, False: 0.0032}, 0.0015
-_READ, _READ_AGAIN, _WAIT_US, _WAIT_COLUMN_US, _MEETING_COLUMN_US = 0.725, 0.9, 0.64, 0.038, 0.015
-_MEETING_US = 2.2  # that it takes programs to add up the sums of a tile which they share, on an H200; twice where one shares two
+_AWAITED = 64  # columns of others' sums, one program's after the other's, that a program waits for at most
+_ALIKE = 3  # numbers of programs that are tried for each tile
+
+# What up to 64 rows take where each panel of the weight has a program, in microseconds. Fitted to 817 times on an H200, of 16 weights of 4
+# and 8 bits: the first config takes 1 % longer than the fastest one.
+_STAGE_US, _FEW_REST_US = 0.073, 1.55
+_RECORD_US = {4: 0.056, 8: 0.128}  # of 64 rows, by bits
+_COLUMN_US = {True: 0.0016, False: 0.0032}  # of a record's sums: made by wgmma, or by each warp for itself
+_X_US = 0.0015  # a row of x that is read for a record
+_READ, _BANDWIDTH = 0.725, 4.8e12  # of which that share is reached; an H200's, where a GPU's is not known
+_READ_AGAIN = 0.9  # how much longer it takes for each further tile of the same weight
+_WAIT_US, _WAIT_COLUMN_US = 0.64, 0.038  # for programs of the same tile, and for a column of their sums
+_MEETING_US = 2.2  # where arrivals are counted; twice where some tiles have more programs than others
+_MEETING_COLUMN_US = 0.015
+
 # With more rows than a tile of x has: microseconds of a record of 64 rows of the weight, by panels, and of all else; 8 bits take longer.
 # Fitted to 144 times of q4_0 on an H200, 17 shapes.
 _MANY_RECORD_US, _MANY_REST_US, _OF_BYTES = {1: 0.255, 2: 0.22, 4: 0.29}, 3.3, 1.3
@@ -77,7 +83,8 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """The best guess first, from measurements on an H200."""
     words = problem.format.bits == 4
     if problem.m <= _WIDEST and problem.compute == "float" and not problem.sparse and -(-problem.n // gpu_tiles.PANEL) <= gpu.sms:
-        return tuple(sorted(_few(problem, gpu), key=lambda config: _few_us(problem, config, gpu)))
+        # Tiles of four panels were never the fastest ones.
+        return tuple(sorted(_few(problem, gpu), key=lambda config: (config.panels == 4, _few_us(problem, config, gpu))))
     if problem.m <= 16:
         tiles = [(1, 2), (2, 2), (4, 2), (1, 1), (2, 1), (4, 1), (4, 4)] if words else [(1, 1), (2, 1), (4, 1), (1, 2)]  # panels, each
     elif problem.m <= 32:
@@ -131,12 +138,13 @@ def _few_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     elif tiles % config.programs == 0:
         stages, meeting = tiles // config.programs * steps, 0.0
     else:
-        stages, others = -(-tiles * steps // config.programs), max(1, config.programs / tiles - 1)
+        stages, others = -(-tiles * steps // config.programs), max(1.0, config.programs / tiles - 1)
         meeting = _MEETING_US * (1 if config.programs % tiles == 0 else 2) + _MEETING_COLUMN_US * others * config.columns
     of_column = _COLUMN_US[static.together] + _X_US / config.panels
-    read_us = 1e6 * config.programs * geo.nbytes / (geo.panels * geo.records) / (_READ * gpu.bandwidth) * (1 + _READ_AGAIN * again)
-    record_us = max(_RECORD_US[problem.format.bits] + of_column * config.columns, read_us)
-    return _FEW_REST_US + stages * (_STAGE_US + static.parts * config.panels * config.each * record_us) + meeting
+    rate = _READ * (gpu.bandwidth or _BANDWIDTH) / (1 + _READ_AGAIN * again)
+    read_us = 1e6 * config.programs * geo.nbytes / (geo.panels * geo.records) / rate
+    record_us = max(_RECORD_US[static.bits] + of_column * config.columns, read_us)
+    return _FEW_REST_US + stages * (_STAGE_US + config.partitions * config.each * record_us) + meeting
 
 
 def _configs(
