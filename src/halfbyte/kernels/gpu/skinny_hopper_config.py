@@ -18,15 +18,15 @@ _BESIDE = 10 << 10  # bytes of shared memory beside the stages
 _AWAITED = 64  # columns of others' sums, one program's after the other's, that a program waits for at most
 _ALIKE = 3  # numbers of programs that are tried for each tile
 
-# What up to 64 rows take where each panel of the weight has a program, in microseconds. Fitted to 817 times on an H200, of 16 weights of 4
+# What up to 64 rows take where each panel of the weight has a program, in microseconds. Fitted to 509 times on an H200, of 16 weights of 4
 # and 8 bits: the first config takes 1 % longer than the fastest one.
-_STAGE_US, _FEW_REST_US = 0.073, 1.55
-_RECORD_US = {4: 0.056, 8: 0.128}  # of 64 rows, by bits
-_COLUMN_US = {True: 0.0016, False: 0.0032}  # of a record's sums: made by wgmma, or by each warp for itself
-_X_US = 0.0015  # a row of x that is read for a record
-_READ, _BANDWIDTH = 0.725, 4.8e12  # of which that share is reached; an H200's, where a GPU's is not known
-_READ_AGAIN = 0.9  # how much longer it takes for each further tile of the same weight
-_WAIT_US, _WAIT_COLUMN_US = 0.64, 0.038  # for programs of the same tile, and for a column of their sums
+_STAGE_US, _FEW_REST_US = 0.058, 1.51
+_RECORD_US = {4: 0.06, 8: 0.132}  # of 64 rows, by bits
+_COLUMN_US = {True: 0.0015, False: 0.0031}  # of a record's sums: made by wgmma, or by each warp for itself
+_X_US = 0.0016  # a row of x that is read for a record
+_READ, _BANDWIDTH = 0.73, 4.8e12  # of which that share is reached; an H200's, where a GPU's is not known
+_READ_AGAIN = 0.96  # how much longer it takes for each further tile of the same weight
+_WAIT_US, _WAIT_COLUMN_US = 0.75, 0.028  # for programs of the same tile, and for a column of their sums
 _MEETING_US = 2.2  # where arrivals are counted; twice where some tiles have more programs than others
 _MEETING_COLUMN_US = 0.015
 
