@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,12 +18,13 @@ from halfbyte.dispatch import explain_gpu, tune
 from halfbyte.dispatch import gpu as rules
 from halfbyte.dispatch.explain import explain
 from halfbyte.dispatch.explain_gpu import GpuExplanation
+from halfbyte.dispatch.measure import compile_launches
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import COST_MODELS, Tiles, gpu_ceilings, predict
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, KernelError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import plain
+from halfbyte.kernels.gpu import launch, plain
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -244,6 +247,28 @@ def test_halves_stand_in_for_each_other() -> None:
     tune.keep(gpu, problem(1), {"skinny": {"Config()": 2e-5}})
     assert tune.measured(gpu, problem(1, dtype=torch.bfloat16)).times == {"skinny": {"Config()": 2e-5}}
     assert not tune.measured(gpu, problem(1, dtype=torch.float32)).times
+
+
+def test_what_does_not_compile_is_left_out_of_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, made = [False], []
+
+    @contextmanager
+    def compiling(device: torch.device) -> Iterator[None]:
+        together[0] = True
+        yield
+        together[0] = False
+
+    def fails() -> None:
+        made.append(("b", *together))
+        if not together[0]:
+            raise KernelError("not for this GPU")
+
+    monkeypatch.setattr(launch, "compiling", compiling)
+    contenders: dict[str, list[Callable[[], object]]] = {"a\nConfig(1)": [lambda: made.append(("a", *together))], "b\nConfig(2)": [fails]}
+    with pytest.warns(UserWarning, match=r"^b Config\(2\) does not run here, and is left out: not for this GPU$"):
+        compile_launches(contenders, torch.device("cuda", 0))
+    assert list(contenders) == ["a\nConfig(1)"]
+    assert made == [("a", True), ("b", True), ("a", False), ("b", False)], "all are compiled before one is launched"
 
 
 def test_rows_are_counted_in_powers_of_two() -> None:
