@@ -200,7 +200,41 @@ def test_experts_of_gemma4_are_left() -> None:
     short = shorten_(fuse_(model))
     assert not any(map(is_short, short.model.layers))
     for device in ("cpu", "cuda"):
-        assert decoding.why_not_short(short.model.layers[0], device) == "its config has enable_moe_block"
+        assert decoding.why_not_short(short.model.layers[0], device) == "its config has enable_moe_block = True"
+
+
+HYBRID = {
+    "num_hidden_layers": 3,
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "layer_types": ["linear_attention", "attention", "linear_attention"],
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, "position_embedding_type = None"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"}, "num_local_experts = 4"),
+        ({"position_embedding_type": "rope"}, None),
+    ],
+    ids=["no positions", "experts", "taken"],
+)
+@torch.no_grad()
+def test_of_hybrids_layers_with_attention(more: dict[str, Any], reason: str | None) -> None:
+    config = transformers.GraniteMoeHybridConfig(**WITHOUT | HYBRID | {"num_local_experts": 0} | more)
+    torch.manual_seed(3)
+    plain = quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), Config("q4_0", compute="float"))
+    short = shorten_(fuse_(copy.deepcopy(plain)))
+    taken = reason is None
+    assert [is_short(layer) for layer in short.model.layers] == [False, taken, False]
+    assert decoding.why_not_short(plain.model.layers[1], "cpu") == (None if taken else f"its config has {reason}")
+    ids = torch.randint(3, 99, (1, 9), generator=torch.Generator().manual_seed(1))
+    kept = [transformers.DynamicCache(config=config) for _ in range(2)]
+    for piece in (ids, ids[:, :1], ids[:, 1:2]):
+        mine, theirs = (model(piece, past_key_values=cache).logits for model, cache in zip((short, plain), kept, strict=True))
+        assert close(mine, theirs)
 
 
 def test_layers_that_read_others_keys_with_static_caches(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,17 @@ GLM = {**SCORED, "n_routed_experts": 8, "n_shared_experts": 1, "routed_scaling_f
 FULL = {"layer_types": ["full_attention"] * 2}
 KINDS: dict[str, Callable[..., Any]] = {
     "mixtral": partial(make_decoder, "Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "granite": partial(
+        make_decoder,
+        "GraniteMoe",
+        **SIZES | {"intermediate_size": 64},
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        residual_multiplier=0.3,
+        attention_multiplier=0.1,
+        embedding_multiplier=7.0,
+        logits_scaling=3.0,
+    ),
     "qwen2": partial(make_decoder, "Qwen2Moe", **SPARSE, shared_expert_intermediate_size=32),
     "qwen3": partial(make_decoder, "Qwen3Moe", **SPARSE, head_dim=16, norm_topk_prob=True),
     "qwen3, one layer without experts": partial(
@@ -135,6 +146,18 @@ def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, ...]]) -> Non
     mine, theirs = (model.generate(ids, attention_mask=mask, **LENGTH) for model in (short, plain))
     assert torch.equal(mine, theirs)
     assert calls.count((3, 1, len(plain.model.layers))) == 39
+
+
+def test_the_factor_of_what_layers_add_may_change(calls: list[tuple[int, ...]]) -> None:
+    plain, short = pair("granite")
+    before, after = [], []
+    for found in (before, after):
+        found += [steps(model, DynamicCache(config=plain.config), (5, 1, 70, 1)) for model in (short, plain)]
+        for layer in (*plain.model.layers, *short.model.layers):
+            layer.residual_multiplier = 0.7
+    assert close(*before)
+    assert close(*after)
+    assert not close(before[0], after[0])
 
 
 def test_integers(calls: list[tuple[int, ...]]) -> None:

@@ -69,7 +69,8 @@ def shorten_(model: nn.Module) -> nn.Module:
 
 def is_decoder_layer(module: nn.Module) -> bool:
     """Whether it has the structure of a decoder layer, supported by `shorten_` or not."""
-    return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp"))
+    family = families.family_of(module)
+    return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp" if family is None else family.mlp))
 
 
 def is_short(module: nn.Module) -> bool:
@@ -82,9 +83,11 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     on_cpu, family = device == "cpu", families.family_of(layer)
     if family is None:
         return f"a {original(layer).__name__} is none of {', '.join(families.NAMES)}"
-    attention, mlp, routed = layer.self_attn, layer.mlp, routed_of(layer)
+    attention, mlp, routed = layer.self_attn, families.mlp_of(layer), routed_of(layer)
     if (name := families.other(layer)) is not None:
         return f"its config has {name}"
+    if routed is None and (missing := [name for name in (*family.gates, family.down) if not hasattr(mlp, name)]):
+        return f"its {family.mlp} has no {missing[0]}"
     groups = {name: parts for name, parts in decoding_cpu.groups_of(layer) if parts}
     alone = {family.o: getattr(attention, family.o)} | ({family.down: getattr(mlp, family.down)} if routed is None else {})
     if (own := families.per_layer_of(layer)) is not None and family.per_layer is not None:

@@ -23,11 +23,13 @@ from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.families import (
     ACTIVATIONS,
     Family,
+    added_by,
     borrows,
     known,
     lender,
     lends,
     made_of,
+    mlp_of,
     other,
     per_layer_of,
     shared_as,
@@ -127,7 +129,7 @@ class _Entry:
 
 def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]:
     """The linear layers of queries, keys and values, and of gates, each with their names joined by +; no gates where there are experts."""
-    family, attention, mlp = known(layer), layer.self_attn, layer.mlp
+    family, attention, mlp = known(layer), layer.self_attn, mlp_of(layer)
     of_mlp = family.gates if routed_of(layer) is None else ()
     of_qkv = family.qkv[: len(made_of(layer))]
     qkv, gates = ([getattr(part, name) for name in names] for part, names in ((attention, of_qkv), (mlp, of_mlp)))
@@ -143,7 +145,7 @@ def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, tuple[
         return None
     if routed is not None:
         return None if why_not_routed(layer, routed) is not None else (tuple(qkv.values()), o, ())
-    gates, down = products_of(*groups[1]), getattr(layer.mlp, known(layer).down)
+    gates, down = products_of(*groups[1]), getattr(mlp_of(layer), known(layer).down)
     if gates is None or len(gates) > 1 or type(down) is not QuantLinear:
         return None
     return tuple(qkv.values()), o, (*gates.values(), down)
@@ -168,7 +170,7 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     sinks = None if family.sinks is None else getattr(attention, family.sinks)
     of_heads = norms or None, family.rows, turned(layer), cap, sinks, family.pairs, family.turned_first
     heads = Heads(query, key, dim, attention.scaling, *of_heads, of_row, _of_values(layer) is not None)
-    factor = 1.0 if family.factor is None else getattr(layer, family.factor)
+    factor = added_by(layer)
     half = Attention(qkv, o, first, heads, second, factor)
     if routed is not None:
         assert third is not None
@@ -283,9 +285,10 @@ def _by_halves(
         held = _attending[layer] = made, DecoderLayer(halves_of(layer)[0], None)
     (h,) = run_layers((held[1],), x, rotary, [(entry.keys, entry.values, entry.length)], seen)
     entry.enter(cache, x.shape[1])
-    found = layer.mlp(norms_of(layer)[2](h))
+    found = mlp_of(layer)(norms_of(layer)[2](h))
     y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's tells its router's weights, too
-    return h + y
+    factor = added_by(layer)
+    return h + (y if factor == 1 else y * factor)
 
 
 def _given(layer: Any, x: Tensor, mask: Tensor | None, past: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> Ahead | None:

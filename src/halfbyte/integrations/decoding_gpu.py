@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from halfbyte.integrations.decoding_cpu import all_norms, groups_of, third_of
-from halfbyte.integrations.families import borrows, known, lender, lends, shared_as
+from halfbyte.integrations.families import borrows, known, lender, lends, mlp_of, shared_as
 from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, own_input, parts, routed, with_own_input
 from halfbyte.integrations.rings import Ordered, Ring
 from halfbyte.integrations.shortened import products_of
@@ -174,7 +174,7 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
         lost, where = why_not_experts(second, here), routed(layer)
         gate = None if where.shared is None else where.shared[1]
         own = "" if gate is None else f" and {gate}"
-        if gate is not None and isinstance(getattr(layer.mlp, gate), QuantLinear):
+        if gate is not None and isinstance(getattr(mlp_of(layer), gate), QuantLinear):
             own += ", which is dequantized before"
         router = f"with the norm{own}, then a kernel of the choice" if lost is None else _TORCH
         found += [Step(known(layer).o, _how_added(first)), Step(where.gate, router, lost)]

@@ -78,6 +78,7 @@ class Family:
 
     qkv         of its self_attn: queries, keys and values, in one or in three
     o           of its self_attn: what comes after attention
+    mlp         of the layer: the other half
     gates       of its mlp: gates and what they multiply, in one or in two; what comes first where there are none
     gated       whether there are gates
     down        of its mlp: what comes last
@@ -101,11 +102,13 @@ class Family:
     per_layer   of the layer, where it has an input of its own: the gate, the projection and the norm
     scale       the buffer of the layer that has the factor of its output, if any
     routed      of an mlp that has experts; of the same family there may be layers without
-    without     attributes of the config that have to be None or False: with them a layer computes something else
+    without     attributes of the config that have to be None, False or the number 0: with them a layer computes something else
+    needs       attributes of the config, and what they have to be
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     o: str = "o_proj"
+    mlp: str = "mlp"
     gates: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True
     down: str = "down_proj"
@@ -130,6 +133,7 @@ class Family:
     scale: str | None = None
     routed: Routed | None = None
     without: tuple[str, ...] = ()
+    needs: tuple[tuple[str, object], ...] = ()
 
 
 _LLAMA = Family()
@@ -181,6 +185,17 @@ FAMILIES = {
     "gemma3.modeling_gemma3.Gemma3DecoderLayer": Family(**_GEMMA, head_norms=_HEAD_NORMS),  # type: ignore[arg-type]
     "gemma4.modeling_gemma4.Gemma4TextDecoderLayer": _GEMMA4,
     "granite.modeling_granite.GraniteDecoderLayer": Family(factor="residual_multiplier"),
+    "granitemoe.modeling_granitemoe.GraniteMoeDecoderLayer": Family(
+        mlp="block_sparse_moe", factor="residual_multiplier", routed=Routed(None, gate="router")
+    ),
+    "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridDecoderLayer": Family(
+        mlp="shared_mlp",
+        gates=("input_linear",),
+        down="output_linear",
+        factor="residual_multiplier",
+        without=("num_local_experts",),
+        needs=(("position_embedding_type", "rope"),),
+    ),
     "smollm3.modeling_smollm3.SmolLM3DecoderLayer": Family(positions=Positions(("use_rope",), bool)),
     "glm.modeling_glm.GlmDecoderLayer": Family(**_HALF),  # type: ignore[arg-type]
     "glm4.modeling_glm4.Glm4DecoderLayer": Family(**_HALF, norms=_GLM4),  # type: ignore[arg-type]
@@ -252,9 +267,26 @@ def known(layer: Any) -> Family:
 
 
 def other(layer: Any) -> str | None:
-    """The attribute of the config with which a layer of a known family computes something else, or None."""
-    config = layer.self_attn.config
-    return next((name for name in known(layer).without if not any(getattr(config, name) is value for value in (None, False))), None)
+    """The attribute of the config with which a layer of a known family computes something else, and its value; or None."""
+    config, family = layer.self_attn.config, known(layer)
+    wrong = [name for name in family.without if not _is_nothing(getattr(config, name))]
+    wrong += [name for name, value in family.needs if getattr(config, name) != value]
+    return f"{wrong[0]} = {getattr(config, wrong[0])!r}" if wrong else None
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or value is False or (type(value) is int and value == 0)
+
+
+def mlp_of(layer: Any) -> Any:
+    """What comes after its attention."""
+    return getattr(layer, known(layer).mlp)
+
+
+def added_by(layer: Any) -> float:
+    """The factor of what its halves add."""
+    name = known(layer).factor
+    return 1.0 if name is None else float(getattr(layer, name))
 
 
 def made_of(layer: Any) -> str:

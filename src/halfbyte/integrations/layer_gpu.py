@@ -267,8 +267,8 @@ def _why_not_experts(layer: Any, first: Attention, last: Experts) -> str | None:
             return f"its experts are to compute in {weight.compute}"
     if any(isinstance(part, QuantLinear) and part_of(part) is not None for part in modules_of_experts(layer, routed(layer))):
         return "the expert that its tokens share is distributed over processes"
-    if first.after is not None or first.factor != 1:
-        return "what its attention adds has a norm or a factor, and what follows are experts"
+    if first.after is not None or (first.factor != 1 and first.o.bias is not None):
+        return "what its attention adds has a norm, or a factor and a bias, and what follows are experts"
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.integrations.families import Routed, known
+from halfbyte.integrations.families import Routed, added_by, known, mlp_of
 from halfbyte.integrations.shortened import products_of, why_not_fused
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
@@ -18,12 +18,12 @@ from halfbyte.ops.layers import Weight
 
 def routed_of(layer: Any) -> Routed | None:
     """Where a layer of a known family has what belongs to experts; None where it has none."""
-    return known(layer).routed if hasattr(layer.mlp, "experts") else None
+    return known(layer).routed if hasattr(mlp_of(layer), "experts") else None
 
 
 def why_not_routed(layer: Any, routed: Routed) -> str | None:
     """Why `half_of` does not take a layer's mlp; None if it does."""
-    mlp = layer.mlp
+    mlp = mlp_of(layer)
     if not isinstance(mlp.experts, MixtureOfExperts):
         return "its experts are not quantized"
     if isinstance(stacks := mlp.experts.gated(), str):
@@ -59,7 +59,7 @@ def _why_not_shared(mlp: Any, expert: str, gate: str | None) -> str | None:
 
 def parts_of(layer: Any, routed: Routed) -> tuple[Any, ...]:
     """Those whose weights are read."""
-    mlp = layer.mlp
+    mlp = mlp_of(layer)
     up, down = mlp.experts.get_submodule("gate_up_proj"), mlp.experts.get_submodule("down_proj")
     parts = [up, down, mlp.experts, gate_of(layer, routed)]
     if routed.correction is not None:
@@ -74,7 +74,7 @@ def parts_of(layer: Any, routed: Routed) -> tuple[Any, ...]:
 def settings_of(layer: Any, routed: Routed) -> list[tuple[Any, str]]:
     """Attributes that what is computed depends on."""
     gate = gate_of(layer, routed)
-    experts = layer.mlp.experts
+    experts = mlp_of(layer).experts
     of_gates = [(experts.float_module, name) for name in experts.gate_settings] if isinstance(experts, MixtureOfExperts) else []
     of_gate = [name for name in ("top_k", routed.normalized, routed.factor, routed.groups) if name is not None]
     return [*((gate, name) for name in of_gate), *of_gates]
@@ -82,12 +82,12 @@ def settings_of(layer: Any, routed: Routed) -> list[tuple[Any, str]]:
 
 def gate_of(layer: Any, routed: Routed) -> Any:
     """The router."""
-    return getattr(layer.mlp, routed.gate)
+    return getattr(mlp_of(layer), routed.gate)
 
 
 def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
     """Of a layer for which `why_not_routed` has no reason."""
-    mlp = layer.mlp
+    mlp = mlp_of(layer)
     stacks = mlp.experts.gated()
     assert not isinstance(stacks, str)
     gate = gate_of(layer, routed)
@@ -104,7 +104,7 @@ def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
     gate_up, down, clamped = stacks
     bias = gate.bias.detach() if routed.biased else None
     correction = None if routed.correction is None else attrgetter(routed.correction)(mlp).detach().flatten()
-    factor = 1.0 if routed.factor is None else float(getattr(gate, routed.factor))
+    factor = added_by(layer) * (1.0 if routed.factor is None else float(getattr(gate, routed.factor)))
     choice = router, gate.top_k, normalized
     return Experts(gate_up, down, *choice, before, shared, bias, clamped, routed.scores, correction, factor)
 

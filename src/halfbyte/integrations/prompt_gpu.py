@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.decoding_cpu import all_norms, norms_of, visible
-from halfbyte.integrations.families import borrows, lender, lends, shared_as
+from halfbyte.integrations.families import borrows, lender, lends, mlp_of, shared_as
 from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_distributed, is_eager, own_input, parts, with_own_input
 from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
@@ -75,9 +75,9 @@ def tokens(
         shared[shared_as(layer)] = kept
     if isinstance(found.second, Dense) or found.for_token:
         return y
-    more = layer.mlp(norms_of(layer)[2](y))
+    more = mlp_of(layer)(norms_of(layer)[2](y))
     of_experts: Tensor = more[0] if isinstance(more, tuple) else more  # gpt-oss's tells its router's weights, too
-    return y + of_experts
+    return y + (of_experts if found.first.factor == 1 else of_experts * found.first.factor)
 
 
 def _in_rows(table: Tensor) -> Tensor:
