@@ -130,6 +130,13 @@ FAMILIES = {
         _sizes(4096, 3, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
         tiny=_LOCAL_EXPERTS,
     ),
+    "granite-moe": _family(
+        "GraniteMoeConfig",
+        _sizes(1024, 12, 16, 8, 512, 32000, num_local_experts=32, num_experts_per_tok=8),
+        _sizes(1536, 32, 24, 8, 512, 49155, num_local_experts=40, num_experts_per_tok=8, tie_word_embeddings=True),
+        _GRANITE,
+        _LOCAL_EXPERTS,
+    ),
     "gpt-oss": _family(
         "GptOssConfig",
         _sizes(1024, 12, 16, 4, 1024, 32000, head_dim=64, num_local_experts=16, num_experts_per_tok=4),
