@@ -344,23 +344,26 @@ def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
     held = as_held(acc)
     LANES: gl.constexpr = held.type.layout
     AWAY: gl.constexpr = S.rows * S.columns
-    at = PANEL * ROWS * S.columns + gl.expand_dims(gl.arange(0, S.columns // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
-    at += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
     if S.waits:
-        place = scratch[0] + pn.to(gl.int64) * ((share[2] - 1) * AWAY) + at
         me = gl.program_id(0) % share[2]
-        ready = me == share[2] - 1
-        if ready:
-            for j in range(share[2] - 1):
-                held += _wait_for(place + j * AWAY, held.dtype)
-        else:
-            _leave(place + me * AWAY, held)
+        place = scratch[0] + pn.to(gl.int64) * ((share[2] - 1) * AWAY) + PANEL * ROWS * S.columns
     else:
         leader = _owner(pn * sizes[4], share)
         others = _owner((pn + 1) * sizes[4] - 1, share) - leader
         me = gl.program_id(0) - leader
         # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
-        place = scratch[0] + leader.to(gl.int64) * (2 * AWAY) + at
+        place = scratch[0] + leader.to(gl.int64) * (2 * AWAY) + PANEL * ROWS * S.columns
+    place += gl.expand_dims(gl.arange(0, S.columns // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
+    place += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
+    if S.waits:
+        ready = me == share[2] - 1
+        if ready:
+            for j in range(share[2] - 1):
+                held += _wait_for(place + j * AWAY, held.dtype)
+            acc = gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
+        else:
+            _leave(place + me * AWAY, held)
+    else:
         lock = scratch[1] + pn * S.panels + PANEL
         gl.store(place + gl.where(me == 0, 1, 2 * me) * AWAY, held)
         gl.thread_barrier()  # what this partition wrote comes before its arrival
@@ -369,8 +372,9 @@ def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
             held = gl.load(place + AWAY, cache_modifier=".cg")
             for j in range(1, others + 1):
                 held += gl.load(place + 2 * j * AWAY, cache_modifier=".cg")
+            acc = gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
             gl.store(lock, 0)
-    return gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True), ready
+    return acc, ready
 
 
 @gluon.jit
