@@ -16,7 +16,7 @@ from halfbyte.machine import Gpu
 _WIDEST = 64  # tile of x, in rows
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
 _AWAITED = 64  # columns of others' sums, one program's after the other's, that a program waits for at most
-_ALIKE = 3  # numbers of programs that are tried for each tile
+_ALIKE = 3  # numbers of programs for each tile that are tried, the largest ones, beside 1 and 2
 
 # What up to 64 rows take where each panel of the weight has a program, in microseconds. Fitted to 509 times on an H200, of 16 weights of 4
 # and 8 bits: the first config takes 1 % longer than the fastest one.
@@ -169,8 +169,9 @@ def _configs(
         meeting = 0.0 if tiles % programs == 0 else met_us if programs % tiles == 0 else 2 * met_us
         return panels * tiles * geo.records / programs * record_us + meeting
 
-    alike = [tiles * each for each in range(1, min(most // tiles, steps) + 1)][-_ALIKE:]  # for each tile as many
-    programs = sorted({count for count in (whole, *alike, min(most, tiles * steps)) if count <= most}, key=us)
+    alike = range(2, min(most // tiles, steps) + 1)  # for each tile as many
+    counts = whole, *(tiles * number for number in {*alike[:1], *alike[-_ALIKE:]}), min(most, tiles * steps)
+    programs = sorted({count for count in counts if count <= most}, key=us)
     return [Config(columns, panels, each, stages, count) for count in programs]
 
 
