@@ -203,6 +203,22 @@ def test_experts_of_gemma4_are_left() -> None:
         assert decoding.why_not_short(short.model.layers[0], device) == "its config has enable_moe_block = True"
 
 
+@torch.no_grad()
+def test_a_cache_without_layers(calls: list[bool]) -> None:
+    """As hybrids have it in older versions of transformers."""
+
+    class Own:
+        def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+            return keys, values
+
+    plain, short = pair("granite")
+    x, at = torch.randn(1, 3, 96), torch.arange(3)[None]
+    rotary = plain.model.rotary_emb(x, at)
+    found = [model.model.layers[0](x, position_ids=at, past_key_values=Own(), position_embeddings=rotary) for model in (short, plain)]
+    assert torch.equal(*found)
+    assert not any(calls)
+
+
 HYBRID = {
     "num_hidden_layers": 3,
     "shared_intermediate_size": 96,

@@ -184,7 +184,7 @@ class _Few(Shortened):
         self, x: Tensor, mask: Any, positions: Any, past: Any, rotary: tuple[Tensor, Tensor] | None, settings: dict[str, Any]
     ) -> Tensor | None:
         """The layer's output by few calls; None where that is not supported."""
-        if rotary is None:
+        if rotary is None or not (past is None or hasattr(past, "layers")):  # hybrids of older versions have caches of their own
             return None
         layers = [] if past is None else past.layers
         found = None
