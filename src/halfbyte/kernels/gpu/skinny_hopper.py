@@ -9,7 +9,7 @@ that one's waits lie under the others' work.
 
 All programs multiply the same number of steps, so that no multiprocessor waits for another (Osama et al., Stream-K, 2023). Where a
 cut goes through a tile, sums meet in a workspace, and the last to arrive adds them in a fixed order. Where each tile has as many programs,
-its last one waits for the others' sums themselves, which takes half as long: words are not 0 once they are there (`_wait_for`). It waits
+its last one waits for the others' sums themselves, which takes less time: words are not 0 once they are there (`_wait_for`). It waits
 for programs that began before it, so that these never wait for a multiprocessor that it has.
 
 Of more than 64 rows each 64 are multiplied by programs of their own, where all have room at once. Of more than 4, TMA reads none that are
