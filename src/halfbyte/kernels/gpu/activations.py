@@ -1,6 +1,7 @@
 """x [M, K] -> int8 codes, scales, offsets and sums, as `reference.quantize_activation` makes them, bit for bit, in one pass.
 
-    q [M, K padded] int8    the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the padding
+    q                       int8 [M with padding, K padded]: the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the
+                            padding along K
     scale, offset           float32 [groups, M with padding]: a group is a block of the weight, or the whole row
     sums                    float32 [granules or 1, M with padding], of the codes: exact integers; where the weight has a zero
 
@@ -72,7 +73,8 @@ class Plan:
 
     @cached_property
     def columns(self) -> int:
-        """M with padding: a kernel's tile may read beyond the last row."""
+        """M with padding, which is undefined: a kernel's tile may read beyond the last row. (TMA takes longer to fill rows that are not
+        there than to read others.)"""
         return round_up(self.m, _LARGEST_TILE)
 
     @cached_property
@@ -90,7 +92,7 @@ class Plan:
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
         """Where scales, sums and offsets begin after the codes, and where all ends, in bytes."""
-        at, found = aligned(self.m * self.k_padded), []
+        at, found = aligned(self.columns * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
             found.append(at)
             at += aligned(4 * count * self.columns)
@@ -103,7 +105,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized rows: q int8 [M, K padded], scale float32 [groups, M with padding], sums and offset float32 or None."""
+    """Quantized rows: q int8 [M with padding, K padded], scale float32 [groups, M with padding], sums and offset float32 or None."""
 
     plan: Plan
     q: Tensor
@@ -162,7 +164,7 @@ def views(plan: Plan, memory: Tensor) -> Quantized:
     def part(start: int, groups: int) -> Tensor:
         return memory[start:][: 4 * groups * plan.columns].view(torch.float32).view(groups, plan.columns)
 
-    q = memory[: plan.m * plan.k_padded].view(torch.int8).view(plan.m, plan.k_padded)
+    q = memory[: plan.columns * plan.k_padded].view(torch.int8).view(plan.columns, plan.k_padded)
     sums = part(at_sums, plan.sum_groups) if plan.summed else None
     offset = part(at_offset, plan.groups) if plan.with_offset else None
     return Quantized(plan, q, part(at_scale, plan.groups), sums, offset)

@@ -63,10 +63,11 @@ def registers(problem: Problem, config: Config) -> int | None:
 
 
 def round_first(problem: Problem, x: Tensor, beside: int) -> tuple[Tensor, Tensor]:
-    """x^, and so many bytes of memory. The product's first weights are on their way meanwhile."""
-    nbytes = problem.m * problem.k * x.element_size()
+    """x^ [M with padding, K], and so many bytes of memory. The product's first weights are on their way meanwhile."""
+    plan = activations.plan(problem)
+    nbytes = plan.columns * problem.k * x.element_size()
     own = activations.aligned(nbytes)
     memory = launcher.workspace(x.device, own + beside)
-    seen = memory[:nbytes].view(x.dtype).view(problem.m, problem.k)
-    activations.round_activation(x, activations.plan(problem), seen, early=not triton.knobs.runtime.interpret)
+    seen = memory[:nbytes].view(x.dtype).view(plan.columns, problem.k)
+    activations.round_activation(x, plan, seen[: problem.m], early=not triton.knobs.runtime.interpret)
     return seen, memory[own:]

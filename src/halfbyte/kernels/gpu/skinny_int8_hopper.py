@@ -39,7 +39,7 @@ def multiply(
 ) -> None:
     """The product alone."""
     static = skinny_hopper_config.compiled_for(problem, config, clamp=epilogue.clamps)
-    skinny_hopper.multiply(problem, config, static, (x.q, x.scale), (weight.codes, weight.scale, None), out, epilogue, memory)
+    skinny_hopper.multiply(problem, config, static, (x.q[: problem.m], x.scale), (weight.codes, weight.scale, None), out, epilogue, memory)
 
 
 launch = activations.first(multiply, skinny_hopper_config.beside, early=not triton.knobs.runtime.interpret)

@@ -26,4 +26,4 @@ def launch(
     floats = rounded.product(problem)
     seen, memory = rounded.round_first(problem, x, skinny_hopper_config.beside(floats, config))
     static = skinny_hopper_config.compiled_for(floats, config, clamp=epilogue.clamps)
-    skinny_hopper.multiply(floats, config, static, (seen, None), (codes, scale, zero), out, epilogue, memory)
+    skinny_hopper.multiply(floats, config, static, (seen[: problem.m], None), (codes, scale, zero), out, epilogue, memory)
