@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 from contextlib import nullcontext
+from pathlib import Path
 from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from halfbyte.bounded import Bounded
 from halfbyte.errors import KernelError, UnsupportedError
-from halfbyte.kernels.gpu import launch, relaunch
+from halfbyte.kernels.gpu import compile_time, launch, relaunch, skinny_hopper_tile
 from halfbyte.kernels.gpu.clock import graph_times
 from halfbyte.machine import Gpu
 from halfbyte.ops import cuda
@@ -349,3 +353,19 @@ def test_each_stream_and_each_graph_has_its_own(device: torch.device) -> None:
     assert found[0].data_ptr() == found[2].data_ptr() != found[1].data_ptr()
     assert place.data_ptr() not in [one.data_ptr() for one in found]
     assert found[3].numel() == 2 * place.numel()
+
+
+def test_compiled_kernels_on_disk_are_found_by_what_their_constants_make_of_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton knows the kernel's source and the fields alone."""
+    static = skinny_hopper_tile.Static(8, 1, 1, 2, 4, 1, 1, False, False, 2, False, False, True, False, False, 4, False)
+    key = static.cache_key
+    assert key.startswith(str(static))
+    assert key != dataclasses.replace(static, stages=3).cache_key
+    source = inspect.getsource(skinny_hopper_tile)
+    monkeypatch.setattr(compile_time, "getsource", lambda module: source.replace("32 if self.integers else 16", "16"))
+    compile_time._digest.cache_clear()
+    assert static.cache_key != key
+    compile_time._digest.cache_clear()
+    for path in Path(compile_time.__file__).parent.glob("*.py"):
+        kind = getattr(importlib.import_module(f"halfbyte.kernels.gpu.{path.stem}"), "Static", compile_time.CompileTime)
+        assert issubclass(kind, compile_time.CompileTime), path

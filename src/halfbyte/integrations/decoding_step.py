@@ -85,9 +85,7 @@ MODELS = {
     "gpt_oss.modeling_gpt_oss.GptOssForCausalLM": Around("some", experts=True),
     "granite.modeling_granite.GraniteForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
     "granitemoe.modeling_granitemoe.GraniteMoeForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
-    "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridForCausalLM": Around(
-        factor="embedding_multiplier", over="logits_scaling"
-    ),
+    "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
     "helium.modeling_helium.HeliumForCausalLM": Around(),
     "jais2.modeling_jais2.Jais2ForCausalLM": Around(),
     "llama.modeling_llama.LlamaForCausalLM": Around(),

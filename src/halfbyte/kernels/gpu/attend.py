@@ -37,6 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.machine import Gpu
 
@@ -50,7 +51,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
     take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
     positions; `pairs`, `turned_first`, `others` and `values_normed` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are

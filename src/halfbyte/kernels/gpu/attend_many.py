@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.machine import Gpu
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -31,7 +32,7 @@ _PIECE = 256  # keys whose mask a block of the first kernel reads
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for: tiles of `rows` queries and `columns` keys; `wide` is `dim` up to a power of two."""
 
     dim: int

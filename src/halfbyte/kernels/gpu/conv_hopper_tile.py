@@ -12,12 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.conv_hopper_write import GROUP, half_of, others_of, pieces_of, send, send_codes, turned, write, write_codes
 from halfbyte.kernels.gpu.hopper import barriers
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for. step: channels of a step, parts: steps of a tap; dilation: of columns; unit: divides the number of
     outputs; leads: of an Addition. direct: warpgroups multiply 64 pixels by outputs, or else 64 outputs by pixels. places: of 64 outputs of
     all pixels, for what TMA brings to be added, or 0; registers: of a thread that multiplies, and of one that does not."""

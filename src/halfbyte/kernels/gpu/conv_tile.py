@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu.arithmetic import clamped
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -74,7 +75,7 @@ class Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Static(Config):
+class Static(CompileTime, Config):
     """What the kernel is compiled for.
 
     step      of x: 4 bits of the integer way are multiplied plane by plane

@@ -176,8 +176,7 @@ def multiply(
     memory: Tensor | None,
     registers: int | None = None,
 ) -> None:
-    """The same of x [at least M, K] with `beside(problem, config)` bytes of memory, and with so many registers for a thread on the average.
-    """
+    """The same of x [M or more, K], with `beside(problem, config)` bytes of memory and so many registers for a thread on the average."""
     codes, scale, zero = views
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)

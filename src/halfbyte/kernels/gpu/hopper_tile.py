@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper import barriers, next_stage
 from halfbyte.kernels.gpu.hopper_weights import LIFT, as_weights, codes_at, tails_at, two_planes
@@ -45,7 +46,7 @@ def _sums_layout(width):
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for."""
 
     rows: int

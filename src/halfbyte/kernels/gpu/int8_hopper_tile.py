@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.hopper import next_stage
 
@@ -28,7 +29,7 @@ _DOWN, _UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for; `Config` has the meanings of some."""
 
     bits: int

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -37,7 +38,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for."""
 
     bands: int

@@ -345,26 +345,27 @@ def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
     LANES: gl.constexpr = held.type.layout
     AWAY: gl.constexpr = S.rows * S.columns
     if S.waits:
+        others = share[2] - 1
         me = gl.program_id(0) % share[2]
-        place = scratch[0] + pn.to(gl.int64) * ((share[2] - 1) * AWAY) + PANEL * ROWS * S.columns
+        place = scratch[0] + pn.to(gl.int64) * (others * AWAY) + PANEL * ROWS * S.columns
     else:
         leader = _owner(pn * sizes[4], share)
         others = _owner((pn + 1) * sizes[4] - 1, share) - leader
         me = gl.program_id(0) - leader
         # A program has two places: one for the end of a tile, one for the beginning of another (the leader's part).
         place = scratch[0] + leader.to(gl.int64) * (2 * AWAY) + PANEL * ROWS * S.columns
-    place += gl.expand_dims(gl.arange(0, S.columns // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
     place += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
+    piece = gl.expand_dims(gl.arange(0, S.columns // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
     if S.waits:
-        ready = me == share[2] - 1
+        ready = me == others
         if ready:
-            for j in range(share[2] - 1):
-                held += _wait_for(place + j * AWAY, held.dtype)
+            held += _wait_for(place, others, held, S)
             acc = gl.convert_layout(as_summed(held, ROWS), acc.type.layout, assert_trivial=True)
         else:
-            _leave(place + me * AWAY, held)
+            _leave(place + piece + me * AWAY, held)
     else:
         lock = scratch[1] + pn * S.panels + PANEL
+        place += piece
         gl.store(place + gl.where(me == 0, 1, 2 * me) * AWAY, held)
         gl.thread_barrier()  # what this partition wrote comes before its arrival
         ready = gl.atomic_add(lock, 1, sem="acq_rel") == others
@@ -393,13 +394,24 @@ def _leave(place, sums):
 
 
 @gluon.jit
-def _wait_for(place, DTYPE: gl.constexpr):
-    """The sums that another program leaves, where it leaves them; 0 is there again afterwards."""
-    bits = gl.load(place, volatile=True)
+def _wait_for(place, others, like, S: gl.constexpr):
+    """What the sums add up to that the `others` leave, as `like` has its own; they are read together. 0 is there again afterwards.
+
+    place  [1, 512], where the first of them leaves its sums
+    """
+    LANES: gl.constexpr = like.type.layout
+    NONE: gl.constexpr = _none_is(like.dtype)
+    PIECES: gl.constexpr = like.shape[0]
+    MOST: gl.constexpr = S.others
+    piece = gl.expand_dims(gl.arange(0, MOST * PIECES, layout=gl.SliceLayout(1, LANES)), 1)
+    place += piece // PIECES * (S.rows * S.columns) + piece % PIECES * 512
+    there = piece // PIECES < others
+    bits = gl.load(place, mask=there, other=NONE, volatile=True)
     while gl.max(gl.max((bits == 0).to(gl.int32), 0), 0) > 0:  # of a lane's words first
-        bits = gl.load(place, volatile=True)
-    gl.store(place, gl.zeros_like(bits))
-    return (bits ^ _none_is(DTYPE)).to(DTYPE, bitcast=True)
+        bits = gl.load(place, mask=there, other=NONE, volatile=True)
+    gl.store(place, gl.zeros_like(bits), mask=there)
+    words = (bits ^ NONE).to(like.dtype, bitcast=True).reshape([MOST, PIECES, 512])
+    return gl.convert_layout(gl.sum(words, 0), LANES, assert_trivial=True)
 
 
 @gluon.jit

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from halfbyte.kernels.gpu.hopper import not_hopper
-from halfbyte.kernels.gpu.skinny_hopper_tile import Static
+from halfbyte.kernels.gpu.skinny_hopper_tile import AWAITED, Static
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _WIDEST = 64  # tile of x, in rows
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
-_AWAITED = 64  # columns of others' sums, one program's after the other's, that a program waits for at most
 _ALIKE = 3  # numbers of programs for each tile that are tried, the largest ones, beside 1 and 2
 
 # What up to 64 rows take where each panel of the weight has a program, in microseconds. Fitted to 509 times on an H200, of 16 weights of 4
@@ -230,9 +229,9 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
 
 def programs_of_tile(problem: Problem, config: Config) -> int:
     """How many programs each tile has of which the last one waits for the others; 0 where none does: not all tiles have as many, or it
-    would read more than `_AWAITED` columns, one program's after the other's."""
+    would read more than `AWAITED` columns."""
     together, more = divmod(config.programs, -(-problem.n // (64 * config.panels)))
-    return together if config.partitions == 4 and not more and 0 < (together - 1) * config.columns <= _AWAITED else 0
+    return together if config.partitions == 4 and not more and 0 < (together - 1) * config.columns <= AWAITED else 0
 
 
 def beside(problem: Problem, config: Config) -> int:

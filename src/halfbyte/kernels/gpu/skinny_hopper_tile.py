@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16, E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.hopper import fma
@@ -31,12 +32,13 @@ from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
 LIFT = gl.constexpr(2.0**8)  # by which sums of lifted codes are too small: 2**133, which would make up for all, is no bfloat16
+AWAITED = 64  # columns of others' sums that a program waits for at most: they have registers
 _PIECES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of scales and zeros of blocks that follow each other
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for."""
 
     columns: int
@@ -88,6 +90,11 @@ class Static:
     def blocks(self) -> int:
         """Blocks whose scales and zeros a stage has: as many as there may be."""
         return self.depth * self.groups
+
+    @property
+    def others(self) -> int:
+        """Programs whose sums another one waits for, at most."""
+        return AWAITED // self.columns
 
     @property
     def stage_bytes(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.machine import Gpu
 
@@ -28,7 +29,7 @@ _ELEMENTS = 1024  # of a block
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(CompileTime):
     """What the kernel is compiled for: `heads` of a block, of `dim` elements, of which the first, `turned`, have positions.
 
     wide, beside  pairs of those that have, and elements that have not, up to powers of two
