@@ -152,7 +152,7 @@ def _share(share, sizes, scratch, S: gl.constexpr):
     if scratch is None:
         first, count = _piece(me, share)
         return first, 0, count * sizes[4]
-    elif S.waits:
+    elif S.others > 0:
         first, count = _piece(me % share[2], share)
         return me // share[2], first, count
     else:
@@ -344,7 +344,7 @@ def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
     held = as_held(acc)
     LANES: gl.constexpr = held.type.layout
     AWAY: gl.constexpr = S.rows * S.columns
-    if S.waits:
+    if S.others > 0:
         others = share[2] - 1
         me = gl.program_id(0) % share[2]
         place = scratch[0] + pn.to(gl.int64) * (others * AWAY) + PANEL * ROWS * S.columns
@@ -356,7 +356,7 @@ def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
         place = scratch[0] + leader.to(gl.int64) * (2 * AWAY) + PANEL * ROWS * S.columns
     place += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
     piece = gl.expand_dims(gl.arange(0, S.columns // 8, layout=gl.SliceLayout(1, LANES)), 1) * 512
-    if S.waits:
+    if S.others > 0:
         ready = me == others
         if ready:
             held += _wait_for(place, others, held, S)
@@ -501,7 +501,7 @@ def _skinny(xd, apart, wd, pd, sd, zd, scales, out, added, scratch, share, M, N,
         added = (added[0], added[1] + at)
     if scratch is not None:
         tiles = gl.cdiv(N, S.rows)
-        if S.waits:
+        if S.others > 0:
             scratch = (scratch[0] + first.to(gl.int64) * ((gl.num_programs(0) - tiles) * S.rows),)
         else:
             places = first.to(gl.int64) * (gl.num_programs(0) * 2 * S.rows)

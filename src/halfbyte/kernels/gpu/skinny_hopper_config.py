@@ -6,15 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from halfbyte.kernels.gpu.hopper import not_hopper
-from halfbyte.kernels.gpu.skinny_hopper_tile import AWAITED, Static
+from halfbyte.kernels.gpu.skinny_hopper_tile import Static
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
 _WIDEST = 64  # tile of x, in rows
 _BESIDE = 10 << 10  # bytes of shared memory beside the stages
+_AWAITED = 64  # columns of others' sums that a program waits for at most: they have registers
 _ALIKE = 3  # numbers of programs for each tile that are tried, the largest ones, beside 1 and 2
 
 # What up to 64 rows take where each panel of the weight has a program, in microseconds. Fitted to 509 times on an H200, of 16 weights of 4
@@ -202,6 +204,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
     floats = problem.compute == "float" and not problem.sparse
     together = config.columns >= (16 if groups == 1 else 32) and not problem.sparse
     fewer = (groups > 1 and geo.format.bits == 8) or (together and groups * config.columns > 32)  # scales of weights than of sums
+    waiting = programs_of_tile(problem, config)
     return Static(
         columns=config.columns,
         panels=config.panels,
@@ -223,15 +226,15 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         gates=gates,
         sparse=problem.sparse,
         paired=problem.paired,
-        waits=not gates and programs_of_tile(problem, config) > 0,
+        others=0 if gates or not waiting else triton.next_power_of_2(waiting - 1),
     )
 
 
 def programs_of_tile(problem: Problem, config: Config) -> int:
     """How many programs each tile has of which the last one waits for the others; 0 where none does: not all tiles have as many, or it
-    would read more than `AWAITED` columns."""
+    would read more than `_AWAITED` columns."""
     together, more = divmod(config.programs, -(-problem.n // (64 * config.panels)))
-    return together if config.partitions == 4 and not more and 0 < (together - 1) * config.columns <= AWAITED else 0
+    return together if config.partitions == 4 and not more and 0 < (together - 1) * config.columns <= _AWAITED else 0
 
 
 def beside(problem: Problem, config: Config) -> int:

@@ -32,7 +32,6 @@ from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
 
 ROWS = gl.constexpr(64)  # of the weight, that a partition multiplies
 LIFT = gl.constexpr(2.0**8)  # by which sums of lifted codes are too small: 2**133, which would make up for all, is no bfloat16
-AWAITED = 64  # columns of others' sums that a program waits for at most: they have registers
 _PIECES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of scales and zeros of blocks that follow each other
 
@@ -61,7 +60,7 @@ class Static(CompileTime):
     gates: str = ""  # half of a tile's panels are gates of the others: `epilogue.gated`
     sparse: bool = False  # 2:4, in `layouts/gpu_sparse.py`
     paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
-    waits: bool = False  # a tile's last program waits for the sums of its others
+    others: int = 0  # as many programs' sums, or up to half as many less, a tile's last program waits for
 
     @property
     def gated(self) -> bool:
@@ -90,11 +89,6 @@ class Static(CompileTime):
     def blocks(self) -> int:
         """Blocks whose scales and zeros a stage has: as many as there may be."""
         return self.depth * self.groups
-
-    @property
-    def others(self) -> int:
-        """Programs whose sums another one waits for, at most."""
-        return AWAITED // self.columns
 
     @property
     def stage_bytes(self) -> int:
