@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import log2
 
 import torch
 import triton
@@ -27,7 +28,7 @@ _COLUMN_US = {True: 0.0015, False: 0.0031}  # of a record's sums: made by wgmma,
 _X_US = 0.0016  # a row of x that is read for a record
 _READ, _BANDWIDTH = 0.73, 4.8e12  # of which that share is reached; an H200's, where a GPU's is not known
 _READ_AGAIN = 0.96  # how much longer it takes for each further tile of the same weight
-_WAIT_US, _WAIT_COLUMN_US = 0.75, 0.028  # for programs of the same tile, and for a column of their sums
+_WAIT_US, _WAIT_COLUMN_US = 0.75, 0.028  # for programs of the same tile, and for a column of two sums, more for more of them
 _MEETING_US = 2.2  # where arrivals are counted; twice where some tiles have more programs than others
 _MEETING_COLUMN_US = 0.015
 
@@ -135,7 +136,7 @@ def _few_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.depth)
     together, again = programs_of_tile(problem, config), row_tiles(problem, config) - 1
     if together:
-        stages, meeting = -(-steps // together), _WAIT_US + _WAIT_COLUMN_US * (together - 1) * config.columns
+        stages, meeting = -(-steps // together), _WAIT_US + _WAIT_COLUMN_US * (1 + log2(together - 1)) * config.columns
     elif tiles % config.programs == 0:
         stages, meeting = tiles // config.programs * steps, 0.0
     else:
@@ -170,7 +171,8 @@ def _configs(
         meeting = 0.0 if tiles % programs == 0 else met_us if programs % tiles == 0 else 2 * met_us
         return panels * tiles * geo.records / programs * record_us + meeting
 
-    alike = range(2, min(most // tiles, steps) + 1)  # for each tile as many
+    # For each tile as many, where one more spares each a step.
+    alike = [number for number in range(2, min(most // tiles, steps) + 1) if -(-steps // number) < -(-steps // (number - 1))]
     counts = whole, *(tiles * number for number in {*alike[:1], *alike[-_ALIKE:]}), min(most, tiles * steps)
     programs = sorted({count for count in counts if count <= most}, key=us)
     return [Config(columns, panels, each, stages, count) for count in programs]
