@@ -24,6 +24,7 @@ from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError, HalfbyteError, check_counts
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.clock import copies, graph_times
+from halfbyte.kernels.gpu.launch import compiling
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu, gpu
@@ -88,6 +89,10 @@ def _shape(plan: GpuPlan, work: GpuWork, contenders: Sequence[GpuContender], rep
             _absent(report, work, contender, str(reason))
         except Exception as reason:  # whatever a peer raises
             _absent(report, work, contender, _short(reason))
+    if HALFBYTE in binds:
+        with compiling(torch.device("cuda", torch.cuda.current_device())):
+            for m in plan.ms:
+                binds[HALFBYTE](_activations(m, work))[-1]()
     geo = gpu_tiles.geometry(work.format, (work.n, work.k))
     reading = _read_seconds(geo.nbytes, work.gpu)
     found = []
@@ -100,7 +105,7 @@ def _shape(plan: GpuPlan, work: GpuWork, contenders: Sequence[GpuContender], rep
 
 
 def _rows(plan: GpuPlan, work: GpuWork, binds: dict[GpuContender, Bind], m: int, floor: float, report: GpuReport) -> list[GpuMeasurement]:
-    x = torch.randn(m, work.k, generator=torch.Generator("cuda").manual_seed(m), device="cuda").to(work.dtype)
+    x = _activations(m, work)
     launches, errors = {}, {}
     for contender, bind in binds.items():
         try:
@@ -135,6 +140,10 @@ def _rows(plan: GpuPlan, work: GpuWork, binds: dict[GpuContender, Bind], m: int,
         for contender in binds
         if contender.name in times
     ]
+
+
+def _activations(m: int, work: GpuWork) -> torch.Tensor:
+    return torch.randn(m, work.k, generator=torch.Generator("cuda").manual_seed(m), device="cuda").to(work.dtype)
 
 
 def _short(error: Exception) -> str:
