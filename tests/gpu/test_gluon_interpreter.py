@@ -89,6 +89,7 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
         ("int8_g64_zp", torch.bfloat16, 9, (16, 1, 1, 2, 3)),
         ("int8_g128_zp", torch.float16, 2, (8, 4, 1, 3, 3)),
         ("int4_g128", torch.bfloat16, 7, (8, 2, 1, 3, 6)),  # each tile has three programs, which wait for each other
+        ("q4_0", torch.bfloat16, 12, (16, 2, 1, 3, 6)),
         ("q8_0", torch.bfloat16, 71, (32, 1, 1, 2, 6)),
     ],
 )
