@@ -11,6 +11,7 @@ import torch
 
 from halfbyte import env
 from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.decoding import is_decoder_layer, is_short
 from halfbyte.integrations.mixtures import routed_of
 
@@ -41,4 +42,4 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
         kept = cache()
         with launch.compiling(device):
             for each in (ids, ids[:, :1]):
-                model(input_ids=each, past_key_values=kept, use_cache=True, logits_to_keep=1)
+                model(input_ids=each, use_cache=True, logits_to_keep=1, **{KV_CACHE: kept})

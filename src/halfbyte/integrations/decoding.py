@@ -13,10 +13,12 @@ from itertools import chain, groupby
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Cache
 
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families, layer_gpu, prompt_gpu
 from halfbyte.integrations.ahead import expect
+from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.decoding_gpu import Step
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.mixtures import routed_of, why_not_routed
@@ -29,6 +31,15 @@ from halfbyte.ops.experts import CLAMPED, Experts
 
 LONG = "one token takes the steps of transformers"
 ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
+# Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
+ARGUMENTS: Understood = {
+    **dict.fromkeys(("hidden_states", "attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings"), any_value),
+    **dict.fromkeys(("per_layer_input", "shared_kv_states", "return_shared_kv_states"), any_value),  # Gemma 4
+    **dict.fromkeys(("cache_position", "token_type_ids", "mm_token_type_ids"), any_value),  # the mask tells what they do
+    **dict.fromkeys(("output_hidden_states", "num_items_in_batch", "return_dict"), any_value),  # concern the model around the layers
+    **dict.fromkeys(("output_attentions", "output_router_logits"), unset),
+    "is_causal": is_true,
+}
 
 
 def shorten_(model: nn.Module) -> nn.Module:
@@ -56,8 +67,7 @@ def shorten_(model: nn.Module) -> nn.Module:
             reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
             if why_not_short(module, "cuda") is None:  # it may be moved to another device later
                 reason = None
-            family = families.family_of(module)
-            shorten(module, _OneToken if family is None or family.per_layer is None else _OneTokenPerLayer, LONG, reason)
+            shorten(module, _Few, LONG, reason)
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for _, alike in groupby(module, type):
@@ -83,6 +93,8 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     on_cpu, family = device == "cpu", families.family_of(layer)
     if family is None:
         return f"a {original(layer).__name__} is none of {', '.join(families.NAMES)}"
+    if (reason := why_unknown(original(layer), ARGUMENTS)) is not None:
+        return reason
     attention, mlp, routed = layer.self_attn, families.mlp_of(layer), routed_of(layer)
     if (name := families.other(layer)) is not None:
         return f"its config has {name}"
@@ -180,74 +192,22 @@ class _Few(Shortened):
             lost.append(f"prompts: {reason}")
         return "; ".join(["prompts, and one token with a static cache, take few kernels", *lost])
 
-    def computed(
-        self, x: Tensor, mask: Any, positions: Any, past: Any, rotary: tuple[Tensor, Tensor] | None, settings: dict[str, Any]
-    ) -> Tensor | None:
-        """The layer's output by few calls; None where that is not supported."""
-        if rotary is None or not (past is None or hasattr(past, "layers")):  # hybrids of older versions have caches of their own
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = bind(self.argument_names, args, kwargs, ARGUMENTS)
+        found = None if call is None else self.computed(call)
+        # super() in a class that is made at run time: torch.compile follows the plain call.
+        return super().forward(*args, **kwargs) if found is None else found  # type: ignore[misc]
+
+    def computed(self, call: dict[str, Any]) -> Tensor | None:
+        """Compute the layer's output in few calls; None where that is not supported. call: arguments by name, as `bind` returns them."""
+        x, mask, past, rotary = (call.get(name) for name in ("hidden_states", "attention_mask", CACHE, "position_embeddings"))
+        # Hybrids of older versions, and paged attention, have caches of their own.
+        if x is None or rotary is None or not (past is None or isinstance(past, Cache)):
             return None
         layers = [] if past is None else past.layers
         found = None
-        if x.is_cpu and "cpu" not in decoding_gpu.DEVICES and families.is_near(self, positions):
-            found = decoding_cpu.tokens(self, x, mask, past, rotary, settings)
+        if x.is_cpu and "cpu" not in decoding_gpu.DEVICES and families.is_near(self, call.get("position_ids")):
+            found = decoding_cpu.tokens(self, x, mask, past, rotary, call)
         if found is None and layers:
-            found = decoding_gpu.token(self, x, mask, layers, rotary, settings)
-        return prompt_gpu.tokens(self, x, mask, past, rotary, settings) if found is None else found
-
-
-class _OneToken(_Few):
-    """Of layers that are called as Llama's."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **settings: Any,
-    ) -> Any:
-        found = self.computed(hidden_states, attention_mask, position_ids, past_key_values, position_embeddings, settings)
-        if found is not None:
-            return found
-        # super() in a class that is made at run time: torch.compile follows the plain call.
-        return super().forward(  # type: ignore[misc]
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **settings,
-        )
-
-
-class _OneTokenPerLayer(_Few):
-    """Of layers that are called as Gemma 4's, with an input of their own, or None, and with what they have in common."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        per_layer_input: Tensor | None = None,
-        shared_kv_states: Any = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        **settings: Any,
-    ) -> Any:
-        more = {**settings, "per_layer_input": per_layer_input, "shared_kv_states": shared_kv_states}
-        found = self.computed(hidden_states, attention_mask, position_ids, past_key_values, position_embeddings, more)
-        if found is not None:
-            return found
-        return super().forward(  # type: ignore[misc]
-            hidden_states,
-            per_layer_input,
-            shared_kv_states=shared_kv_states,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            **settings,
-        )
+            found = decoding_gpu.token(self, x, mask, layers, rotary, call)
+        return prompt_gpu.tokens(self, x, mask, past, rotary, call) if found is None else found

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
+from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.families import (
     ACTIVATIONS,
     Family,
@@ -236,7 +237,7 @@ def tokens(
         return _alone(layer, x, mask, past, rotary, settings)
     cache: Any = None if past is None else past.layers[index]
     if torch.compiler.is_compiling():
-        return _op(layer, x, mask, cache, rotary, settings)
+        return _op(layer, x, mask, cache, rotary)
     found = _given(layer, x, mask, past, rotary, settings)
     y = _by_halves(layer, x, mask, cache, rotary, settings) if found is None else found.y
     if found is not None:
@@ -337,7 +338,7 @@ def _entry(
     """Where tokens enter a layer's cache, or where another layer's keys and values lie; None where the call is none for it. masks: as
     given, and what they show; past: the cache of all layers."""
     mask, seen = masks
-    if not _fits(layer, x, cache, rotary, settings) or not _is_mask(layer, mask, seen) or not made.turns_by(rotary[0].shape[2]):
+    if not _fits(layer, x, cache, rotary) or not _is_mask(layer, mask, seen) or not made.turns_by(rotary[0].shape[2]):
         return None
     if cache is not None and not _sees(cache, x, seen):
         return None
@@ -382,13 +383,12 @@ def _sees_later(mask: Tensor | None, tokens: int, length: int) -> bool:
     return mask is not None and tokens > 1 and bool(mask.expand(-1, -1, tokens, -1).triu(length + 1).any())
 
 
-def _fits(layer: Any, x: Tensor, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
+def _fits(layer: Any, x: Tensor, cache: Any, rotary: tuple[Tensor, Tensor]) -> bool:
     return (
         0 < x.shape[0] <= MOST_SEQUENCES
         and x.shape[1] > 0
         and (cache is None or (type(cache) in _CACHES and (not cache.is_initialized or _is_of(cache, x))))
         and rotary[0].dim() == 3
-        and not settings.get("output_attentions")
         and layer.self_attn.is_causal
         and not layer.training
     )
@@ -506,10 +506,10 @@ def _remember(layer: nn.Module, x: Tensor, cache: StaticLayer, past: Cache | Non
         _caches[cache.keys] = ref(past)
 
 
-def _op(layer: Any, x: Tensor, mask: Any, cache: Any, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> Tensor | None:
+def _op(layer: Any, x: Tensor, mask: Any, cache: Any, rotary: tuple[Tensor, Tensor]) -> Tensor | None:
     if getattr(layer, _KNOWN, None) != id(layer) or type(cache) is not StaticLayer or not cache.is_initialized:
         return None
-    if torch.compiler.is_exporting() or settings.get("output_attentions") or not (mask is None or isinstance(mask, Tensor)):
+    if torch.compiler.is_exporting() or not (mask is None or isinstance(mask, Tensor)):
         return None
     y: Tensor = OPS.decoder_layer.default(x, mask, *rotary, cache.keys, cache.values, cache.cumulative_length, id(layer))
     # Not by the op: Inductor makes masks from the first layer's length when it likes, unless it knows of a change.
@@ -526,7 +526,7 @@ def _run(x: Tensor, mask: Tensor | None, cos: Tensor, sin: Tensor, keys: Tensor,
     found = _given(layer, x, mask, past, (cos, sin), {})
     if found is not None:
         return found.y
-    y: Tensor = layer.forward(x, attention_mask=mask, past_key_values=past, position_embeddings=(cos, sin))
+    y: Tensor = layer.forward(x, attention_mask=mask, position_embeddings=(cos, sin), **{KV_CACHE: past})
     length.sub_(x.shape[1])  # who calls the op adds them
     return y.contiguous()
 

@@ -56,7 +56,7 @@ def token(
     if number is None or ((reads or lends(layer)) and (shared is None or (reads and shared_as(layer) not in shared))):
         return None
     index: int = number
-    found = parts(layer) if _fits(x, layers, index, settings) else None
+    found = parts(layer) if _fits(x, layers, index) else None
     if found is None or not found.for_token or not _is_mask(layer, mask, layers[index].keys.shape[2]):
         return None
     own = own_input(found, settings)
@@ -129,7 +129,7 @@ def _is_mask(layer: Any, mask: Tensor | None, size: int) -> bool:
     return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if is_eager(layer) else mask.dtype == torch.bool)
 
 
-def _fits(x: Tensor, layers: list[Any], index: int, settings: dict[str, Any]) -> bool:
+def _fits(x: Tensor, layers: list[Any], index: int) -> bool:
     """Whether the call is for one token of each sequence, with a cache that `attend` supports."""
     return (
         x.device.type in DEVICES
@@ -140,7 +140,6 @@ def _fits(x: Tensor, layers: list[Any], index: int, settings: dict[str, Any]) ->
         and layers[index].is_initialized
         and layers[index].keys.dtype == x.dtype
         and layers[index].keys.device == x.device
-        and not settings.get("output_attentions")
         and not torch.is_grad_enabled()
     )
 

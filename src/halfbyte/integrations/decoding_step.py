@@ -25,9 +25,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from halfbyte.bounded import Bounded
 from halfbyte.integrations import growing
+from halfbyte.integrations.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.decoding_cpu import computed, eps_of, is_eager, norm_of, parts_of, settings_of
 from halfbyte.integrations.families import borrows, known, lender, nearest, per_layer_of
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear, version
@@ -112,6 +113,14 @@ MODELS = {
     "stablelm.modeling_stablelm.StableLmForCausalLM": Around(),
     "starcoder2.modeling_starcoder2.Starcoder2ForCausalLM": Around("all"),
 }
+# Of a causal model's call.
+ARGUMENTS: Understood = {
+    **dict.fromkeys(("input_ids", "attention_mask", "position_ids", CACHE, "use_cache"), any_value),
+    **dict.fromkeys(("inputs_embeds", "labels", "per_layer_inputs"), unset),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_router_logits"), unset),
+    "logits_to_keep": lambda value: type(value) is int,
+    "return_dict": is_true,
+}
 _ATTENTION = ("sdpa", "halfbyte", "eager")  # others have masks of other kinds
 _SLIDES = "sliding_attention"  # of a config's `layer_types`
 _SCALES = "per_layer_model_projection_scale", "per_layer_input_scale"  # of what is projected to layers' own inputs, and of these
@@ -122,7 +131,7 @@ def shorten_model(model: nn.Module) -> None:
     """Lets a causal model, all of whose layers are shortened, take a token in one call, in place. Others are left."""
     layers = getattr(getattr(model, "model", None), "layers", ())
     if not isinstance(model, _OneCall) and name_in_transformers(model) in MODELS and all(isinstance(layer, Shortened) for layer in layers):
-        shorten(model, _OneCall, "", None)
+        shorten(model, _OneCall, "a token takes a call for each layer", why_unknown(original(model), ARGUMENTS))
 
 
 class _OneCall(Shortened):
@@ -130,36 +139,15 @@ class _OneCall(Shortened):
 
     keeps_name = True
 
-    def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> Any:
-        if not torch.compiler.is_compiling() and input_ids is not None and past_key_values is not None and inputs_embeds is labels is None:
-            kept = use_cache or (use_cache is None and self.config.use_cache)
-            if kept and type(logits_to_keep) is int and all(map(_is_unset, kwargs, kwargs.values())):
-                logits = one_token(self, input_ids, attention_mask, position_ids, past_key_values)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
+            ids, past = call.get("input_ids"), call.get(CACHE)
+            if ids is not None and past is not None and call.get("use_cache", self.config.use_cache):
+                logits = one_token(self, ids, call.get("attention_mask"), call.get("position_ids"), past)
                 if logits is not None:
-                    return _output(_output_of(_around(self), type(self).__module__), logits, past_key_values)
+                    return _output(_output_of(_around(self), type(self).__module__), logits, past)
         # super() in a class that is made at run time: torch.compile follows the plain call.
-        return super().forward(  # type: ignore[misc]
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            **kwargs,
-        )
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 def _around(model: Any) -> Around:
@@ -180,17 +168,12 @@ def _empty(cls: Any) -> dict[str, Any]:
 
 
 def _output(cls: Any, logits: Tensor, past: Any) -> Any:
-    """cls(logits=logits, past_key_values=past), which looks through its fields several times, in a tenth of the time."""
+    """cls(logits=logits, cache=past), which looks through its fields several times, in a tenth of the time."""
     made: Any = cls.__new__(cls)
-    vars(made).update(_empty(cls), logits=logits, past_key_values=past)
+    vars(made).update(_empty(cls), logits=logits, **{KV_CACHE: past})
     OrderedDict.__setitem__(made, "logits", logits)
-    OrderedDict.__setitem__(made, "past_key_values", past)
+    OrderedDict.__setitem__(made, KV_CACHE, past)
     return made
-
-
-def _is_unset(name: str, value: Any) -> bool:
-    """Whether nothing is asked for beside what every call has."""
-    return value is None or value is (name == "return_dict")
 
 
 def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:

@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from halfbyte.errors import ArgumentError
+from halfbyte.integrations.calls import KV_CACHE, cache_name
 from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.shortened import Shortened, shorten
@@ -60,9 +61,9 @@ class _Generating(Shortened):
     keeps_name = True  # config.json has it
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
-        given = model_kwargs.get("past_key_values")
+        given = _cache_of(model_kwargs)
         answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        made = model_kwargs.get("past_key_values")
+        made = _cache_of(model_kwargs)
         if made is not None and made is not given:
             setattr(made, _MADE, True)
         return answer
@@ -86,9 +87,13 @@ class _Generating(Shortened):
         return _decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
 
 
+def _cache_of(arguments: dict[str, Any]) -> Any:
+    return arguments.get(cache_name(arguments))
+
+
 def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -> bool:
     """Whether the loop of this file does what is asked for."""
-    cache: Any = arguments.get("past_key_values")
+    cache = _cache_of(arguments)
     plain = (
         ids.device.type in ("cpu", "cuda")
         and ids.device == model.device
@@ -154,15 +159,16 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
     prompt = ids.shape[1]
     mask = arguments.get("attention_mask")
     known = max(prompt, 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0))  # the cache has them after the prompt
-    kept = config.return_dict_in_generate or not getattr(arguments["past_key_values"], _MADE, False)
+    name = cache_name(arguments)
+    kept = config.return_dict_in_generate or not getattr(arguments[name], _MADE, False)
     on_gpu = _on_gpu(ids.device)
     if on_gpu:
         size = first_size(known, known - prompt + config.max_length)
-        if type(arguments["past_key_values"]) is DynamicCache:
-            arguments["past_key_values"] = static_cache(model, size)
-        elif capacity(make_rings(arguments["past_key_values"]), model) < known:
-            enlarge(arguments["past_key_values"], model, size)
-    cache = arguments["past_key_values"]
+        if type(arguments[name]) is DynamicCache:
+            arguments[name] = static_cache(model, size)
+        elif capacity(make_rings(arguments[name]), model) < known:
+            enlarge(arguments[name], model, size)
+    cache = arguments[name]
     ends = any(hasattr(one, "eos_token_id") for one in criteria)
     pad = int(config._pad_token_tensor) if ends else 0
     anywhere = all(type(one) in _ANYWHERE for one in criteria)
@@ -201,7 +207,7 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
     if streamer is not None:
         streamer.end()
     found = told.ids.to(ids.device, copy=True)
-    return GenerateDecoderOnlyOutput(sequences=found, past_key_values=cache) if config.return_dict_in_generate else found  # type: ignore[arg-type]
+    return GenerateDecoderOnlyOutput(**{"sequences": found, KV_CACHE: cache}) if config.return_dict_in_generate else found
 
 
 class _Text:

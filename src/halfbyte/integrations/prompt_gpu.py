@@ -47,7 +47,7 @@ def tokens(
     """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported. past: the cache of
     all layers, or none."""
     reads, shared = borrows(layer), cast(Any, settings.get("shared_kv_states"))
-    found = parts(layer) if _fits(layer, x, past, rotary, settings) and (shared is not None or not (reads or lends(layer))) else None
+    found = parts(layer) if _fits(layer, x, past, rotary) and (shared is not None or not (reads or lends(layer))) else None
     if found is None or not found.for_prompts or not found.first.heads.turns_by(rotary[0].shape[2]):
         return None
     if x.is_cuda and why_not_many(found.first.heads, x.dtype, gpu(x.get_device())) is not None:
@@ -208,16 +208,13 @@ def _seen(layer: Any, mask: Tensor | None, tokens: int) -> Tensor | str | None:
     return found if found.dtype == torch.bool else "its mask adds other numbers"
 
 
-def _fits(layer: Any, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]) -> bool:
+def _fits(layer: Any, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor]) -> bool:
     """Whether the call is for many tokens, with nothing else than their results asked for."""
     return (
         x.device.type in decoding_gpu.DEVICES
         and (x.shape[1] > 1 or borrows(layer))
         and plain(x)
         and rotary[0].dim() == 3
-        and not settings.get("output_attentions")
-        and settings.get("is_causal") in (None, True)
-        and settings.get("cache") is None
         and not getattr(past, "offloading", False)
         and layer.self_attn.is_causal
         and not layer.training

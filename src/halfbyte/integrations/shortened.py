@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from halfbyte.integrations.ahead import watched
+from halfbyte.integrations.calls import parameters_of
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import Changes, QuantLinear
 from halfbyte.nn.report import REMARK
@@ -21,6 +24,7 @@ class Shortened:
 
     of_classes: tuple[type, ...]
     original_name: str  # as `name_in_transformers` has it, which torch.compile can read here
+    argument_names: tuple[str, ...]  # of its forward, which torch.compile can read here
     keeps_name = False  # the class is known by the name of what it comes before
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -52,9 +56,19 @@ def _shortened(*parts: type) -> Any:
         *before, cls = parts
         keeps = any(issubclass(one, Shortened) and one.keeps_name for one in before)
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
+        about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
+        if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
+            about["forward"] = _with_signature(replaced, inspect.signature(cls.forward))
         name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
-        _classes.setdefault(parts, type(name, parts, {"of_classes": parts, "original_name": _name(cls), **names}))
+        _classes.setdefault(parts, type(name, parts, {**about, **names}))
     return _classes[parts]
+
+
+def _with_signature(function: Any, signature: inspect.Signature) -> Any:
+    """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
+    made: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__, made.__signature__ = function.__kwdefaults__, signature
+    return made
 
 
 def why_not_fused(names: str, linears: Sequence[nn.Module]) -> str | None:

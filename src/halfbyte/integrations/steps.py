@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from halfbyte.errors import UnsupportedError
+from halfbyte.integrations.calls import cache_name
 
 TOKEN = "input_ids"
 # Of these, what they do follows from scores alone, without waiting for a GPU.
@@ -77,7 +78,7 @@ class Step:
         self._before: dict[str, Any] | None = None  # the last step's, where transformers prepared it
         self._inputs: Inputs | None = None
         # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
-        self._prepared: bool = getattr(self._arguments["past_key_values"], "is_compileable", False)
+        self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
 
     @property
     def ahead(self) -> bool:

@@ -29,6 +29,7 @@ from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
 from halfbyte.integrations import attention
+from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.compiling import compile_ahead
 from halfbyte.integrations.generating import check_tokens, first_size, generate_fast, new_cache
 from halfbyte.integrations.graphs import capacity
@@ -169,7 +170,7 @@ def generate(
     count = inputs["input_ids"].shape[1]
     known = 0
     if cache is not None:
-        known, settings["past_key_values"] = int(cache.get_seq_length()), cache
+        known, settings[KV_CACHE] = int(cache.get_seq_length()), cache
     if compiled:
         compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else "default")
         compile_config._compile_all_devices = True  # type: ignore[assignment]  # otherwise it compiles on GPUs only
