@@ -27,6 +27,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HALFBYTE_CACHE", str(folder / "cache"))
+        patch.setenv("HALFBYTE_CHECK", "0")  # tests compare models themselves; test_self_check.py tests this
         yield
 
 

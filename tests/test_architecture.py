@@ -25,6 +25,7 @@ RANKS = {
     "memory": 0.4,
     "plot": 0.5,
     "bounded": 0.6,
+    "versions": 0.7,
     "formats": 1,
     "quantizers": 2,
     "layouts": 2,

@@ -22,6 +22,7 @@ from halfbyte import ops
 from halfbyte.cli import explain, main
 from halfbyte.cli.output import print_table
 from halfbyte.errors import UnsupportedError
+from halfbyte.versions import TESTED, Tested, why_untested
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXT = "a bug is an unwanted property of code that makes it fail while the hacker who wrote it sleeps and dreams"
@@ -535,6 +536,14 @@ def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     table = run("doctor").out
     assert "HALFBYTE_THREADS?" in table
     assert "17 of 17 passed" in table
+
+
+def test_doctor_tells_untested_versions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("doctor", "--no-test", "--json").json["versions"]["untested"] == []
+    why_untested.cache_clear()
+    monkeypatch.setitem(TESTED, "transformers", Tested("5.0", "5.1", ""))
+    assert "private fast paths are off: transformers" in run("doctor", "--no-test").out
+    why_untested.cache_clear()
 
 
 def test_doctor_finds_a_wrong_kernel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import halfbyte as hb
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
+from halfbyte.integrations.calls import parameters_of
 from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.explain_model import explain_model
 from halfbyte.nn.config import Config
@@ -293,7 +294,8 @@ def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids[1, 4:] = 1
     more = {"position_ids": torch.randint(0, 20, (3, 7))}, {"position_ids": torch.arange(5, 12)[None]}
     if kind != "distilbert":
-        more += {"token_type_ids": torch.randint(0, plain.token_type_embeddings.num_embeddings, (3, 7))}, {"past_key_values_length": 0}  # type: ignore[assignment]
+        cached = parameters_of(type(plain).forward)[-1]  # how many tokens a cache has
+        more += {"token_type_ids": torch.randint(0, plain.token_type_embeddings.num_embeddings, (3, 7))}, {cached: 0}  # type: ignore[assignment]
     # Sums are the same; a norm of 32 numbers is right to a few units of float32's last place, here of numbers of up to 10.
     settings: Any
     with torch.no_grad():

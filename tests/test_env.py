@@ -14,6 +14,7 @@ from halfbyte.errors import ArgumentError
 
 ACCESSORS: dict[str, Callable[[], object]] = {
     "HALFBYTE_CACHE": env.cache,
+    "HALFBYTE_CHECK": env.check,
     "HALFBYTE_DUMP": env.dump,
     "HALFBYTE_ISA": env.isa,
     "HALFBYTE_THREADS": env.threads,
@@ -110,14 +111,16 @@ def test_bad_threads(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         env.threads()
 
 
-def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not env.tune()
+@pytest.mark.parametrize(("name", "default"), [("HALFBYTE_TUNE", False), ("HALFBYTE_CHECK", True)])
+def test_switches(name: str, default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ACCESSORS[name]
+    assert read() is default
     for value, meaning in ((" 1 ", True), ("0", False)):
-        monkeypatch.setenv("HALFBYTE_TUNE", value)
-        assert env.tune() is meaning
-    monkeypatch.setenv("HALFBYTE_TUNE", "yes")
-    with pytest.raises(ArgumentError, match="HALFBYTE_TUNE is 'yes': use 1 or 0"):
-        env.tune()
+        monkeypatch.setenv(name, value)
+        assert read() is meaning
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(ArgumentError, match=f"{name} is 'yes': use 1 or 0"):
+        read()
 
 
 def test_unknown_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

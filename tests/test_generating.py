@@ -33,6 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 import halfbyte
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import generating, graphs, text
+from halfbyte.integrations.calls import cache_name
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.shortened import original
 from halfbyte.integrations.steps import Inputs, Step
@@ -306,7 +307,7 @@ def test_nothing_is_kept(kind: str, family: str, monkeypatch: pytest.MonkeyPatch
     begin = Step.__init__
 
     def seen(self: Any, model: Any, arguments: dict[str, Any], *args: Any) -> None:
-        caches.append(weakref.ref(arguments["past_key_values"]))
+        caches.append(weakref.ref(arguments[cache_name(arguments)]))
         begin(self, model, arguments, *args)
 
     monkeypatch.setattr(Step, "__init__", seen)

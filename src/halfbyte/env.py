@@ -41,6 +41,7 @@ class Variable(NamedTuple):
 
 VARIABLES = (
     Variable("HALFBYTE_CACHE", "folder for compiled kernels and measured choices", "the user's cache folder"),
+    Variable("HALFBYTE_CHECK", "0: `optimize_` does not compare a model with the plain one the first time", "it compares"),
     Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
     Variable("HALFBYTE_ISA", f"instruction set of the CPU kernels: {', '.join(ISAS[:-1])} or {ISAS[-1]}", "the best that the CPU has"),
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
@@ -95,12 +96,21 @@ def threads() -> int | None:
     return int(text)
 
 
+def check() -> bool:
+    """Whether `optimize_` compares a model with the plain one (HALFBYTE_CHECK). Raises ArgumentError for anything but 0 and 1."""
+    return _switch("HALFBYTE_CHECK", default=True)
+
+
 def tune() -> bool:
     """Whether GPU kernels are measured for each new shape (HALFBYTE_TUNE). Raises ArgumentError for anything but 0 and 1."""
-    text = _text("HALFBYTE_TUNE")
+    return _switch("HALFBYTE_TUNE", default=False)
+
+
+def _switch(name: str, *, default: bool) -> bool:
+    text = _text(name)
     if text not in (None, "0", "1"):
-        raise ArgumentError(f"HALFBYTE_TUNE is {text!r}: use 1 or 0, or unset it")
-    return text == "1"
+        raise ArgumentError(f"{name} is {text!r}: use 1 or 0, or unset it")
+    return default if text is None else text == "1"
 
 
 def unknown() -> list[str]:

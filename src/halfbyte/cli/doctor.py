@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from halfbyte import __version__, env
 from halfbyte.cli.output import Commands, add_command, print_json, progress
 from halfbyte.errors import HalfbyteError
+from halfbyte.versions import TESTED, why_untested
 
 if TYPE_CHECKING:
     from halfbyte.cli.selftest import Result
@@ -100,9 +101,13 @@ def _test(args: argparse.Namespace) -> list[Result]:
     return results
 
 
-def _versions() -> dict[str, str | None]:
+def _versions() -> dict[str, Any]:
     installed = {package: metadata.version(package) if find_spec(package) else None for package in _PACKAGES}
-    return {"halfbyte": __version__, "python": platform.python_version(), "system": platform.platform(), **installed}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        untested = [reason for package in TESTED if installed[package] and (reason := why_untested(package)) is not None]
+    about = {"halfbyte": __version__, "python": platform.python_version(), "system": platform.platform()}
+    return {**about, **installed, "untested": untested}
 
 
 def _cpu() -> dict[str, Any]:
@@ -182,6 +187,11 @@ def _print_part(name: str, part: dict[str, Any] | None) -> None:
         name = ""
 
 
+def _lines_versions(versions: dict[str, Any]) -> list[str]:
+    named = ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items() if name != "untested")
+    return [named, *(f"private fast paths are off: {reason}" for reason in versions["untested"])]
+
+
 def _lines_cpu(cpu: dict[str, Any]) -> list[str]:
     caches = ", ".join(f"{name.upper()} {level >> 10} KiB" for name, level in cpu["caches"].items() if level)
     memory = "" if cpu["memory"] is None else f", {cpu['memory'] / 1e9:.1f} GB of memory"
@@ -214,7 +224,7 @@ def _alike(name: str) -> str:
 
 
 LINES: dict[str, Callable[[Any], list[str]]] = {
-    "versions": lambda part: [", ".join(f"{name} {version or 'absent'}" for name, version in part.items())],
+    "versions": _lines_versions,
     "cpu": _lines_cpu,
     "isa": lambda part: [f"{part['chosen']} is used", *(f"{name}: {reason}" for name, reason in part["others"].items())],
     "threads": lambda part: [f"{part['count']}, {part['runtime']}"],

@@ -3,7 +3,8 @@
 on_import.py        registers with transformers and peft when they are imported
 transformers.py     the quantizer of `from_pretrained`; tensor_parallel.py: for several processes; peft.py: adapters
 gguf.py, text.py    models are opened; text is generated and timed; compiling.py: GPU kernels are compiled before the first prompt
-optimizing.py       all that makes a model faster (`optimize_`)
+optimizing.py       all that makes a model faster (`optimize_`); self_check.py: compares it with the plain model the first time
+calls.py            the arguments of transformers' forwards that are replaced, and which values of these are understood
 attention.py        an implementation of attention for transformers; cache.py: a cache of keys and values in 8 bits
 Layers and steps in few calls (`shorten_`)
   decoding.py       decoder layers; decoding_cpu.py: on a CPU, decoding_step.py: a token through all of the model; growing.py: its cache

@@ -26,9 +26,19 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from halfbyte.integrations.calls import Understood, any_value, bind, unset
 from halfbyte.ops import attention as whole
 
 NAME = "halfbyte"
+
+ARGUMENTS: Understood = {
+    **dict.fromkeys(("scaling", "is_causal"), any_value),
+    # The mask tells what these do.
+    **dict.fromkeys(("sliding_window", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids"), any_value),
+    **dict.fromkeys(("use_cache", "output_hidden_states", "num_items_in_batch", "return_dict"), any_value),  # concern the model around it
+    **dict.fromkeys(("softcap", "output_attentions", "output_router_logits"), unset),
+    "dropout": lambda value: not value,
+}
 
 
 def attention(
@@ -37,8 +47,7 @@ def attention(
     """query [b, h, t, d], key and value [b, h_kv, s, d], mask None or [b, 1, t, s] -> [b, t, h, d]; transformers' interface."""
     b, heads, t, d = query.shape
     kv_heads = key.shape[1]
-    plain = not any(settings.get(name) for name in ("dropout", "softcap", "output_attentions"))
-    plain = plain and all(settings.get(name) is None for name in ("position_bias", "cache"))
+    plain = bind((), (), settings, ARGUMENTS) is not None
     plain = plain and (attention_mask is None or attention_mask.shape[1] == 1)
     on_cpu = query.device.type == "cpu"
     causal = settings.get("is_causal")

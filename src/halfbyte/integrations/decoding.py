@@ -26,8 +26,10 @@ from halfbyte.integrations.shortened import Shortened, original, products_of, sh
 from halfbyte.machine import gpu
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.report import add_notes
 from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.experts import CLAMPED, Experts
+from halfbyte.versions import why_untested
 
 LONG = "one token takes the steps of transformers"
 ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
@@ -51,9 +53,12 @@ def shorten_(model: nn.Module) -> nn.Module:
     `generate` of any language model writes tokens by a lean loop, on a GPU with a CUDA graph (`generating.py`).
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
     precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
-    which, and why.
+    which, and why. With versions of transformers that were not tested nothing is changed, with a warning.
     """
     check_type(model, nn.Module, "shorten_ takes a model, a torch.nn.Module", "pass the model that fuse_ returned")
+    if (reason := why_untested("transformers")) is not None:
+        add_notes(model, [f"{LONG}: {reason}"])
+        return model
     generate_fast(model)
     for module in model.modules():
         if embedding.tables_of(module) is not None:

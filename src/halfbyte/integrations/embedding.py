@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from halfbyte.integrations.calls import Understood, any_value, bind, unset, why_unknown
 from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantEmbedding
@@ -38,6 +39,12 @@ TABLES = {
     "xlm_roberta.modeling_xlm_roberta.XLMRobertaEmbeddings": _TABLES,
     "distilbert.modeling_distilbert.Embeddings": _WITHOUT_TYPES,
     "mpnet.modeling_mpnet.MPNetEmbeddings": _WITHOUT_TYPES,
+}
+
+ARGUMENTS: Understood = {
+    **dict.fromkeys(("input_ids", "token_type_ids", "position_ids"), any_value),
+    "inputs_embeds": unset,
+    **dict.fromkeys(("cache_length", "past_key_values_length"), lambda value: type(value) is int and value == 0),
 }
 
 
@@ -63,6 +70,8 @@ def why_not(module: Any) -> str | None:
             return f"its {name} gives {table.dtype}" if table.embed_scale is None else f"its {name} multiplies what it gives"
     if type(norm) is not nn.LayerNorm or len(norm.normalized_shape) != 1 or norm.bias is None or norm.weight.dtype != torch.float32:
         return "its LayerNorm is none with weight and bias in float32"
+    if (reason := why_unknown(original(module), ARGUMENTS)) is not None:
+        return reason
     return why_hooked(module) or why_not_packed([table.packed for table in tables.values()])
 
 
@@ -75,34 +84,24 @@ class _OneCall(Shortened):
         reason = why_not(self)
         return ONE_CALL if reason is None else f"{APART}: {reason}"
 
-    def forward(self: Any, input_ids: Tensor | None = None, *args: Any, **settings: Any) -> Any:
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and input_ids is not None:
-            ids = _ids(self, input_ids, *args, **settings)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training:
+            call = bind(self.argument_names, args, kwargs, ARGUMENTS)
+            ids = None if call is None else _ids(self, call)
             if ids is not None and ids_fit(ids, len(ids)) and (computed := _computed(self)) is not None:
                 return computed(ids)
         # super() in a class that is made at run time: torch.compile follows the plain call.
-        return super().forward(input_ids, *args, **settings)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _ids(
-    module: Any,
-    words: Tensor,
-    *args: Any,
-    token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, ...] | None:
-    """Of each table, in the order of `tables_of`; None where more is asked for than these."""
-    if any(value is not None for value in args) or any(value is not None and value != 0 for value in map(_number, others.values())):
+def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
+    """The ids for each table, in the order of `tables_of`; None for other inputs. call: arguments by name, as `bind` returns them."""
+    words, positions, token_type_ids = (call.get(name) for name in ("input_ids", "position_ids", "token_type_ids"))
+    if words is None or not plain(words) or words.dim() != 2:
         return None
-    if not plain(words) or words.dim() != 2:
-        return None
-    if position_ids is not None:
-        positions = position_ids
-    elif (counted := _counted(module)) is not None:  # RoBERTa's and MPNet's begin behind the padding
-        positions = counted(words, module.padding_idx)
-    else:
-        positions = module.position_ids[:, : words.shape[1]]
+    if positions is None:
+        counted = _counted(module)  # RoBERTa's and MPNet's begin behind the padding
+        positions = module.position_ids[:, : words.shape[1]] if counted is None else counted(words, module.padding_idx)
     if tables_of(module) == _WITHOUT_TYPES:
         return words, positions
     if token_type_ids is None and (types := getattr(module, "token_type_ids", None)) is not None:
@@ -120,11 +119,6 @@ def _counted(module: Any) -> Callable[[Tensor, int], Tensor] | None:
 @functools.cache
 def _beside(cls: type) -> Callable[[Tensor, int], Tensor] | None:
     return getattr(sys.modules[cls.__module__], _COUNTS, None)
-
-
-def _number(value: Any) -> Any:
-    """A tensor counts as something that is asked for."""
-    return True if isinstance(value, Tensor) else value
 
 
 _made: WeakKeyDictionary[nn.Module, tuple[NormedEmbeddings, Unchanged]] = WeakKeyDictionary()

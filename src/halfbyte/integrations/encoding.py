@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import Ahead, following, given
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, shorten, why_hooked, why_not_fused
+from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, unset, why_unknown
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_hooked, why_not_fused
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
@@ -115,6 +116,12 @@ LAYERS = {
     "whisper.modeling_whisper.WhisperEncoderLayer": _WHISPER,
 }
 
+ARGUMENTS: Understood = {
+    **dict.fromkeys(("hidden_states", "attention_mask", "position_bias"), any_value),
+    **dict.fromkeys(("position_ids", "use_cache", "output_hidden_states", "return_dict"), any_value),  # without effect in these layers
+    **dict.fromkeys(("encoder_hidden_states", "encoder_attention_mask", CACHE, "output_attentions"), unset),
+}
+
 
 def parts_of(layer: nn.Module) -> Parts | None:
     """Where a layer that `shorten_` may change has its parts; None for any other module."""
@@ -124,7 +131,7 @@ def parts_of(layer: nn.Module) -> Parts | None:
 def shorten_encoder_layer(layer: nn.Module) -> None:
     """Lets a layer that has `parts_of` take whole sequences in one call, in place, or says why it does not."""
     if not isinstance(layer, _WholeSequences):
-        shorten(layer, _Biased if _parts(layer).biased else _Plain, LONG, _why_not_parts(layer))
+        shorten(layer, _WholeSequences, LONG, _why_not_parts(layer))
 
 
 def why_not_whole(layer: nn.Module) -> str | None:
@@ -142,33 +149,21 @@ class _WholeSequences(Shortened):
         reason = why_not_whole(self)
         return ONE_CALL if reason is None else f"{LONG}: {reason}"
 
-
-class _Plain(_WholeSequences):
-    def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **settings: Any) -> Any:
-        found = _whole(self, hidden_states, attention_mask, None) if _unset(args, settings) else None
-        # super() in a class that is made at run time: torch.compile follows the plain call.
-        return super().forward(hidden_states, attention_mask, *args, **settings) if found is None else found  # type: ignore[misc]
-
-
-class _Biased(_WholeSequences):
-    def forward(self: Any, x: Tensor, mask: Tensor | None = None, position_bias: Tensor | None = None, *args: Any, **settings: Any) -> Any:
-        found = _whole(self, x, mask, position_bias) if _unset(args, settings) else None
-        return super().forward(x, mask, position_bias, *args, **settings) if found is None else (found,)  # type: ignore[misc]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = bind(self.argument_names, args, kwargs, ARGUMENTS)
+        found = None if call is None else _whole(self, *(call.get(name) for name in ("hidden_states", "attention_mask", "position_bias")))
+        if found is None:
+            # super() in a class that is made at run time: torch.compile follows the plain call.
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return (found,) if _parts(self).biased else found
 
 
-def _whole(layer: Any, x: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+def _whole(layer: Any, x: Tensor | None, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """What the layer gives for x; None where this is not for it."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training:
+    if x is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training:
         return None
     found = given(layer, x, (mask, bias), lambda: _ahead(layer, x, mask, bias), lambda _: True)
     return None if found is None else found.y
-
-
-def _unset(args: tuple[Any, ...], settings: dict[str, Any]) -> bool:
-    """Whether nothing is asked for beside what every call has. Positions count in the embeddings and in masks alone, and encoders have no
-    cache."""
-    others = (value for name, value in settings.items() if name not in ("position_ids", "use_cache"))
-    return all(value is None or value is False for value in (*args, *others))
 
 
 def _ahead(layer: Any, x: Tensor, mask: Tensor | None, bias: Tensor | None) -> list[Ahead]:
@@ -246,6 +241,8 @@ def _heads(layer: nn.Module) -> int:
 def _why_not_parts(layer: nn.Module) -> str | None:
     """Why the parts of a layer are not those of this file's formula; None where they are."""
     parts = _parts(layer)
+    if (reason := why_unknown(original(layer), ARGUMENTS)) is not None:
+        return reason
     try:
         linears = dict(_linears(layer))
         attention, activation, *norms = (layer.get_submodule(name) for name in (parts.attention, parts.activation, *parts.norms))

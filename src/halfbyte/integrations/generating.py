@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from halfbyte.errors import ArgumentError
-from halfbyte.integrations.calls import KV_CACHE, cache_name
+from halfbyte.integrations.calls import KV_CACHE, cache_name, parameters_of
 from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.shortened import Shortened, shorten
@@ -39,6 +39,13 @@ _CACHE_STEP = 64  # tokens
 # These may be asked about ids in any memory.
 _ANYWHERE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Methods of GenerationMixin that are called or replaced here, with the parameters that they have in all tested versions.
+_METHODS = {
+    "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"),
+    "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+    "_prepare_cache_for_generation": ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"),
+    "_optimize_model_for_decode": (),
+}
 _slow: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # models on GPUs, and why they are not captured
 
 
@@ -52,7 +59,15 @@ def check_tokens(ids: Tensor) -> None:
 def generate_fast(model: nn.Module) -> None:
     """Puts the loop of this file into a model of transformers that generates text, in place; nothing for any other module."""
     if isinstance(model, GenerationMixin) and not isinstance(model, _Generating):
-        shorten(model, _Generating, "", None)
+        shorten(model, _Generating, "`generate` is transformers' own", _why_unknown_methods(type(model)))
+
+
+def _why_unknown_methods(cls: Any) -> str | None:
+    """Why the loop of this file does not fit a class: private methods of transformers have other parameters. None if it does."""
+    if "_sample" in {name for base in cls.__mro__ if base is not GenerationMixin for name in vars(base)}:
+        return f"{cls.__name__} has a _sample of its own"
+    changed = next((name for name, parameters in _METHODS.items() if parameters_of(getattr(cls, name)) != parameters), None)
+    return None if changed is None else f"this version of transformers has other parameters of {changed}"
 
 
 class _Generating(Shortened):

@@ -16,14 +16,27 @@ def optimize_(model: nn.Module) -> nn.Module:
     It is `fuse_` and, for models of transformers or with parts of them, `shorten_` and halfbyte's attention in the place of torch's.
     Weights stay as they are, and the model is saved as before; results change by rounding, as these functions describe. The notes of
     `report(model)` name the layers that were left as they are, and why. `parallelize_`, `prune_` and adapters, which replace layers, come
-    before. Raises ArgumentError for a model without quantized layers.
+    before.
+
+    The first time that an architecture is met with the installed versions, a few tokens are computed with the plain and with the
+    optimized model; where they differ by more than rounding, the model is left plain, with a warning (`self_check.py`).
+
+    Raises ArgumentError for a model without quantized layers.
     """
     check_type(model, nn.Module, "optimize_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
-    fuse_(model)
-    if "transformers" in sys.modules:  # or else no part of the model is of transformers
-        from halfbyte.integrations.attention import use_
-        from halfbyte.integrations.decoding import shorten_
+    if "transformers" not in sys.modules:  # then no part of the model is of transformers
+        return fuse_(model)
+    from halfbyte.integrations.attention import use_
+    from halfbyte.integrations.decoding import shorten_
+    from halfbyte.integrations.self_check import SelfCheck, warn
 
-        use_(model)
-        shorten_(model)
+    check = SelfCheck.start(model)
+    if check is not None and check.verdict:
+        warn(model, check.verdict)
+        return model
+    fuse_(model)
+    use_(model)
+    shorten_(model)
+    if check is not None:
+        check.finish(model)
     return model

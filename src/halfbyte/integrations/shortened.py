@@ -45,6 +45,12 @@ def shorten(module: nn.Module, before: type[Shortened], otherwise: str, reason: 
         setattr(module, REMARK, f"{otherwise}: {reason}")
 
 
+def restore_class(module: Shortened) -> None:
+    """Gives a module back the class that it had."""
+    module.__class__ = original(module)
+    module.__dict__.pop(REMARK, None)
+
+
 def classes_of(module: Any) -> tuple[type, ...]:
     """The classes that were put before a module's own, and that."""
     return module.of_classes if isinstance(module, Shortened) else (type(module),)
@@ -53,7 +59,8 @@ def classes_of(module: Any) -> tuple[type, ...]:
 def _shortened(*parts: type) -> Any:
     """The class that has the methods of the first of some classes of this package, then of the next, and else those of the last."""
     if parts not in _classes:
-        *before, cls = parts
+        *before, last = parts
+        cls: Any = last
         keeps = any(issubclass(one, Shortened) and one.keeps_name for one in before)
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
         about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}

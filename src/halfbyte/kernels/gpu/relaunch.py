@@ -20,6 +20,7 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu import launch
 from halfbyte.kernels.gpu.launch import Call
+from halfbyte.versions import why_untested
 
 Replay = Callable[..., None]
 
@@ -141,7 +142,7 @@ def broken(device: torch.device) -> str | None:
     """Why launches can't be made again on `device`; None if they can. Waits for the device the first time."""
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _found:
-        _found[index] = _try(device)
+        _found[index] = why_untested("triton") or _try(device)
     return _found[index]
 
 

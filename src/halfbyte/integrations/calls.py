@@ -1,0 +1,86 @@
+"""The arguments of transformers' forwards that halfbyte replaces: their names, and which values are understood.
+
+transformers renames arguments (5.24 calls the KV cache `cache`, earlier versions `past_key_values`) and adds new ones, which a forward
+takes into `**kwargs`. So each replaced forward reads its call through `bind`, which answers None where an argument is set that is not
+understood: such a call is passed on unchanged to the original forward. A class whose forward has an unknown parameter is not replaced at
+all (`why_unknown`). Called by the modules that replace forwards: decoding, decoding_step, embedding, encoding, generating.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+CACHE, OLD_CACHE = "cache", "past_key_values"
+# What the installed version calls the KV cache, in arguments and in outputs.
+KV_CACHE = CACHE if CACHE in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE
+
+# By parameter, the KV cache as "cache": whether a value other than None is understood.
+Understood = Mapping[str, Callable[[Any], bool]]
+
+
+def any_value(value: Any) -> bool:
+    """Accept every value: the argument is used, or has no effect in this forward."""
+    return True
+
+
+def unset(value: Any) -> bool:
+    """Accept values that ask for nothing."""
+    return value is None or value is False
+
+
+def is_true(value: Any) -> bool:
+    """Accept True alone."""
+    return value is True
+
+
+@functools.cache
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a function's parameters in order, without `self` and `**kwargs`."""
+    found = inspect.signature(function).parameters.values()
+    return tuple(one.name for one in found if one.name != "self" and one.kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+def why_unknown(cls: type, understood: Understood) -> str | None:
+    """Return why the forward of a class is not replaced: it has a parameter that is not in `understood`. None if it has none."""
+    forward: Any = cls.forward  # type: ignore[attr-defined]
+    unknown = [name for name in parameters_of(forward) if _name(name) not in understood]
+    return f"its forward takes {unknown[0]}, which this version of halfbyte does not know" if unknown else None
+
+
+def bind(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any], understood: Understood) -> dict[str, Any] | None:
+    """Return the arguments of a call that are not None, by name, the KV cache as "cache".
+
+    Args:
+        parameters: the names of the original forward's positional parameters.
+        args, kwargs: of the call.
+        understood: the arguments that the replaced forward understands.
+
+    Returns:
+        None if an argument is set that is not understood, or is given twice.
+    """
+    if len(args) > len(parameters):
+        return None
+    found: dict[str, Any] = {}
+    for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
+        if value is None:
+            continue
+        # `cache` has another meaning (paged attention) in a class that calls the KV cache `past_key_values`.
+        known = _name(name)
+        if (name == CACHE and OLD_CACHE in parameters) or known in found or known not in understood or not understood[known](value):
+            return None
+        found[known] = value
+    return found
+
+
+def _name(name: str) -> str:
+    return CACHE if name == OLD_CACHE else name
+
+
+def cache_name(arguments: Mapping[str, Any]) -> str:
+    """Return the name under which these arguments of a model have the KV cache."""
+    return next((name for name in (CACHE, OLD_CACHE) if name in arguments), KV_CACHE)

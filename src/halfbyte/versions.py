@@ -1,0 +1,55 @@
+"""The versions of other packages whose private interfaces halfbyte has been tested with.
+
+halfbyte uses what other projects document, with few exceptions: replaced forwards of transformers' models and its loop of `generate`,
+peft's construction of adapters, and Triton's launcher. These may change in any minor version. Outside of the tested range these fast paths
+are off, one warning says so, and `halfbyte doctor` shows it. pyproject.toml caps the same versions; CONTRIBUTING.md says how a cap is
+raised.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from importlib import metadata
+from typing import NamedTuple
+
+
+class Tested(NamedTuple):
+    """Minor versions, such as "5.24": the oldest and the newest that were tested, and what is off outside of these."""
+
+    oldest: str
+    newest: str
+    off: str
+
+
+TESTED = {
+    "transformers": Tested("5.4", "5.24", "its models and `generate` run unchanged, without halfbyte's fused decoder and encoder layers"),
+    "triton": Tested("3.6", "3.8", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
+}
+
+
+@cache
+def why_untested(package: str) -> str | None:
+    """Return why private interfaces of an installed package are not used, with a warning the first time; None if it is in the tested range.
+
+    Args:
+        package: a key of TESTED, installed.
+
+    Example:
+        >>> why_untested("transformers")  # with transformers 5.99.0 installed
+        "transformers 5.99.0 is newer than 5.24, the newest version tested"
+    """
+    tested, version = TESTED[package], metadata.version(package)
+    minor = _minor(version)
+    if _minor(tested.oldest) <= minor <= _minor(tested.newest):
+        return None
+    side, bound = ("newer", tested.newest) if minor > _minor(tested.newest) else ("older", tested.oldest)
+    reason = f"{package} {version} is {side} than {bound}, the {side.replace('er', 'est')} version tested"
+    warnings.warn(f"{reason}: {tested.off}; install {package} {tested.oldest} to {tested.newest}", RuntimeWarning, stacklevel=3)
+    return reason
+
+
+def _minor(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

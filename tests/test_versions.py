@@ -1,0 +1,93 @@
+"""Private interfaces of other packages are used with tested versions alone."""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_model import make_decoder
+
+import halfbyte as hb
+from halfbyte import versions
+from halfbyte.integrations.shortened import Shortened
+from halfbyte.versions import TESTED, why_untested
+
+ROOT = Path(__file__).parents[1]
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    why_untested.cache_clear()
+    yield
+    why_untested.cache_clear()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, package: str, version: str) -> None:
+    real = metadata.version
+    monkeypatch.setattr(versions.metadata, "version", lambda name: version if name == package else real(name))
+
+
+def test_the_installed_versions_are_tested() -> None:
+    assert [why_untested(package) for package in TESTED] == [None] * len(TESTED)
+
+
+@pytest.mark.parametrize("version", ["5.4", "5.4.0", "5.24.9", "5.23.0.dev0"])
+def test_versions_in_the_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "transformers", version)
+    assert why_untested("transformers") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("5.99.1", "transformers 5.99.1 is newer than .*, the newest version tested"),
+        ("6.0", "newer than"),
+        ("5.3.2", "transformers 5.3.2 is older than 5.4, the oldest version tested"),
+        ("unknown", "older than"),
+    ],
+)
+def test_versions_outside_of_it_are_named_once(version: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "transformers", version)
+    with pytest.warns(RuntimeWarning, match=f"{message}.*install transformers 5.4 to"):
+        reason = why_untested("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert why_untested("transformers") == reason
+
+
+def test_a_model_of_an_untested_version_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model: Any = hb.quantize_(make_decoder("Llama", **SMALL, num_key_value_heads=1).eval(), "q4_0")
+    pretend(monkeypatch, "transformers", "5.99.0")
+    with pytest.warns(RuntimeWarning, match="without halfbyte's fused decoder and encoder layers"):
+        hb.optimize_(model)
+    assert not any(isinstance(module, Shortened) for module in model.modules())
+    assert any("transformers 5.99.0 is newer" in note for note in hb.report(model).notes)
+    assert model.generate(torch.arange(3)[None], max_new_tokens=2).shape == (1, 5)
+
+
+def test_launches_of_an_untested_triton_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte.kernels.gpu import relaunch
+
+    monkeypatch.setattr(relaunch, "_found", {})
+    pretend(monkeypatch, "triton", "99.0.0")
+    with pytest.warns(RuntimeWarning, match="GPU kernels are launched by"):
+        reason = relaunch.broken(torch.device("cuda", 0))
+    assert reason is not None
+    assert reason.startswith("triton 99.0.0 is newer")
+
+
+def test_pyproject_caps_what_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    for package, tested in TESTED.items():
+        (wanted,) = {one.partition(";")[0].strip() for one in asked if one.startswith(f"{package}>=")}
+        major, minor = map(int, tested.newest.split("."))
+        assert wanted == f"{package}>={tested.oldest},<{major}.{minor + 1}", f"{package} is tested from {tested.oldest} to {tested.newest}"
