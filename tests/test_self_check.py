@@ -88,7 +88,7 @@ def test_a_model_that_forgets_its_prompt_is_left_plain(monkeypatch: pytest.Monke
     model = copy.deepcopy(plain)
     monkeypatch.setattr(decoding._Few, "computed", forgets_the_prompt)
     monkeypatch.setattr("halfbyte.integrations.decoding_step.one_token", lambda *args: None)
-    message = r"differs by [\d.]+ from the plain model, where rounding explains .* \(halfbyte .*, transformers .*\): the is left plain"
+    message = r"differs by [\d.]+ from the plain model, where rounding explains .* \(halfbyte .*, transformers .*\): the model is left"
     with pytest.warns(RuntimeWarning, match=message):
         hb.optimize_(model)
     assert_plain(model, plain)
