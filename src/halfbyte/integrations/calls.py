@@ -48,7 +48,7 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 def why_unknown(cls: type, understood: Understood) -> str | None:
     """Return why the forward of a class is not replaced: it has a parameter that is not in `understood`. None if it has none."""
     forward: Any = cls.forward  # type: ignore[attr-defined]
-    unknown = [name for name in parameters_of(forward) if _name(name) not in understood]
+    unknown = [name for name in parameters_of(forward) if (CACHE if name == OLD_CACHE else name) not in understood]
     return f"its forward takes {unknown[0]}, which this version of halfbyte does not know" if unknown else None
 
 
@@ -63,22 +63,22 @@ def bind(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str
     Returns:
         None if an argument is set that is not understood, or is given twice.
     """
-    if len(args) > len(parameters):
-        return None
-    found: dict[str, Any] = {}
-    for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
-        if value is None:
-            continue
-        # `cache` has another meaning (paged attention) in a class that calls the KV cache `past_key_values`.
-        known = _name(name)
-        if (name == CACHE and OLD_CACHE in parameters) or known in found or known not in understood or not understood[known](value):
+    if args:
+        by_name = dict(zip(parameters, args, strict=False))
+        if len(args) > len(parameters) or not by_name.keys().isdisjoint(kwargs):
             return None
-        found[known] = value
+        kwargs = {**by_name, **kwargs}
+    if kwargs.get(CACHE) is not None and (OLD_CACHE in parameters or kwargs.get(OLD_CACHE) is not None):
+        return None  # given by both names; or of paged attention, as in classes that call the KV cache `past_key_values`
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if value is not None:
+            known = CACHE if name == OLD_CACHE else name
+            is_understood = understood.get(known)
+            if is_understood is None or not is_understood(value):
+                return None
+            found[known] = value
     return found
-
-
-def _name(name: str) -> str:
-    return CACHE if name == OLD_CACHE else name
 
 
 def cache_name(arguments: Mapping[str, Any]) -> str:
