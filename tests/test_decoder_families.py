@@ -208,7 +208,7 @@ def test_a_cache_without_layers(calls: list[bool]) -> None:
     """As hybrids have it in older versions of transformers."""
 
     class Own:
-        def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+        def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             return keys, values
 
     plain, short = pair("granite")

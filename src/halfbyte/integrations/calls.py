@@ -65,7 +65,7 @@ def bind(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str
     """
     if args:
         by_name = dict(zip(parameters, args, strict=False))
-        if len(args) > len(parameters) or not by_name.keys().isdisjoint(kwargs):
+        if len(args) > len(parameters) or any(name in kwargs for name in by_name):
             return None
         kwargs = {**by_name, **kwargs}
     if kwargs.get(CACHE) is not None and (OLD_CACHE in parameters or kwargs.get(OLD_CACHE) is not None):

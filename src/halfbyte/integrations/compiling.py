@@ -14,6 +14,7 @@ from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.decoding import is_decoder_layer, is_short
 from halfbyte.integrations.mixtures import routed_of
+from halfbyte.nn.experts import MixtureOfExperts
 
 _done: WeakSet[Any] = WeakSet()
 
@@ -22,17 +23,23 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
     """Compiles what a language model on a GPU runs for prompts [batch, tokens] and for the token after them, the first time that it is
     called for a model; does nothing on other devices, and where kernels are tuned as they are met.
 
-    The model is called, and all of it runs but this package's kernels. As their results are undefined, a model must not find addresses in
-    them, as a mixture of experts does: only those are compiled ahead of which `shorten_` has changed all layers.
-
     cache  makes an empty one, of the kind and size that will be used
     """
+    if model not in _done and not env.tune():
+        _done.add(model)
+        layers = [module for module in model.modules() if is_decoder_layer(module)]
+        if layers and all(is_short(layer) and routed_of(layer) is None for layer in layers):
+            compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
+
+
+def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], Any], **settings: Any) -> None:
+    """Compile the kernels of a prefill [batch, tokens] and of a decode step side by side, on an NVIDIA GPU; no-op on other devices.
+
+    The model is called, and all of it runs but this package's kernels. As their results are undefined, a model must not find addresses in
+    them: mixtures of experts are left out. settings: further arguments of the model.
+    """
     device = model.device
-    if device.type != "cuda" or model in _done or triton_trouble() is not None or env.tune():
-        return
-    _done.add(model)
-    layers = [module for module in model.modules() if is_decoder_layer(module)]
-    if not layers or not all(is_short(layer) and routed_of(layer) is None for layer in layers):
+    if device.type != "cuda" or triton_trouble() is not None or any(isinstance(part, MixtureOfExperts) for part in model.modules()):
         return
     from halfbyte.kernels.gpu import launch, relaunch
 
@@ -42,4 +49,4 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
         kept = cache()
         with launch.compiling(device):
             for each in (ids, ids[:, :1]):
-                model(input_ids=each, use_cache=True, logits_to_keep=1, **{KV_CACHE: kept})
+                model(input_ids=each, use_cache=True, **{KV_CACHE: kept}, **settings)

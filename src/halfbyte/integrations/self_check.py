@@ -14,10 +14,10 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from halfbyte import __version__, env, ops
 from halfbyte.integrations.attention import NAME as ATTENTION
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE
+from halfbyte.integrations.compiling import compile_kernels
 from halfbyte.integrations.generating import new_cache
 from halfbyte.integrations.shortened import Shortened, restore_class
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts
@@ -218,16 +219,24 @@ def _outputs(model: Any, *, fixed_cache: bool = False) -> list[Tensor]:
         more = {"decoder_input_ids": ids[:, :_PREFILL]} if model.config.is_encoder_decoder else {}
         if more or not _decodes(model):
             return [_first(model(input_ids=ids[:, :_PREFILL], **more))]
-        kept = {KV_CACHE: new_cache(model, _ROOM)} if fixed_cache and device.type == "cuda" else {}
-        found = list[Tensor]()
-        for part in ids.split([_PREFILL, *[1] * _STEPS], 1):
-            outputs = model(input_ids=part, use_cache=True, **kept)
-            past = next((outputs[name] for name in (CACHE, OLD_CACHE) if outputs.get(name) is not None), None)
-            found.append(_first(outputs)[:, -1])  # the first token of a text may have activations of another size, and rounding errors
-            if past is None:
-                break
-            kept = {KV_CACHE: past}
-        return found
+        parts, past = ids.split([_PREFILL, *[1] * _STEPS], 1), None
+        if device.type == "cuda" and model.can_generate():
+            cache = partial(new_cache, model, _ROOM) if fixed_cache else partial(DynamicCache, config=model.config)
+            compile_kernels(model, 1, _PREFILL, cache)
+            past = cache()
+        return _continued(model, parts, past)
+
+
+def _continued(model: Any, parts: Sequence[Tensor], past: Any) -> list[Tensor]:
+    """The output at the last token of each part of a text."""
+    found = list[Tensor]()
+    for part in parts:
+        outputs = model(input_ids=part, use_cache=True, **({} if past is None else {KV_CACHE: past}))
+        found.append(_first(outputs)[:, -1])  # the first token of a text may have activations of another size, and rounding errors
+        past = next((outputs[name] for name in (CACHE, OLD_CACHE) if outputs.get(name) is not None), None)
+        if past is None:
+            break
+    return found
 
 
 def _decodes(model: Any) -> bool:
