@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -293,7 +294,8 @@ def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids[1, 4:] = 1
     more = {"position_ids": torch.randint(0, 20, (3, 7))}, {"position_ids": torch.arange(5, 12)[None]}
     if kind != "distilbert":
-        more += {"token_type_ids": torch.randint(0, plain.token_type_embeddings.num_embeddings, (3, 7))}, {"past_key_values_length": 0}  # type: ignore[assignment]
+        *_, cached = inspect.signature(type(plain).forward).parameters  # "past_key_values_length", "cache_length" from transformers 5.24 on
+        more += {"token_type_ids": torch.randint(0, plain.token_type_embeddings.num_embeddings, (3, 7))}, {cached: 0}  # type: ignore[assignment]
     # Sums are the same; a norm of 32 numbers is right to a few units of float32's last place, here of numbers of up to 10.
     settings: Any
     with torch.no_grad():
