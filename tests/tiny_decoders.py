@@ -164,18 +164,21 @@ def vary_(model: nn.Module) -> None:
             nn.init.normal_(tensor, 0.5, 0.3)
 
 
-def _multimodal(kind: str, **text: Any) -> Any:
-    """The text model within a model of images, whose vision model is not called."""
+def multimodal_config(kind: str, **text: Any) -> Any:
+    """Of a text model within a model of images."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1] if kind == "Glm4vMoe" else [4, 2, 2]}
     width = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
-    config = getattr(transformers, f"{kind}Config")(
+    return getattr(transformers, f"{kind}Config")(
         text_config={**WITHOUT, **width, "rope_parameters": rope, **text},
         vision_config={"depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48},
     )
-    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+def _multimodal(kind: str, **text: Any) -> Any:
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(multimodal_config(kind, **text))
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 _GLM4V = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 CASES: dict[str, Callable[[], Any]] = {
     "ArceeDecoderLayer": partial(from_kind, "arcee"),
@@ -226,7 +229,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "Qwen2_5_VLDecoderLayer": partial(_multimodal, "Qwen2_5_VL"),
     "Qwen3DecoderLayer": partial(make_decoder, "Qwen3", **SIZES),
     "Qwen3MoeDecoderLayer": MIXTURES["qwen3, one layer without experts"],
-    "Qwen3VLMoeTextDecoderLayer": partial(_multimodal, "Qwen3VLMoe", head_dim=16, **_EXPERTS),
+    "Qwen3VLMoeTextDecoderLayer": partial(_multimodal, "Qwen3VLMoe", head_dim=16, **EXPERTS),
     "Qwen3VLTextDecoderLayer": partial(_multimodal, "Qwen3VL", head_dim=16),
     "SeedOssDecoderLayer": partial(from_kind, "seed_oss"),
     "SmolLM3DecoderLayer": partial(from_kind, "smollm3, windows, no positions first"),
