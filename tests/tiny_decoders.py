@@ -15,6 +15,11 @@ import transformers
 from language_model import make_decoder
 from torch import nn
 
+
+def make_config(kind: str, **settings: Any) -> Any:
+    return getattr(transformers, f"{kind}Config")(**settings)
+
+
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 SIZES |= {"num_hidden_layers": 3, "vocab_size": 99, "initializer_range": 0.2, **TOKENS}
@@ -31,17 +36,16 @@ GLM = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_si
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
 YARN |= {"original_max_position_embeddings": 100}
 KINDS: dict[str, Callable[[], Any]] = {
-    "gemma": partial(transformers.GemmaConfig, **SIZES),
-    "gemma2": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
-    "gemma2 without caps": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
-    "gemma3": partial(transformers.Gemma3TextConfig, **GEMMA, **MIXED, rope_parameters=ROPES, final_logit_softcapping=1.5),
-    "gemma4": partial(transformers.Gemma4TextConfig, **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
-    "gemma4, inputs of layers' own": partial(
-        transformers.Gemma4TextConfig, **GEMMA4 | OWN, num_kv_shared_layers=2, use_double_wide_mlp=True
-    ),
-    "gemma4, inputs of layers' own, no keys in common": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN),
+    "gemma": partial(make_config, "Gemma", **SIZES),
+    "gemma2": partial(make_config, "Gemma2", **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
+    "gemma2 without caps": partial(make_config, "Gemma2", **GEMMA, **MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": partial(make_config, "Gemma3Text", **GEMMA, **MIXED, rope_parameters=ROPES, final_logit_softcapping=1.5),
+    "gemma4": partial(make_config, "Gemma4Text", **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4, inputs of layers' own": partial(make_config, "Gemma4Text", **GEMMA4 | OWN, num_kv_shared_layers=2, use_double_wide_mlp=True),
+    "gemma4, inputs of layers' own, no keys in common": partial(make_config, "Gemma4Text", **GEMMA4 | OWN),
     "granite": partial(
-        transformers.GraniteConfig,
+        make_config,
+        "Granite",
         **WITHOUT,
         residual_multiplier=0.3,
         attention_multiplier=0.1,
@@ -49,7 +53,8 @@ KINDS: dict[str, Callable[[], Any]] = {
         logits_scaling=3.0,
     ),
     "granite4": partial(
-        transformers.GraniteMoeHybridConfig,
+        make_config,
+        "GraniteMoeHybrid",
         **WITHOUT,
         num_local_experts=0,
         shared_intermediate_size=96,
@@ -61,44 +66,45 @@ KINDS: dict[str, Callable[[], Any]] = {
         embedding_multiplier=7.0,
         logits_scaling=3.0,
     ),
-    "arcee": partial(transformers.ArceeConfig, **SIZES),
-    "cohere": partial(transformers.CohereConfig, **WITHOUT, logit_scale=0.3),
-    "cohere2": partial(transformers.Cohere2Config, **SIZES, **MIXED, logit_scale=0.3),
-    "jais2": partial(transformers.Jais2Config, **SIZES),
-    "nemotron": partial(transformers.NemotronConfig, **SIZES),
-    "stablelm": partial(transformers.StableLmConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
-    "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, sliding_window=9),
-    "cwm": partial(transformers.CwmConfig, **SIZES, **MIXED),
-    "dots1": partial(transformers.Dots1Config, **GLM, **MIXED, n_routed_experts=8, n_shared_experts=1),
-    "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
-    "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
-    "exaone_moe": partial(transformers.ExaoneMoeConfig, **GLM, **MIXED, mlp_layer_types=["dense", "sparse", "sparse"]),
-    "glm4": partial(transformers.Glm4Config, **SIZES),
+    "arcee": partial(make_config, "Arcee", **SIZES),
+    "cohere": partial(make_config, "Cohere", **WITHOUT, logit_scale=0.3),
+    "cohere2": partial(make_config, "Cohere2", **SIZES, **MIXED, logit_scale=0.3),
+    "jais2": partial(make_config, "Jais2", **SIZES),
+    "nemotron": partial(make_config, "Nemotron", **SIZES),
+    "stablelm": partial(make_config, "StableLm", **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
+    "starcoder2": partial(make_config, "Starcoder2", **WITHOUT, sliding_window=9),
+    "cwm": partial(make_config, "Cwm", **SIZES, **MIXED),
+    "dots1": partial(make_config, "Dots1", **GLM, **MIXED, n_routed_experts=8, n_shared_experts=1),
+    "ernie4_5": partial(make_config, "Ernie4_5", **SIZES, use_bias=True),
+    "exaone4": partial(make_config, "Exaone4", **SIZES, **MIXED),
+    "exaone_moe": partial(make_config, "ExaoneMoe", **GLM, **MIXED, mlp_layer_types=["dense", "sparse", "sparse"]),
+    "glm4": partial(make_config, "Glm4", **SIZES),
     "mellum": partial(
-        transformers.MellumConfig, **SIZES, **MIXED, rope_parameters=ROPES, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64
+        make_config, "Mellum", **SIZES, **MIXED, rope_parameters=ROPES, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64
     ),
-    "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
-    "hunyuan_v1_dense": partial(transformers.HunYuanDenseV1Config, **SIZES),
-    "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 96}),
-    "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=8, num_experts_per_tok=3),
-    "ministral": partial(transformers.MinistralConfig, **SIZES, **MIXED),
+    "gpt_oss": partial(make_config, "GptOss", **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
+    "hunyuan_v1_dense": partial(make_config, "HunYuanDenseV1", **SIZES),
+    "helium": partial(make_config, "Helium", **SIZES | {"hidden_size": 96}),
+    "olmoe": partial(make_config, "Olmoe", **WITHOUT, num_experts=8, num_experts_per_tok=3),
+    "ministral": partial(make_config, "Ministral", **SIZES, **MIXED),
     "ministral3": lambda: transformers.Ministral3Config(**SIZES, rope_parameters=YARN),
-    "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
-    "olmo3": partial(transformers.Olmo3Config, **WITHOUT, **MIXED),
-    "phi3": partial(transformers.Phi3Config, **WITHOUT),
+    "olmo2": partial(make_config, "Olmo2", **WITHOUT),
+    "olmo3": partial(make_config, "Olmo3", **WITHOUT, **MIXED),
+    "phi3": partial(make_config, "Phi3", **WITHOUT),
     "phi3, far texts": lambda: transformers.Phi3Config(
         **WITHOUT, original_max_position_embeddings=70, max_position_embeddings=200, rope_parameters=LONGROPE
     ),
     "phi3, a part of each head, a window": partial(
-        transformers.Phi3Config,
+        make_config,
+        "Phi3",
         **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1},
         partial_rotary_factor=0.75,
         sliding_window=7,
     ),
-    "seed_oss": partial(transformers.SeedOssConfig, **SIZES),
-    "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0, 1]),
+    "seed_oss": partial(make_config, "SeedOss", **SIZES),
+    "smollm3": partial(make_config, "SmolLM3", **SIZES, no_rope_layers=[1, 0, 1]),
     "smollm3, windows, no positions first": partial(
-        transformers.SmolLM3Config, **SIZES, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=5
+        make_config, "SmolLM3", **SIZES, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=5
     ),
 }
 

@@ -7,11 +7,14 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny_decoders import CASES, vary_
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
@@ -19,11 +22,12 @@ from transformers import DynamicCache, StaticCache
 import halfbyte as hb
 from halfbyte.integrations import decoding_cpu, decoding_step
 from halfbyte.integrations.decoding import is_short
-from halfbyte.integrations.families import NAMES
+from halfbyte.integrations.families import FAMILIES, NAMES
 from halfbyte.integrations.shortened import name_in_transformers
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantModule
 
+NEWEST_FAMILY = Version("5.23")  # the first version of transformers that has all families
 TOKENS, PADDING = 24, (0, 7, 3)  # longer than windows of 5, 6, 7 and 9 tokens
 STEPS = (7, 1, 1, 4, 1, 1, 9)  # tokens of a call
 # By compute: how far logits may be from those of the same weights in transformers' own code, relative to the norm of all. float: float32
@@ -58,6 +62,9 @@ CASES_OF_ALL = [*CASES, *(name for name in NAMES if name not in CASES)]
 @functools.lru_cache(maxsize=2)
 def make_models(case: str, compute: str) -> Models:
     assert case in CASES, f"tests/tiny_decoders.py has no model with a {case}: add one to CASES"
+    (home,) = (name.rpartition(".")[0] for name in FAMILIES if name.endswith(f".{case.partition(',')[0]}"))
+    if Version(transformers.__version__) < NEWEST_FAMILY and find_spec(f"transformers.models.{home.partition('.')[0]}") is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {home}")
     torch.manual_seed(7)
     plain = CASES[case]().eval()
     vary_(plain)
@@ -222,7 +229,6 @@ def test_loaders(exact: Models, request: pytest.FixtureRequest, tmp_path: Path) 
     hb.convert(tmp_path / "float", tmp_path / "converted", config)
     names = {name for name, module in quantized.named_modules() if isinstance(module, QuantModule)}
     ids, _ = ids_and_mask()
-    # Of classes that choose another attention than the one that was asked for in memory, up to the order of sums.
     expected = whole(quantized, ids)
     kind = type(model)
     for place, loaded in {

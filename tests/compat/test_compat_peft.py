@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tiny_decoders import CASES
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 import halfbyte as hb
 
-peft = pytest.importorskip("peft")
 IDS = torch.arange(3, 21).view(2, 9)
 
 

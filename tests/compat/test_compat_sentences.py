@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentence_transformers
 import torch
 from language_model import make_tokenizer
 from transformers import BertConfig, BertModel
@@ -14,7 +15,6 @@ from transformers import BertConfig, BertModel
 import halfbyte as hb
 from halfbyte.nn.modules import QuantModule
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.2}
 SENTENCES = ["the quick brown fox", "a lazy dog sleeps under an old oak tree", "hens"]
 CONFIG = hb.Config("q4_0", compute="float")
