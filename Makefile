@@ -1,16 +1,31 @@
-# `make test` and `make demo` need python3 (3.11 or newer) and a network; all that they install goes into .venv.
+# The targets need python3 (3.11 or newer) and a network; all that they install goes into .venv, and what `make compat` installs into
+# .venv-newest and .venv-oldest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Arguments of every `pip install`: PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for torch without CUDA's libraries.
+PIP_ARGS ?=
+PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+COMPAT := -m pytest -c tests/compat/pytest.ini --rootdir . --confcutdir . -n auto --dist worksteal $(ARGS)
 
-.PHONY: help test lint types demo bench clean
+.PHONY: help test compat compat-newest compat-oldest lint types demo bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 test: lint types ## ruff, mypy, then pytest (ARGS="-k name" for some tests)
 	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
+
+compat: compat-newest compat-oldest ## the compatibility suite with the newest and the oldest versions of other packages
+
+compat-newest: ## the same with the newest versions, which are installed as soon as an index has them
+	test -x $(VENV)-newest/bin/python || $(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e '.[compat]'
+	$(VENV)-newest/bin/python $(COMPAT)
+
+compat-oldest: $(VENV)-oldest/.compat ## the same with the oldest versions that pyproject.toml allows
+	$(VENV)-oldest/bin/python $(COMPAT)
 
 lint: $(VENV)/.dev ## ruff
 	$(BIN)/ruff check
@@ -24,12 +39,17 @@ demo: $(VENV)/.demo ## quantize a real model and compare it with the float one
 bench: $(VENV)/.bench ## measure the CPU kernels against their peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
-clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+clean: ## remove the environments, caches and builds
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment; each stamp says that one extra is in it, as pyproject.toml and constraints.txt have it now.
 $(VENV)/.%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[$*]'
+	touch $@
+
+$(VENV)-oldest/.compat: pyproject.toml constraints-oldest.txt
+	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[compat]'
 	touch $@

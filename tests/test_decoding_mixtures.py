@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ pytest.importorskip("transformers")
 
 from language_model import make_decoder
 from shortened_models import beside, close
+from tiny_decoders import MIXTURE_SIZES, MIXTURES, SPARSE
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -28,60 +28,13 @@ from halfbyte.nn.fused import fuse_
 from halfbyte.nn.report import report
 from halfbyte.ops.experts import Mixture
 
-SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
-SPARSE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-GPT_OSS = {**SIZES, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64}
-SCORED = {
-    **SIZES,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 64,
-    "head_dim": 24,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GLM = {**SCORED, "n_routed_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 1.5}
-FULL = {"layer_types": ["full_attention"] * 2}
-KINDS: dict[str, Callable[..., Any]] = {
-    "mixtral": partial(make_decoder, "Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "granite": partial(
-        make_decoder,
-        "GraniteMoe",
-        **SIZES | {"intermediate_size": 64},
-        num_local_experts=8,
-        num_experts_per_tok=3,
-        residual_multiplier=0.3,
-        attention_multiplier=0.1,
-        embedding_multiplier=7.0,
-        logits_scaling=3.0,
-    ),
-    "qwen2": partial(make_decoder, "Qwen2Moe", **SPARSE, shared_expert_intermediate_size=32),
-    "qwen3": partial(make_decoder, "Qwen3Moe", **SPARSE, head_dim=16, norm_topk_prob=True),
-    "qwen3, one layer without experts": partial(
-        make_decoder, "Qwen3Moe", **SPARSE, head_dim=16, num_hidden_layers=3, norm_topk_prob=False, mlp_only_layers=[1]
-    ),
-    "olmoe": partial(make_decoder, "Olmoe", **SPARSE | {"intermediate_size": 64}, pad_token_id=0, eos_token_id=2),
-    "gpt-oss": partial(make_decoder, "GptOss", **GPT_OSS, **FULL, pad_token_id=0, eos_token_id=2),
-    "glm4": partial(make_decoder, "Glm4Moe", **GLM | {"head_dim": 32}, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True),
-    "glm4, without norms of heads": partial(make_decoder, "Glm4Moe", **GLM | {"head_dim": 32}, first_k_dense_replace=0),
-    "dots1": partial(make_decoder, "Dots1", **GLM, **FULL, norm_topk_prob=False),
-    "solar_open": partial(make_decoder, "SolarOpen", **GLM),
-    "exaone": partial(
-        make_decoder, "ExaoneMoe", **SCORED, **FULL, num_experts=8, mlp_layer_types=["dense", "sparse"], routed_scaling_factor=2.5
-    ),
-    "minimax_m2": partial(make_decoder, "MiniMaxM2", **SCORED | {"head_dim": 32, "intermediate_size": 64}, num_local_experts=8),
-    "hy_v3": partial(make_decoder, "HYV3", **SCORED, num_local_experts=8, router_scaling_factor=2.0, mlp_layer_types=["dense", "sparse"]),
-    "ernie4_5": partial(
-        make_decoder, "Ernie4_5_Moe", **SIZES, moe_num_experts=8, moe_k=3, moe_intermediate_size=64, moe_num_shared_experts=2
-    ),
-}
 LENGTH = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def pair(kind: str, compute: str = "float", fmt: str = "q4_0", **more: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call)"""
     torch.manual_seed(7)
-    model = KINDS[kind](**more).eval()
+    model = MIXTURES[kind](**more).eval()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if any(part in name for part in ("norm", "bias", "sinks")):
             torch.nn.init.normal_(tensor, 1.0, 0.3)
@@ -117,7 +70,7 @@ def steps(model: Any, kept: Any, widths: tuple[int, ...], batch: int = 1) -> Ten
     return torch.cat([model(torch.randint(99, (batch, n), generator=generator), past_key_values=kept).logits[:, -1:] for n in widths])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("cache", ["grows", "grows, layer by layer", "static"])
 def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair(kind)
@@ -136,7 +89,7 @@ def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], mo
         assert close(mine.keys, theirs.keys)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("fmt", ["q4_0", "q8_0", "int4_g16_zp"])
 def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, ...]]) -> None:
     plain, short = pair(kind, fmt=fmt)
@@ -176,7 +129,7 @@ def test_more_sequences_than_are_worth_it(calls: list[tuple[int, ...]]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_prompts(kind: str, calls: list[tuple[int, ...]]) -> None:
     """Attention is one call, the experts take transformers' steps: with padding, without a cache, in 8 bits, and after a change."""
     plain, short = pair(kind)
@@ -291,7 +244,7 @@ def test_experts_of_other_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     call = Mixture.__call__
     monkeypatch.setattr(Mixture, "__call__", lambda self, x, *args: (found.append(tuple(x.shape)), call(self, x, *args))[1])
     torch.manual_seed(7)
-    plain = KINDS[kind]().eval() if kind in KINDS else make_decoder("Phimoe", **SPARSE, pad_token_id=0).eval()
+    plain = MIXTURES[kind]().eval() if kind in MIXTURES else make_decoder("Phimoe", **SPARSE, pad_token_id=0).eval()
     quantize_(plain, Config("q4_0", compute="float", skip=["*.o_proj"]))
     short = shorten_(copy.deepcopy(plain))
     assert not any(map(is_short, short.model.layers))
@@ -409,7 +362,7 @@ def test_factors_and_groups_are_seen(calls: list[tuple[int, ...]]) -> None:
 
 def test_olmoe_that_clips_is_left() -> None:
     torch.manual_seed(7)
-    model = KINDS["olmoe"](clip_qkv=3.0).eval()
+    model = MIXTURES["olmoe"](clip_qkv=3.0).eval()
     shorten_(fuse_(quantize_(model, "q4_0")))
     assert not any(map(is_short, model.model.layers))
     assert any("its config has clip_qkv" in note for note in report(model).notes)
@@ -440,9 +393,9 @@ def test_what_is_said() -> None:
     oss.self_attn.config._attn_implementation = "sdpa"
     assert decoding.why_not_short(oss) == "its attention is not transformers' eager one, which alone has its sinks"
     torch.manual_seed(7)
-    model = make_decoder("Mixtral", **{**SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
+    model = make_decoder("Mixtral", **{**MIXTURE_SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
     shorten_(fuse_(quantize_(model, "q4_0")))
     assert any("72 gates are not whole panels of 32" in note for note in report(model).notes)
-    kept = make_decoder("Mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2).eval()
+    kept = make_decoder("Mixtral", **MIXTURE_SIZES, num_local_experts=4, num_experts_per_tok=2).eval()
     shorten_(fuse_(quantize_(kept, Config("q4_0", skip=["*.experts.*"]))))
     assert any("its experts are not quantized" in note for note in report(kept).notes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-import transformers
 from shortened_models import close, done
+from tiny_decoders import KINDS, from_kind, vary_
 from transformers import DynamicCache
 
 from halfbyte.integrations import decoding_step
@@ -26,103 +25,12 @@ from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.modules import QuantEmbedding
 
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
-SIZES |= {"num_hidden_layers": 3, "vocab_size": 99, "initializer_range": 0.2, **TOKENS}
-WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
-MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
-ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full_attention", 5e5), ("sliding_attention", 1e4))}
-GEMMA = {**SIZES, "query_pre_attn_scalar": 10}
-GEMMA4 = {**SIZES, "global_head_dim": 24, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5, "num_hidden_layers": 4}
-GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
-OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)]}
-LONGROPE |= {"long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 70}
-GLM = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
-YARN |= {"original_max_position_embeddings": 100}
-KINDS: dict[str, Callable[[], Any]] = {
-    "gemma": partial(transformers.GemmaConfig, **SIZES),
-    "gemma2": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
-    "gemma2 without caps": partial(transformers.Gemma2Config, **GEMMA, **MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
-    "gemma3": partial(transformers.Gemma3TextConfig, **GEMMA, **MIXED, rope_parameters=ROPES, final_logit_softcapping=1.5),
-    "gemma4": partial(transformers.Gemma4TextConfig, **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
-    "gemma4, inputs of layers' own": partial(
-        transformers.Gemma4TextConfig, **GEMMA4 | OWN, num_kv_shared_layers=2, use_double_wide_mlp=True
-    ),
-    "gemma4, inputs of layers' own, no keys in common": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN),
-    "granite": partial(
-        transformers.GraniteConfig,
-        **WITHOUT,
-        residual_multiplier=0.3,
-        attention_multiplier=0.1,
-        embedding_multiplier=7.0,
-        logits_scaling=3.0,
-    ),
-    "granite4": partial(
-        transformers.GraniteMoeHybridConfig,
-        **WITHOUT,
-        num_local_experts=0,
-        shared_intermediate_size=96,
-        position_embedding_type="rope",
-        mamba_n_heads=8,
-        layer_types=["attention"] * 3,
-        residual_multiplier=0.3,
-        attention_multiplier=0.1,
-        embedding_multiplier=7.0,
-        logits_scaling=3.0,
-    ),
-    "arcee": partial(transformers.ArceeConfig, **SIZES),
-    "cohere": partial(transformers.CohereConfig, **WITHOUT, logit_scale=0.3),
-    "cohere2": partial(transformers.Cohere2Config, **SIZES, **MIXED, logit_scale=0.3),
-    "jais2": partial(transformers.Jais2Config, **SIZES),
-    "nemotron": partial(transformers.NemotronConfig, **SIZES),
-    "stablelm": partial(transformers.StableLmConfig, **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1}, use_qkv_bias=True),
-    "starcoder2": partial(transformers.Starcoder2Config, **WITHOUT, sliding_window=9),
-    "cwm": partial(transformers.CwmConfig, **SIZES, **MIXED),
-    "dots1": partial(transformers.Dots1Config, **GLM, **MIXED, n_routed_experts=8, n_shared_experts=1),
-    "ernie4_5": partial(transformers.Ernie4_5Config, **SIZES, use_bias=True),
-    "exaone4": partial(transformers.Exaone4Config, **SIZES, **MIXED),
-    "exaone_moe": partial(transformers.ExaoneMoeConfig, **GLM, **MIXED, mlp_layer_types=["dense", "sparse", "sparse"]),
-    "glm4": partial(transformers.Glm4Config, **SIZES),
-    "mellum": partial(
-        transformers.MellumConfig, **SIZES, **MIXED, rope_parameters=ROPES, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64
-    ),
-    "gpt_oss": partial(transformers.GptOssConfig, **SIZES, **MIXED, num_local_experts=8, num_experts_per_tok=3),
-    "hunyuan_v1_dense": partial(transformers.HunYuanDenseV1Config, **SIZES),
-    "helium": partial(transformers.HeliumConfig, **SIZES | {"hidden_size": 96}),
-    "olmoe": partial(transformers.OlmoeConfig, **WITHOUT, num_experts=8, num_experts_per_tok=3),
-    "ministral": partial(transformers.MinistralConfig, **SIZES, **MIXED),
-    "ministral3": lambda: transformers.Ministral3Config(**SIZES, rope_parameters=YARN),
-    "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
-    "olmo3": partial(transformers.Olmo3Config, **WITHOUT, **MIXED),
-    "phi3": partial(transformers.Phi3Config, **WITHOUT),
-    "phi3, far texts": lambda: transformers.Phi3Config(
-        **WITHOUT, original_max_position_embeddings=70, max_position_embeddings=200, rope_parameters=LONGROPE
-    ),
-    "phi3, a part of each head, a window": partial(
-        transformers.Phi3Config,
-        **WITHOUT | {"num_attention_heads": 3, "num_key_value_heads": 1},
-        partial_rotary_factor=0.75,
-        sliding_window=7,
-    ),
-    "seed_oss": partial(transformers.SeedOssConfig, **SIZES),
-    "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0, 1]),
-    "smollm3, windows, no positions first": partial(
-        transformers.SmolLM3Config, **SIZES, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=5
-    ),
-}
-
 
 def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call)"""
     torch.manual_seed(7)
-    # That of Gemma 2: older versions of transformers have another default, which leaves the cap out.
-    how_to_attend = {"attn_implementation": "eager"} if kind.startswith("gemma2") else {}
-    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind](), **how_to_attend).eval()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if any(part in name for part in ("norm", "bias", "sinks", "scalar")):
-            torch.nn.init.normal_(tensor, 0.5, 0.3)
+    model = from_kind(kind).eval()
+    vary_(model)
     quantize_(model.to(dtype), Config("q4_0", **{"compute": "float"} | how))
     return model, shorten_(copy.deepcopy(fuse_(model)))
 

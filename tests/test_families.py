@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tiny_decoders import EXPERTS, multimodal_config
 from torch import nn
 
 import halfbyte as hb
@@ -24,6 +26,8 @@ TWO_SIDED |= {"d_model": 64, "vocab_size": 100, "pad_token_id": 0, "decoder_star
 WHISPER = {"num_mel_bins": 20, "max_source_positions": 30, "max_target_positions": 32, "bos_token_id": 1}
 FAMILIES: dict[str, Any] = {
     "Gemma3ForCausalLM": lambda: transformers.Gemma3TextConfig(**GEMMA),
+    # Stacked experts, which older files have transposed.
+    "Qwen3VLMoeForConditionalGeneration": partial(multimodal_config, "Qwen3VLMoe", head_dim=16, **EXPERTS, pad_token_id=0),
     "BartForConditionalGeneration": lambda: transformers.BartConfig(**TWO_SIDED, max_position_embeddings=32, scale_embedding=True),
     "MarianMTModel": lambda: transformers.MarianConfig(**TWO_SIDED, max_position_embeddings=32),
     "WhisperForConditionalGeneration": lambda: transformers.WhisperConfig(**TWO_SIDED, **WHISPER),

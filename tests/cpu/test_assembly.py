@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from llvmlite import binding
 from support import RUNNABLE, pairwise
 
 from halfbyte.formats import Format, as_format
@@ -23,6 +24,7 @@ from halfbyte.machine import machine
 BY_NAME = {isa.name: isa for isa in ISAS}
 UNITS = ((32, True), (32, False), (8, False))
 LOOPED = UNITS[1:]
+LLVM = binding.llvm_version_info[0]  # 20 up to llvmlite 0.47
 
 
 @functools.cache
@@ -246,7 +248,7 @@ def test_tiles_without_dot_products(name: str, register: str) -> None:
     loop = between(text, "vpmaddwd")
     assert count(loop, "vpmaddwd") == 6 * 2 * 16
     assert count(loop, "vpsrlw") + count(loop, "vpand[dq]?") <= 2 * 2 * 8 + 1
-    assert len(spills(loop)) <= 12
+    assert len(spills(loop)) <= (12 if LLVM > 20 else 17)
     # Whole rows: products of sums, one for four k of an output, between two additions and one.
     rows, vectors = isa.direct_tile
     for out in ("f32", "i8"):
@@ -316,6 +318,8 @@ def test_generic_code_keeps_to_what_every_x86_has() -> None:
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa not in RUNNABLE], ids=lambda isa: isa.name)
 def test_all_is_compiled_for_other_instruction_sets(isa: ISA) -> None:
+    if isa.name == "rvv" and LLVM <= 20:
+        pytest.skip("LLVM 20 crashes; pyproject.toml asks for a newer one on such CPUs")
     halves = ("f32", "bf16", "f16") if isa.half_conversions else ("f32", "bf16")
     some = itertools.cycle(halves)
     modules = [driver.build(isa), runtime.build(isa), probe.build(isa)]

@@ -139,9 +139,10 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
         else:
             converted[target].append((name, pattern))
     steps = [rename(source, target, files[source]) for target, source in renamed.items()]
+    planned = _Planned(model)
     for target, sources in converted.items():
         converter = next(c for c in converters if sources[0][1] in c.source_patterns)
-        steps.append(_conversion(model, target, converter, sources, files))
+        steps.append(_conversion(planned, target, converter, sources, files))
     return steps, unused
 
 
@@ -150,7 +151,20 @@ def rename(source: str, target: str, spec: Spec) -> Step:
     return Step((source,), {target: spec}, lambda read: {target: read(source)})
 
 
-def _conversion(model: Any, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, Spec]) -> Step:
+class _Planned:
+    """A model with the parameters that it has now, which modules of quantized weights may replace before conversions ask for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._parameters = model, dict(model.named_parameters(remove_duplicate=False))
+
+    def get_parameter(self, name: str) -> nn.Parameter:
+        return self._parameters[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, Spec]) -> Step:
     """One of transformers' conversions as a step; `sources` are names with the patterns that they match."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 

@@ -202,6 +202,18 @@ class HalfbyteQuantizer(HfQuantizer):
         ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
         model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts."""
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        if not self.pre_quantized:
+            return conversions
+        names = [f"{name}.weight.data" for name in self.quantization_config.modules]
+        return [
+            entry
+            for entry in conversions
+            if not isinstance(entry, WeightConverter) or not any(re.search(p, name) for p in entry.source_patterns for name in names)
+        ]
+
     def _resolve(self, model: Any) -> dict[str, Module]:
         """The modules of the files by their names in the model, which may be the base of the saved model or built on top of it."""
         prefix = f"{model.base_model_prefix}."

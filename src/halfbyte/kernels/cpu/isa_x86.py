@@ -235,10 +235,10 @@ class AVXVNNI(ISA):
         return False
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
-        return f.call(self.ints, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc, weights, a.bits(self.quads))
+        return dot_of_bytes(f, acc, weights, a)
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
-        return f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", acc, a.bits(self.shorts), b.bits(self.shorts))
+        return f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", acc, a.bits(self.ints), b.bits(self.ints))
 
     def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
         return _picked_bytes(indices, table)
@@ -409,6 +409,12 @@ def expandable(isa: ISA, geo: Geometry) -> bool:
     fmt = geo.format
     gains = fmt.bits == 4 or (fmt.zero != "point" and (geo.sparse or isinstance(fmt.block, int)))
     return isa.expands and gains and geo.padded <= isa.expanded_longest
+
+
+def dot_of_bytes(f: Function, acc: Value, unsigned: Value, signed: Value) -> Value:
+    """`vpdpbusd`, of vectors with as many bits as `acc`. LLVM up to 20 has its bytes as int32, which later versions accept, too."""
+    ints = acc.type
+    return f.call(ints, f"llvm.x86.avx512.vpdpbusd.{32 * lanes_of(ints)}", acc, unsigned.bits(ints), signed.bits(ints))
 
 
 def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:

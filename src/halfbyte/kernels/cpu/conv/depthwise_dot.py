@@ -29,6 +29,7 @@ from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu.isa_x86 import dot_of_bytes
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear import WORK_A_THREAD
@@ -141,7 +142,7 @@ class _Columns(Emitter):
                 for w, column in enumerate(columns):
                     for v in range(4):
                         factor = weights.load(self.bytes, ((w * spec.rows + row) * 4 + v) * spec.block, 4)
-                        sums[v] = f.call(self.ints, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", sums[v], column[v], factor)
+                        sums[v] = dot_of_bytes(f, sums[v], column[v], factor)
                 codes = _narrowed(f, [self._real(v, total).min_or(high) for v, total in enumerate(sums)])
                 (out + (get("out_width") * row + x) * channels).store((codes > low).select(codes, low))
             for variables, following in zip(kept, columns[new:], strict=True):
