@@ -48,12 +48,21 @@ VARIABLES = (
 )
 
 
-def cache() -> Path:
+NO_HOME = "this user has no home folder"  # why `cache` returns None
+
+
+def cache() -> Path | None:
     """The folder for compiled kernels and measured times (HALFBYTE_CACHE). It need not exist yet.
 
-    Raises ArgumentError if it is something other than a folder.
+    None where it is not set and the user has no home folder, as in a container that runs under a user id without an entry. Raises
+    ArgumentError if it is something other than a folder.
     """
-    return _folder("HALFBYTE_CACHE") or user_cache_path("halfbyte", appauthor=False)
+    if (named := _folder("HALFBYTE_CACHE")) is not None:
+        return named
+    try:
+        return user_cache_path("halfbyte", appauthor=False)
+    except RuntimeError:  # platformdirs expands "~"
+        return None
 
 
 def dump() -> Path | None:

@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import errno
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from support import RUNNABLE
 
 import halfbyte as hb
 from halfbyte import env
+from halfbyte.cli.main import main
 from halfbyte.errors import ArgumentError, KernelError
 from halfbyte.kernels.cpu import isa as isa_module
 from halfbyte.kernels.cpu import isas as isas_module
@@ -278,6 +280,16 @@ def test_an_object_with_a_flipped_bit_is_made_anew(at: int, folder: Path) -> Non
     assert path.read_bytes() == whole
 
 
+def test_an_object_under_another_name_is_made_anew(folder: Path) -> None:
+    assert (answer(1), answer(2)) == (1, 2)
+    one, two = folder.iterdir()
+    whole = two.read_bytes()
+    shutil.copyfile(one, two)
+    forget()
+    assert (answer(1), answer(2)) == (1, 2)
+    assert two.read_bytes() == whole
+
+
 def test_an_object_that_cannot_be_read_is_made_anew(folder: Path) -> None:
     answer()
     (path,) = folder.iterdir()
@@ -327,6 +339,19 @@ def test_a_folder_that_cannot_be_made_is_not_used(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "file" / "cache"))
     works_with_one_warning("compiled kernels are not cached in .*file/cache/cpu: .*until HALFBYTE_CACHE names a usable folder")
+
+
+def test_a_user_without_a_home_folder_has_no_cache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HALFBYTE_CACHE", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    works_with_one_warning("are not cached: this user has no home folder; every process .* until HALFBYTE_CACHE names a usable folder")
+    assert main(["doctor", "--no-test", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cache"]
+    assert (found["folder"], found["usable"], found["files"]) == (None, False, 0)
 
 
 def test_a_full_disk_costs_the_cache_entry_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfbyte import env
 from halfbyte.dispatch import explain_gpu, tune
 from halfbyte.dispatch import gpu as rules
 from halfbyte.dispatch.explain import explain
@@ -54,6 +55,7 @@ def _forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 def clear() -> None:
     tune._table.cache_clear()
     tune._shipped.cache_clear()
+    tune._unsaved.clear()
     rules._failures.clear()
     rules.choose_gpu.cache_clear()
 
@@ -168,8 +170,39 @@ def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> 
         clear()
         with pytest.warns(UserWarning, match="not a table of times.*passed over"):
             assert not tune.measured(gpu, problem(1)).times
-        with pytest.raises(ArgumentError, match="delete it"):
-            tune.keep(gpu, problem(1), {})
+        with pytest.warns(UserWarning, match=r"are not written \(.* is not a table of times.*: delete it\)"):
+            tune.keep(gpu, problem(1), {"skinny": {"Config()": 4e-5}})
+        assert tune.measured(gpu, problem(1)).times == {"skinny": {"Config()": 4e-5}}  # in this process
+        assert path.read_text() == text  # as somebody may have edited it
+        assert tune.written(gpu) is None
+
+
+def test_the_table_of_another_gpu_is_passed_over() -> None:
+    gpu = GPUS["sm_90"]
+    tune.keep(GPUS["sm_80"], problem(1), {"skinny": {"Config()": 2e-5}})
+    os.rename(tune.written(GPUS["sm_80"]), tune.table_path(gpu))
+    with pytest.warns(UserWarning, match=f"is a table of times of '{GPUS['sm_80'].name}', not of {gpu.name}: delete it; it is passed over"):
+        assert not tune.measured(gpu, problem(1), here=True).times
+    tune.table_path(gpu).unlink()  # as advised
+    clear()
+    assert not tune.measured(gpu, problem(1), here=True).times
+    tune.keep(gpu, problem(1), {"skinny": {"Config()": 3e-5}})
+    assert tune.measured(gpu, problem(1), here=True).times == {"skinny": {"Config()": 3e-5}}
+
+
+@pytest.mark.parametrize("trouble", ["no home", "read-only"])
+def test_times_that_cannot_be_written_are_known_to_the_process(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = GPUS["sm_90"]
+    if trouble == "no home":
+        monkeypatch.setattr(env, "cache", lambda: None)
+    else:
+        (tmp_path / "tune").write_text("")  # a file, where the folder would be made
+    with pytest.warns(UserWarning, match="times of .* are not written .*HALFBYTE_CACHE names a usable folder"):
+        tune.keep(gpu, problem(1), {"skinny": {"Config()": 2e-5}})
+    tune.keep(gpu, problem(2), {"skinny": {"Config()": 3e-5}})  # a second warning would be an error
+    for m, seconds in ((1, 2e-5), (2, 3e-5)):
+        assert tune.measured(gpu, problem(m), here=True).times == {"skinny": {"Config()": seconds}}
+    assert tune.written(gpu) is None
 
 
 def test_two_threads_keep_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def _gpus() -> dict[str, Any]:
     for i in range(torch.cuda.device_count()):
         found = gpu(i)
         size = {"multiprocessors": found.sms, "memory": found.memory, "l2": found.l2}
-        tuned = tune.table_path(found).is_file()
+        tuned = tune.written(found) is not None
         devices[f"cuda:{i}"] = {"name": found.name, "arch": found.arch, **size, "launcher": launcher(i), "tuned": tuned}
     return {"devices": devices, "trouble": triton_trouble() if devices else None}
 
@@ -157,9 +157,10 @@ def _cache() -> dict[str, Any]:
         warnings.simplefilter("always")
         usable = jit.cache_folder() is not None
     folder = env.cache()
-    objects = list(_sizes(folder))
+    objects = [] if folder is None else list(_sizes(folder))
     trouble = "; ".join(str(warning.message) for warning in caught) or None
-    return {"folder": str(folder), "usable": usable, "trouble": trouble, "files": len(objects), "bytes": sum(objects)}
+    name = None if folder is None else str(folder)
+    return {"folder": name, "usable": usable, "trouble": trouble, "files": len(objects), "bytes": sum(objects)}
 
 
 def _sizes(folder: Path) -> Iterator[int]:
@@ -199,7 +200,7 @@ def _lines_gpus(gpus: dict[str, Any]) -> list[str]:
 def _lines_cache(cache: dict[str, Any]) -> list[str]:
     from halfbyte.nn.report import size_text
 
-    return [f"{cache['folder']}: {cache['files']} files, {size_text(cache['bytes'])}", *filter(None, [cache["trouble"]])]
+    return [f"{cache['folder'] or 'none'}: {cache['files']} files, {size_text(cache['bytes'])}", *filter(None, [cache["trouble"]])]
 
 
 def _lines_variables(variables: dict[str, Any]) -> list[str]:

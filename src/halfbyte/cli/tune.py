@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
             best = ranked[0]
             entries.append({"kind": tune.kind(problem), "m": tune.rows_class(problem.m), "times": times})
             rows.append((f"{problem.n}x{problem.k}", str(problem.format), str(problem.m), best[1], best[2], f"{best[0] * 1e6:.1f}"))
-    path = tune.table_path(found)
+    path = tune.written(found)
     if args.json:
-        print_json({"gpu": found.name, "file": str(path), "measured": entries})
+        print_json({"gpu": found.name, "file": None if path is None else str(path), "measured": entries})
     else:
         print_table(("weight", "format", "M", "kernel", "config", "us"), rows, left=5)
-        print(f"kept in {path}")
+        print("not written, as warned" if path is None else f"kept in {path}")
     return 0
 
 

@@ -6,9 +6,10 @@ that each candidate's configs took.
     {"gpu": "NVIDIA H200", "arch": "sm_90", "sms": 132, "bandwidth": 4.8e12,
      "linear": {"w4_none_b128 float16 float 14336x4096": {"1": {"skinny": {"Config(…)": 1.2e-05}}}}}
 
-This machine's stands in the cache folder and is believed for this GPU alone. The package's, in dispatch/tables, serve GPUs of their
-architecture with as many multiprocessors, whose configs are the same: that of the nearest bandwidth first. float16 and bfloat16 stand
-in for each other. A number of rows between two that were measured counts as the next power of two.
+This machine's stands in the cache folder and is believed for this GPU alone, whose name it holds. Where there is no such folder, it
+can't be written or what is there is damaged, times are known to the process that measured them, with one warning. The package's, in
+dispatch/tables, serve GPUs of their architecture with as many multiprocessors, whose configs are the same: that of the nearest bandwidth
+first. float16 and bfloat16 stand in for each other. A number of rows between two that were measured counts as the next power of two.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from halfbyte.machine import Gpu
 Times = dict[str, dict[str, float]]  # candidate -> config -> seconds
 _HALVES = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 _TABLES = Path(__file__).parent / "tables"
+_unsaved: dict[str, dict[str, Any]] = {}  # tables that could not be written, by the GPU's name
 
 
 class Measured(NamedTuple):
@@ -48,12 +50,20 @@ def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Measured:
     """What is known of `problem` on `gpu`: candidate -> config -> seconds; only what was measured `here`. Nothing, as a rule."""
     rows = str(rows_class(problem.m))
     alike = _HALVES.get(problem.dtype, problem.dtype)
-    for path in (table_path(gpu), *(() if here else _shipped(gpu))):
+    for table in (_own(gpu), *(() if here else map(_table, _shipped(gpu)))):
         for key in (kind(problem), kind(replace(problem, dtype=alike))):
-            times = _table(path).get("linear", {}).get(key, {}).get(rows)
+            times = table.get("linear", {}).get(key, {}).get(rows)
             if times is not None:
-                return Measured(times, str(_table(path).get("gpu", gpu.name)))
+                return Measured(times, str(table.get("gpu", gpu.name)))
     return Measured({}, "")
+
+
+def _own(gpu: Gpu) -> dict[str, Any]:
+    """This machine's table of a GPU, {} where there is none."""
+    if (table := _unsaved.get(gpu.name)) is not None:
+        return table
+    path = table_path(gpu)
+    return {} if path is None else _table(path, gpu.name)
 
 
 @cache
@@ -81,16 +91,45 @@ def rows_class(m: int) -> int:
     return 1 << max(0, m - 1).bit_length()
 
 
-def table_path(gpu: Gpu) -> Path:
-    """Where the times of this machine's GPU are kept."""
-    return env.cache() / "tune" / (re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-") + ".json")
+def table_path(gpu: Gpu) -> Path | None:
+    """Where the times of this machine's GPU are kept; None where the user has no home folder and HALFBYTE_CACHE is not set."""
+    root = env.cache()
+    return None if root is None else root / "tune" / (re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-") + ".json")
+
+
+def written(gpu: Gpu) -> Path | None:
+    """The file with this machine's times, if it is there and none are known to this process alone."""
+    path = table_path(gpu)
+    return path if path is not None and gpu.name not in _unsaved and path.is_file() else None
 
 
 def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> None:
-    """Add to this machine's table. Two processes or threads may do so at once: the later one wins, and the file is whole at any time."""
+    """Add to this machine's table. Two processes or threads may do so at once: the later one wins, and the file is whole at any time.
+
+    Where it can't be written, this process alone knows the times, and a warning says so once.
+    """
     path = path or table_path(gpu)
-    table = dict(_read(path)) or {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.sms, "bandwidth": gpu.bandwidth, "linear": {}}
+    if gpu.name not in _unsaved:
+        reason: object = env.NO_HOME
+        try:
+            if path is not None:
+                _write(path, _with(dict(_read(path, gpu.name)), gpu, problem, times))
+                return
+        except (ArgumentError, OSError) as error:
+            reason = error
+        advice = "until HALFBYTE_CACHE names a usable folder, they are lost when the process ends"
+        warnings.warn(f"measured times of {gpu.name} are not written ({reason}): {advice}", stacklevel=2)
+    _unsaved[gpu.name] = _with(_unsaved.get(gpu.name, {}), gpu, problem, times)
+
+
+def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> dict[str, Any]:
+    """A table with times added."""
+    table = table or {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.sms, "bandwidth": gpu.bandwidth, "linear": {}}
     table["linear"].setdefault(kind(problem), {})[str(rows_class(problem.m))] = times
+    return table
+
+
+def _write(path: Path, table: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     beside.write_text(json.dumps(table, indent=1), encoding="utf-8")
@@ -99,16 +138,17 @@ def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> 
 
 
 @cache
-def _table(path: Path) -> dict[str, Any]:
+def _table(path: Path, gpu: str | None = None) -> dict[str, Any]:
+    """A table, of the GPU with this name; {} where there is none, with a warning where the file is damaged or another's."""
     try:
-        return _read(path)
+        return _read(path, gpu)
     except ArgumentError as error:
         warnings.warn(f"{error}; it is passed over", stacklevel=2)
         return {}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A table, {} where there is none. Raises ArgumentError where the file is none."""
+def _read(path: Path, gpu: str | None = None) -> dict[str, Any]:
+    """A table, {} where there is none. Raises ArgumentError where the file is none, or not one of this GPU."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -118,6 +158,8 @@ def _read(path: Path) -> dict[str, Any]:
     sound = isinstance(table, dict) and isinstance(table.get("linear"), dict) and all(map(_is_entry, table["linear"].values()))
     if not sound:
         raise ArgumentError(f"{path} is not a table of times: delete it")
+    if gpu is not None and table.get("gpu") != gpu:
+        raise ArgumentError(f"{path} is a table of times of {table.get('gpu')!r}, not of {gpu}: delete it")
     return table  # type: ignore[no-any-return]
 
 

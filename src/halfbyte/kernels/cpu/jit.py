@@ -2,8 +2,9 @@
 
 A file's name is the SHA-256 of everything that its object depends on: target, compiler version, and either what the IR is
 generated from (the specification and the generators' source files), so that code in the cache is found without making its
-IR, or the IR itself. The file begins with the SHA-256 of what follows (names of functions, object), so a damaged file is
-seen and made anew. The folder must belong to the user with mode 0700: code from a folder that others can write is never run.
+IR, or the IR itself. The file begins with the SHA-256 of its name and of what follows (names of functions, object), so a
+file that is damaged or a copy of another one is detected and replaced. The folder must belong to the user with mode 0700: code
+from a folder that others can write is never run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _loaded: dict[str, dict[str, int]] = {}  # by key
 _warned: set[str] = set()
 _initialized = False
 
-_FORM = 2  # of the files
+_FORM = 3  # of the files
 _ROOT = Path(__file__).parents[2]
 # What kernels are generated from. Sizes and formats reach a generator through its specification, from files of these folders too.
 _SOURCES = ("kernels/cpu/**/*.py", "kernels/problem.py", "layouts/*.py", "formats/*.py", "machine.py")
@@ -92,28 +93,38 @@ def compile_assembly(module: Module, isa: ISA) -> str:
 
 def cache_folder() -> Path | None:
     """The folder of compiled objects, made if need be; None, with one warning, where it can't be used safely."""
-    folder = env.cache() / "cpu"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = folder.stat()
-        if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
-            owner = f"user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}"
-            reason = f"it belongs to {owner}, and only a folder of your own with mode 700 is trusted"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            reason = "it can't be written"
-        else:
-            return folder
-    except OSError as error:
-        reason = str(error)
+    root = env.cache()
+    folder = None if root is None else root / "cpu"
+    reason = env.NO_HOME if folder is None else _why_not_usable(folder)
+    if reason is None:
+        return folder
     if str(folder) not in _warned:
         _warned.add(str(folder))
         warnings.warn(
-            f"compiled kernels are not cached in {folder}: {reason}; "
+            f"compiled kernels are not cached{'' if folder is None else f' in {folder}'}: {reason}; "
             "every process compiles them anew until HALFBYTE_CACHE names a usable folder",
             RuntimeWarning,
             stacklevel=2,
         )
     return None
+
+
+def _why_not_usable(folder: Path) -> str | None:
+    """Why code is not kept in a folder, which is made if need be."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
+            owner = f"user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}"
+            return f"it belongs to {owner}, and only a folder of your own with mode 700 is trusted"
+        return None if os.access(folder, os.W_OK | os.X_OK) else "it can't be written"
+    except OSError as error:
+        return str(error)
+
+
+def _checksum(path: Path, body: bytes) -> bytes:
+    """It depends on the file's name, too: a valid file under another name is none."""
+    return hashlib.sha256(f"{path.name}\n".encode() + body).digest()
 
 
 def _read_cached(path: Path) -> bytes | None:
@@ -122,7 +133,7 @@ def _read_cached(path: Path) -> bytes | None:
     except OSError:
         return None
     digest, body = content[:32], content[32:]
-    return body if hashlib.sha256(body).digest() == digest else None
+    return body if _checksum(path, body) == digest else None
 
 
 def _write_cached(path: Path, body: bytes) -> None:
@@ -131,7 +142,7 @@ def _write_cached(path: Path, body: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(body).digest() + body)
+                file.write(_checksum(path, body) + body)
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
