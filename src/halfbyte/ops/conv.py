@@ -24,6 +24,7 @@ from halfbyte.ops import cpu_conv, cuda_conv, elementwise, functions
 from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization, code_range
 from halfbyte.ops.images import filter_from_numbers, from_numbers, out_shape
 from halfbyte.ops.library import Gradients, differentiable, differentiated, plain, transformation, transformed
+from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers.check import check_weight
 
 _INFINITE = float("inf")
@@ -193,11 +194,11 @@ def conv_requantization_table(
     """The table that `halfbyte::qconv2d` reads besides the weight, float32: offset, multiplier and int32 start of each output, in the order
     of `cpu_conv.table` or `cuda_conv.table`."""
     sizes = packed.sizes
-    check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
+    check_requantization(sizes.format, in_scale, in_zero, out_scale, out_zero)
     sums, scale = functions.integer_sums(packed, sizes.out, sizes.taps * sizes.channels, sizes.taps)
     if bias is not None:
         check_bias(bias, sizes.out, packed.device)
-    rows = functions.requantization_rows(sums.sum(1, dtype=torch.int32), scale, bias, in_scale, in_zero, out_scale, out_zero)
+    rows = functions.requantization_rows(starts(sums.sum(1, dtype=torch.int32), sizes.k), scale, bias, in_scale, in_zero, out_scale, out_zero)
     return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
 
 

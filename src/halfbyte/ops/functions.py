@@ -22,6 +22,7 @@ from halfbyte.memory import joined
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization, code_range
 from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
+from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
 
@@ -234,14 +235,15 @@ def qlinear(
 
 
 def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> Tensor:
-    """The table that `halfbyte::qlinear` reads besides the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
+    """The table that `halfbyte::qlinear` reads besides the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start (see
+    `long_sums.starts`)."""
     n, k = _matrix(packed)
-    check_requantization(packed.format, k, in_scale, in_zero, out_scale, out_zero)
+    check_requantization(packed.format, in_scale, in_zero, out_scale, out_zero)
     sums, scale = integer_sums(packed, n, k, 1)
     if bias is not None:
         check_bias(bias, n, packed.device)
     table = torch.zeros(3, round_up(n, TABLE_PANEL), device=packed.device, dtype=torch.float32)
-    table[:, :n] = requantization_rows(sums.flatten(), scale, bias, in_scale, in_zero, out_scale, out_zero)
+    table[:, :n] = requantization_rows(starts(sums.flatten(), k), scale, bias, in_scale, in_zero, out_scale, out_zero)
     return table
 
 
