@@ -198,7 +198,8 @@ def conv_requantization_table(
     sums, scale = functions.integer_sums(packed, sizes.out, sizes.taps * sizes.channels, sizes.taps)
     if bias is not None:
         check_bias(bias, sizes.out, packed.device)
-    rows = functions.requantization_rows(starts(sums.sum(1, dtype=torch.int32), sizes.k), scale, bias, in_scale, in_zero, out_scale, out_zero)
+    start = starts(sums.sum(1, dtype=torch.int32), sizes.k)
+    rows = functions.requantization_rows(start, scale, bias, in_scale, in_zero, out_scale, out_zero)
     return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
 
 
