@@ -65,14 +65,19 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
     for what, term in (("bias", bias), ("residual", residual)):
         check_type(term, (Tensor, type(None)), f"{what} is a tensor or None", f"pass torch.as_tensor({what})")
     for what, term in (("the input", x), ("the bias", bias), ("the residual", residual)):
-        if hasattr(term, "to_local"):
-            raise ArgumentError(
-                f"{what} is a plain tensor, got a {type(term).__name__}, which is distributed over processes: pass its to_local()"
-            )
         if isinstance(term, Tensor):
-            check_dense(term, what)
+            check_here(term, what)
     if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2 and all(isinstance(end, Real) for end in clamp)):
         raise ArgumentError(f"clamp is (low, high) or None, got {clamp!r}: write (0, 6) for ReLU6, or (0, inf) for ReLU")
+
+
+def check_here(tensor: Tensor, what: str) -> None:
+    """Raises ArgumentError for a tensor whose elements are not all here, or not in the order of their indices."""
+    if hasattr(tensor, "to_local"):
+        raise ArgumentError(
+            f"{what} is a plain tensor, got a {type(tensor).__name__}, which is distributed over processes: pass its to_local()"
+        )
+    check_dense(tensor, what)
 
 
 def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.device) -> None:
