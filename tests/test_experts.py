@@ -255,7 +255,8 @@ def test_only_rows_of_known_experts_have_gradients() -> None:
 
     class Context:
         saved_tensors = packed.data, ids
-        settings, shared = (packed.name, E, N, K, "float", "block"), False
+        settings, shared = grouped._Settings(packed.name, E, N, K, "float", "block"), False
+        needs_input_grad, bias_dtype = (True, False, False, True), torch.float32
 
     grad_x = grouped._GroupedLinear.backward(Context(), torch.ones(4, N))[0]
     assert grad_x is not None

@@ -348,7 +348,7 @@ def test_quantize_equals_the_slow_method_bit_for_bit(dtype: torch.dtype) -> None
 
 
 def test_torch_func() -> None:
-    """grad, vmap and their like go through a product; forward mode, which has no rule, says so."""
+    """grad, vmap and their like go through a product; tests/test_torch_modes.py has all operations."""
     weight, x, bias = torch.randn(8, 64), torch.randn(3, 64), torch.randn(8)
     packed = hb.pack(hb.quantize(weight, "q8_0"))
 
@@ -366,8 +366,8 @@ def test_torch_func() -> None:
     assert torch.allclose(rows, hb.linear(x, packed, compute="float"), rtol=0, atol=1e-5)
     with pytest.raises(ArgumentError, match="one weight and bias for all of its calls"):
         torch.func.vmap(lambda row, own: hb.linear(row, packed, own))(x, torch.randn(3, 8))
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda x: loss(x, bias), (x,), (x,))
+    _, along = torch.func.jvp(loss, (x, bias), (x, bias))
+    assert torch.allclose(along, (of_x * x).sum() + (of_bias * bias).sum())
 
 
 @pytest.mark.parametrize("method", ["absmax", "mse", "hqq"])

@@ -304,3 +304,17 @@ def test_choice_of_pixels(outputs: int, channels: int, kernel: int, batch: int, 
     assert choose_gpu_conv(problem.flat, GPUS["sm_90"]).name == taken
     assert beats_linear(problem.flat, GPUS["sm_90"]) == beats
     assert problem.flat.m == problem.m
+
+
+@on_gpu
+def test_sums_that_an_int32_cannot_hold_are_exact() -> None:
+    settings = {"in_scale": 1.0, "in_zero": -128, "out_scale": 255 * 65808 / 100, "out_zero": 0}
+    for format in ("int8_channel", "int4_channel"):
+        weight = torch.ones(8, 7312, 3, 3)
+        codes, x = hb.quantize_conv(weight, format), torch.full((1, 7312, 4, 4), 127, dtype=torch.int8)
+        y = hb.qconv2d(x.cuda(), hb.pack_conv(codes, 3, device="cuda"), **settings, padding=1)
+        expected = conv_reference.qconv2d(x, codes, (3, 3), Window(padding=(1, 1, 1, 1)), None, **settings)
+        assert bool(expected.agrees(y.cpu()).all())
+        codes, rows = hb.quantize(weight.flatten(1), format), x[:, :, :3, :3].flatten(1)
+        y = hb.qlinear(rows.cuda(), hb.pack(codes, "cuda"), **settings)
+        assert bool(reference.qlinear(rows, codes, None, **settings).agrees(y.cpu()).all())

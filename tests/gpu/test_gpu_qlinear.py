@@ -9,9 +9,11 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import qlinear
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.gpu import conv, conv_hopper, qlinear
+from halfbyte.kernels.gpu.conv_tile import Convolution
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Problem, Window
 from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu
 
 
@@ -80,3 +82,19 @@ def test_refusals(gpu: Gpu) -> None:
     cases = (("q8_0", 64, "one scale per channel"), ("int8_channel_zp", 64, "symmetric"), ("int8_channel", 200000, "overflow"))
     for name, k, words in cases:
         assert words in str(qlinear.supports(Problem("qlinear", 2, 3, k, as_format(name), torch.int8, "int8", "row"), gpu))
+
+
+@pytest.mark.parametrize(("x", "in_zero", "code"), [(127, -128, 127), (-128, 127, 127)])
+def test_the_longest_sums_are_exact_and_longer_ones_refused(x: int, in_zero: int, code: int, gpu: Gpu, device: torch.device) -> None:
+    k = LONGEST_INTEGER_SUM
+    codes = Codes.zeros(as_format("int8_channel"), (1, k))
+    codes.data.fill_(code)
+    codes.scale.fill_(1.0)
+    rows = torch.full((1, k), x, dtype=torch.int8)
+    scales = {"in_scale": 1.0, "in_zero": in_zero, "out_scale": 255 * k / 100, "out_zero": 0}
+    y = run(rows, codes, None, (-128, 127), gpu, device, **scales)
+    assert bool(reference.qlinear(rows, codes, None, **scales).agrees(y).all())
+    reason = qlinear.supports(Problem("qlinear", 1, 1, k + 1, codes.format, torch.int8, "int8", "row"), gpu)
+    assert reason == f"sums of {k + 1} products may overflow an int32"
+    problem = Convolution(Filter(codes.format, 64, 7312, (3, 3)), Window(), 1, (14, 14), torch.int8)
+    assert all(module.supports(problem, gpu) == "sums of 65808 products may overflow an int32" for module in (conv, conv_hopper))

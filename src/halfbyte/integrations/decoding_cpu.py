@@ -43,7 +43,7 @@ from halfbyte.layouts.records import from_records
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense, FeedForward, Heads, Norm, PerLayer, run_layers, why_not
-from halfbyte.ops.library import OPS
+from halfbyte.ops.library import OPS, in_mode
 
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that families.py knows
 _FEW_ROWS = 64  # of more, layers are computed one by one: what they give takes memory
@@ -231,7 +231,7 @@ def tokens(
     """The layer's output for x [B, t, K], by one call, or, of many tokens of a layer with experts, by one for the attention half; None if
     that is not supported. past: the cache of all layers, or none."""
     index = layer.self_attn.layer_idx
-    if torch.is_grad_enabled() or (past is not None and index >= len(past.layers) and not borrows(layer)):
+    if torch.is_grad_enabled() or in_mode() or (past is not None and index >= len(past.layers) and not borrows(layer)):
         return None
     if _is_alone(layer):
         return _alone(layer, x, mask, past, rotary, settings)

@@ -38,6 +38,7 @@ from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.layers import Weight
+from halfbyte.ops.library import in_mode
 from halfbyte.ops.norms import normed, why_not_norm
 from halfbyte.ops.routing import add_experts, describe, why_not_experts
 
@@ -141,6 +142,7 @@ def _fits(x: Tensor, layers: list[Any], index: int) -> bool:
         and layers[index].keys.dtype == x.dtype
         and layers[index].keys.device == x.device
         and not torch.is_grad_enabled()
+        and not in_mode()
     )
 
 

@@ -32,6 +32,7 @@ from halfbyte.integrations.shortened import Shortened, shorten
 from halfbyte.integrations.steps import Choice, Step
 from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel import is_parallel
+from halfbyte.ops.library import in_mode
 
 _MADE = "_halfbyte_made_by_transformers"
 _LATER = 1024  # tokens for which a cache has room at first, at most
@@ -140,6 +141,8 @@ def _on_gpu(device: torch.device) -> bool:
 
 def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
+    if in_mode():
+        return "autocast or forward-mode differentiation is on"
     if is_parallel(model):
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):

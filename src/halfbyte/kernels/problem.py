@@ -17,6 +17,7 @@ Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
 Activation = Literal["block", "row", "block_offset", "row_offset"]
 Pair = tuple[int, int]
+LONGEST_INTEGER_SUM = (2**31 - 1) // (255 * 128)  # products (x - in_zero) * q whose sum is an int32, for all int8 x, in_zero and q
 COMPUTES = ("auto", "int8", "float")  # what operations are asked for
 
 

@@ -23,10 +23,10 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules import AnyPacked, QuantModule, version
 from halfbyte.ops import conv, elementwise
-from halfbyte.ops.checks import check_floats
+from halfbyte.ops.checks import check_floats, check_here
 from halfbyte.ops.cpu import qlinear_step
 from halfbyte.ops.cpu_conv import qconv2d_step
-from halfbyte.ops.library import plain
+from halfbyte.ops.library import autocast, plain
 from halfbyte.ops.pool import pooling
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Quantize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_type(x, Tensor, "a network on int8 codes takes tensors", "pass torch.as_tensor(x)")
+        check_here(x, "the input of a network on int8 codes")
         check_floats(x, "a network on int8 codes takes tensors")
         return elementwise.combine(x, self._how)
 
@@ -79,7 +80,7 @@ class Quantize(nn.Module):
 
 
 class Dequantize(nn.Module):
-    """Codes -> floating point of `dtype`."""
+    """Codes -> floating point of `dtype`, or, under autocast, of its dtype, as torch's layers give it."""
 
     def __init__(self, scale: Scale, dtype: torch.dtype) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Dequantize(nn.Module):
         return Combination(self.dtype, self.scale.step, -self.scale.step * self.scale.zero)
 
     def forward(self, x: Tensor) -> Tensor:
-        return elementwise.combine(x, self._how)
+        return autocast(elementwise.combine(x, self._how))
 
     def step(self, x: Tensor) -> Step | None:
         return elementwise.combine_step(x, self._how)

@@ -22,6 +22,7 @@ from halfbyte.kernels.problem import Addition
 from halfbyte.nn.integer import IntegerConv2d, IntegerModule, Requantize, weights_made
 from halfbyte.nn.traced import Inner, copy_node, module_of
 from halfbyte.ops.library import plain
+from halfbyte.quantizers.check import check_dense
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
@@ -52,6 +53,7 @@ def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], 
 
 def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
+        check_dense(x, "the input of a network on int8 codes")
         kept = _thread.networks.get(self)
         if kept is None or not kept.inner.are_still():
             kept = _thread.networks[self] = _Kept(self)

@@ -34,6 +34,7 @@ from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule, 
 from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan, without_numbers
 from halfbyte.nn.parallel_sum import all_reduce, prepare
 from halfbyte.nn.report import size_text, table
+from halfbyte.ops.library import differentiated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -277,7 +278,7 @@ def _gather(x: Tensor, sizes: Sequence[int], processes: Processes) -> Tensor:
 
 
 def _check_frozen(x: Tensor) -> None:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if differentiated(x, None, None):
         raise UnsupportedError("gradients do not cross processes: call the model under torch.no_grad()")
 
 

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.ops.library import plain
+from halfbyte.ops.library import in_mode, loops, plain, refuses_derivatives, transformed
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("attend_whole(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor")
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` takes these tensors, and no gradients are needed."""
+    """Whether `attend` takes these tensors, no derivatives are needed, and torch's own would not cast them."""
     from halfbyte.kernels.cpu import attend_whole
 
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+    if (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))) or in_mode() or transformed():
         return False
     return attend_whole.supports(query, key, value, mask)
 
@@ -43,4 +43,6 @@ def _fake(query: Tensor, *_: Any) -> Tensor:
 
 
 _library.impl("attend_whole", _attend, "CPU")
+refuses_derivatives(_library, "attend_whole")
+loops(_library, "attend_whole")
 torch.library.register_fake("halfbyte::attend_whole", _fake, lib=_library)

@@ -21,7 +21,6 @@ from halfbyte.quantizers.check import check_dense
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = get_args(Activation)
 _INFINITE = float("inf")
-_LONGEST_INTEGER_SUM = 131072  # 128 * 128 * 131072 = 2^31: longer sums might overflow an int32
 TABLE_PANEL = cpu_tiles.PANEL  # rows of qlinear's table are padded to a multiple of it
 
 
@@ -66,14 +65,19 @@ def check_operands(x: object, packed: object, kind: type, bias: object, residual
     for what, term in (("bias", bias), ("residual", residual)):
         check_type(term, (Tensor, type(None)), f"{what} is a tensor or None", f"pass torch.as_tensor({what})")
     for what, term in (("the input", x), ("the bias", bias), ("the residual", residual)):
-        if hasattr(term, "to_local"):
-            raise ArgumentError(
-                f"{what} is a plain tensor, got a {type(term).__name__}, which is distributed over processes: pass its to_local()"
-            )
         if isinstance(term, Tensor):
-            check_dense(term, what)
+            check_here(term, what)
     if clamp is not None and not (isinstance(clamp, tuple | list) and len(clamp) == 2 and all(isinstance(end, Real) for end in clamp)):
         raise ArgumentError(f"clamp is (low, high) or None, got {clamp!r}: write (0, 6) for ReLU6, or (0, inf) for ReLU")
+
+
+def check_here(tensor: Tensor, what: str) -> None:
+    """Raises ArgumentError for a tensor whose elements are not all here, or not in the order of their indices."""
+    if hasattr(tensor, "to_local"):
+        raise ArgumentError(
+            f"{what} is a plain tensor, got a {type(tensor).__name__}, which is distributed over processes: pass its to_local()"
+        )
+    check_dense(tensor, what)
 
 
 def check_packed(weight: Tensor, format: str, n: int, k: int, device: torch.device) -> None:
@@ -148,11 +152,10 @@ def check_table(table: Tensor, shape: tuple[int, ...], device: torch.device, low
         raise ArgumentError(f"the table is contiguous float32 {list(shape)} on {place(device.type)}, got {got}: use {maker}")
 
 
-def check_requantization(fmt: Format, k: int, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> None:
-    if fmt.zero != "none" or isinstance(fmt.block, int) or k > _LONGEST_INTEGER_SUM:
+def check_requantization(fmt: Format, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> None:
+    if fmt.zero != "none" or isinstance(fmt.block, int):
         raise FormatError(
-            f"requantization takes symmetric weights with one scale per channel or tensor and K up to {_LONGEST_INTEGER_SUM}, "
-            f"got {fmt} with K = {k}: quantize to int8_channel"
+            f"requantization takes symmetric weights with one scale per channel or tensor, got {fmt}: quantize to int8_channel"
         )
     for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):
         check_type(step, (Real, Tensor), f"{what} is a number", "pass the step of the codes, a float")

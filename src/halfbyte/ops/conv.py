@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.grad import conv2d_input
 
 from halfbyte.bounded import Bounded
@@ -23,7 +24,8 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu_conv, cuda_conv, elementwise, functions
 from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization, code_range
 from halfbyte.ops.images import filter_from_numbers, from_numbers, out_shape
-from halfbyte.ops.library import Gradients, differentiable, differentiated, plain, transformation, transformed
+from halfbyte.ops.library import Gradients, casts, differentiable, differentiated, loops, plain, transformation, transformed
+from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers.check import check_weight
 
 _INFINITE = float("inf")
@@ -193,11 +195,12 @@ def conv_requantization_table(
     """The table that `halfbyte::qconv2d` reads besides the weight, float32: offset, multiplier and int32 start of each output, in the order
     of `cpu_conv.table` or `cuda_conv.table`."""
     sizes = packed.sizes
-    check_requantization(sizes.format, sizes.k, in_scale, in_zero, out_scale, out_zero)
+    check_requantization(sizes.format, in_scale, in_zero, out_scale, out_zero)
     sums, scale = functions.integer_sums(packed, sizes.out, sizes.taps * sizes.channels, sizes.taps)
     if bias is not None:
         check_bias(bias, sizes.out, packed.device)
-    rows = functions.requantization_rows(sums.sum(1, dtype=torch.int32), scale, bias, in_scale, in_zero, out_scale, out_zero)
+    start = starts(sums.sum(1, dtype=torch.int32), sizes.k)
+    rows = functions.requantization_rows(start, scale, bias, in_scale, in_zero, out_scale, out_zero)
     return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
 
 
@@ -309,13 +312,25 @@ def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: 
     return whole[:, :, top : top + height, left : left + width]
 
 
-_gradients = Gradients(_ops.conv2d.default, _image_gradient, lambda grad: grad.sum((0, 2, 3)))
+def _image_product(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+    """The convolution with the dequantized weight."""
+    format, filter_numbers, window_numbers = settings[:3]
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
+    top, bottom, left, right = window.padding
+    floats = _ops.dequantize_conv.default(weight, format, filter_numbers, x.dtype)
+    padded = functional.pad(x, (left, right, top, bottom))
+    return functional.conv2d(padded, floats, None, window.stride, 0, window.dilation, sizes.groups)
+
+
+_gradients = Gradients(_ops.conv2d.default, _image_product, _image_gradient, lambda grad: grad.sum((0, 2, 3)), (-1, 1, 1))
 _transformed_conv2d = transformation(_gradients)
 for _device, _home in (("CPU", cpu_conv), ("CUDA", cuda_conv)):
     _library.impl("conv2d", _home.conv2d, _device)
     _library.impl("conv2d", partial(differentiable, _gradients, _home.conv2d), f"Autograd{_device}")
     _library.impl("qconv2d", _home.qconv2d, _device)
     _library.impl("dequantize_conv", _dequantize, _device)
+casts(_library, "conv2d", 0, 3)
+loops(_library, "conv2d", "qconv2d")
 torch.library.register_fake("halfbyte::conv2d", _fake, lib=_library)
 torch.library.register_fake("halfbyte::qconv2d", _fake, lib=_library)
 torch.library.register_fake("halfbyte::dequantize_conv", _dequantize_fake, lib=_library)

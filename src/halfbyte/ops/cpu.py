@@ -14,6 +14,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
+from halfbyte.ops import long_sums
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
 
@@ -101,6 +102,9 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     sparse = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()).sparse
+    if long_sums.overflows(k):
+        packed = Packed(as_format(format), (n, k), cpu_tiles.SPARSE if sparse else cpu_tiles.NAME, weight)
+        return long_sums.qlinear(x, cpu_tiles.unpack(packed), table, low, high)
     kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block", sparse=sparse)
     return kernel(flat, aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
 
@@ -111,7 +115,7 @@ def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int
     from halfbyte.kernels.cpu.steps import linear_step
 
     n, k = packed.shape
-    if x.numel() == 0 or n == 0 or not x.is_contiguous() or x.numel() > k * ROWS_A_PASS:
+    if x.numel() == 0 or n == 0 or not x.is_contiguous() or x.numel() > k * ROWS_A_PASS or long_sums.overflows(k):
         return None
     kernel = linear_kernel(packed.format, n, k, torch.int8, "int8", "block", sparse=packed.layout == cpu_tiles.SPARSE)
     return linear_step(kernel, x.numel() // k, aligned(packed.data), table, *map(float, clamp))

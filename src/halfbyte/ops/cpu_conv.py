@@ -16,7 +16,7 @@ from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
-from halfbyte.ops import functions
+from halfbyte.ops import functions, long_sums
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_table
 from halfbyte.ops.images import (
     ACTIVATIONS,
@@ -230,6 +230,9 @@ def qconv2d(
         _check_weight(weight, plan)
         if plan.kernel is None:
             return x.new_empty(plan.out_shape)
+        if long_sums.overflows(plan.sizes.k):
+            codes = convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight))  # no depthwise one has so many taps
+            return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high)
         ready = _ready.entries[key] = _prepared(x, weight, table, plan, in_zero)
     if x.stride() != ready.strides:
         x = channels_last(x)
@@ -252,7 +255,7 @@ def qconv2d_step(
     from halfbyte.kernels.cpu.steps import conv_step
 
     plan = _plan(x, packed.name, packed.numbers, window_numbers, in_zero=in_zero)
-    if plan.kernel is None or x.stride() != plan.strides:
+    if plan.kernel is None or x.stride() != plan.strides or long_sums.overflows(plan.sizes.k):
         return None
     kernel, weights = _kernel_of(packed.data, plan, integer=True)
     return conv_step(cast("PlannedConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))

@@ -27,6 +27,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import why_not_sparse
 from halfbyte.machine import Gpu, gpu
+from halfbyte.ops import long_sums
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, empty, recorded, run_first
 from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
@@ -216,6 +217,11 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     out = torch.empty((*x.shape[:-1], n), dtype=torch.int8, device=x.device)
     if out.numel() == 0:
         return out
+    if long_sums.overflows(k):
+        geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
+        packed = Packed(geo.format, (n, k), geo.layout, weight)
+        codes = gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed)
+        return long_sums.qlinear(x, codes, table, low, high)
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qlinear needs Triton: {trouble}, or use the CPU")
     from halfbyte.kernels.gpu import qlinear as kernel

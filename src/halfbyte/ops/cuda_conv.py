@@ -24,7 +24,7 @@ from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
 from halfbyte.machine import gpu
-from halfbyte.ops import cuda, elementwise
+from halfbyte.ops import cuda, elementwise, long_sums
 from halfbyte.ops.checks import TABLE_PANEL, check_activation, check_bytes, check_floats, check_table
 from halfbyte.ops.images import (
     ACTIVATIONS,
@@ -363,7 +363,8 @@ def _qconv2d(
     check_codes(x)
     plan = _fitting(x, weight, format, filter_numbers, window_numbers)
     check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
-    if addition is not None and (0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)):
+    alone = plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4) or long_sums.overflows(plan.sizes.k)
+    if addition is not None and (0 in plan.shape or alone):
         codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
         return elementwise.combine(*addition.of(codes)), None
     if 0 in plan.shape:
@@ -373,6 +374,10 @@ def _qconv2d(
         rows = table[0, :3, : round_up(n, TABLE_PANEL)].contiguous()
         y = cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high)
         return _image(y, plan), None
+    if long_sums.overflows(plan.sizes.k):
+        layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
+        codes = convolution.unpack(PackedConv(plan.sizes, layout, weight))
+        return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high), None
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qconv2d needs Triton: {trouble}, or use the CPU")
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv

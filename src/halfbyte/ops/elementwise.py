@@ -11,7 +11,7 @@ from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Combination
 from halfbyte.ops import cuda
-from halfbyte.ops.library import plain
+from halfbyte.ops.library import loops, plain, refuses_derivatives
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
@@ -73,4 +73,6 @@ def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step |
 
 _library.impl("combine", _combine, "CPU")
 _library.impl("combine", _combine, "CUDA")
+refuses_derivatives(_library, "combine")
+loops(_library, "combine")
 torch.library.register_fake("halfbyte::combine", lambda a, scale_a, offset, dtype, *_: torch.empty_like(a, dtype=dtype), lib=_library)

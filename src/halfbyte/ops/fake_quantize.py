@@ -15,6 +15,7 @@ for blocks of B weights. The scale is used as it is stored, rounded to its dtype
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from halfbyte.kernels.problem import Activation
 from halfbyte.kernels.reference import quantize_block
 from halfbyte.layouts.cpu_tiles import piece
 from halfbyte.ops import functions
+from halfbyte.ops.checks import check_floats, check_here
+from halfbyte.ops.library import has_tangent, loops, transformed
 from halfbyte.quantizers import quantize_to_grid
 
 
@@ -35,8 +38,12 @@ def fake_quantize(weight: Tensor, format: str | Format, method: str = "absmax", 
 
     Raises what `quantize` does.
     """
-    rows = weight.reshape(-1, weight.shape[-1])
-    return _fake_quantize(rows, str(as_format(format)), method, name)[0].reshape(weight.shape)  # type: ignore[no-any-return]
+    check_here(weight, name)
+    rows, settings = weight.reshape(-1, weight.shape[-1]), (str(as_format(format)), method, name)
+    if transformed() or has_tangent(rows):
+        rounded, inside = _fake_quantize(rows.detach(), *settings)
+        return (rounded + _change(rows) * inside).reshape(weight.shape)  # type: ignore[no-any-return]
+    return _fake_quantize(rows, *settings)[0].reshape(weight.shape)  # type: ignore[no-any-return]
 
 
 def fake_quantize_given(weight: Tensor, format: str | Format, scale: Tensor, zero: Tensor | None, *, name: str = "weight") -> Tensor:
@@ -45,11 +52,19 @@ def fake_quantize_given(weight: Tensor, format: str | Format, scale: Tensor, zer
     scale  floating point, of either sign
     zero   zero points (uint8) or offsets (the scale's dtype); None where the format has none
     """
+    check_here(weight, name)
     fmt = as_format(format)
     rows = weight.reshape(-1, weight.shape[-1])
     shape = fmt.scale_shape(tuple(rows.shape))
     points = None if zero is None else zero.reshape(shape)
-    return _fake_quantize_given(rows, scale.reshape(shape), points, str(fmt), name)[0].reshape(weight.shape)  # type: ignore[no-any-return]
+    scale = scale.reshape(shape)
+    if transformed() or has_tangent(rows, scale):
+        still = rows.detach(), scale.detach(), points
+        rounded, inside = _fake_quantize_given(*still, str(fmt), name)
+        slope = _slope(*still, rounded, inside, fmt) * (_change(scale).unsqueeze(-1) * _learning_rate(fmt, rows))
+        moved = slope.reshape(len(rows), -1)[:, : rows.shape[1]]
+        return (rounded + _change(rows) * inside + moved.to(rounded.dtype)).reshape(weight.shape)  # type: ignore[no-any-return]
+    return _fake_quantize_given(rows, scale, points, str(fmt), name)[0].reshape(weight.shape)  # type: ignore[no-any-return]
 
 
 def fake_quantize_activation(x: Tensor, block: int, activation: Activation) -> Tensor:
@@ -59,15 +74,29 @@ def fake_quantize_activation(x: Tensor, block: int, activation: Activation) -> T
 
     The gradient is that of the identity: no value is clipped.
     """
-    return _fake_quantize_activation(x, block, activation)  # type: ignore[no-any-return]
+    return _straight_through(x, _fake_quantize_activation, block, activation)
 
 
 def fake_quantize_images(x: Tensor) -> Tensor:
     """Images [B, C, H, W] as convolutions with `activation="image"` read them, in x's dtype, with the gradient of the identity."""
-    return _fake_quantize_images(x)  # type: ignore[no-any-return]
+    return _straight_through(x, _fake_quantize_images)
+
+
+def _straight_through(x: Tensor, op: Callable[..., Tensor], *settings: Any) -> Tensor:
+    """op(x, *settings) with the derivative of the identity."""
+    check_here(x, "the input")
+    check_floats(x, "fake quantization takes activations")
+    return op(x.detach(), *settings) + _change(x) if transformed() or has_tangent(x) else op(x, *settings)
+
+
+def _change(x: Tensor) -> Tensor:
+    """0, with the derivative of x: what torch.func and forward-mode differentiation, which the custom ops do not have, need."""
+    return x - x.detach()
 
 
 # Weights
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
 
 
 @torch.library.custom_op(
@@ -143,19 +172,31 @@ def _keep_given(ctx: Any, inputs: Any, output: Any) -> None:
 def _given_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     rows, scale, zero, rounded, inside = ctx.saved_tensors
     fmt = as_format(ctx.format)
+    slope = _slope(rows, scale, zero, rounded, inside, fmt)
+    grad_scale = (_blocks(grad.float(), fmt) * slope).sum(-1) * _learning_rate(fmt, rows)
+    return grad * inside, grad_scale.to(scale.dtype), None, None, None
+
+
+def _slope(rows: Tensor, scale: Tensor, zero: Tensor | None, rounded: Tensor, inside: Tensor, fmt: Format) -> Tensor:
+    """The derivative of the rounded weight by the scale of its block, in blocks."""
     stored = scale.to(fmt.scale).float()
     inverse = torch.where(stored == 0, 0.0, 1 / stored).unsqueeze(-1)
     _, offset = _zeros(fmt, zero)
-    x, w, g, within = (_blocks(t, fmt) for t in (rows.float(), rounded.float(), grad.float(), inside))
+    x, w, within = (_blocks(t, fmt) for t in (rows.float(), rounded.float(), inside))
     beyond = w - (offset.unsqueeze(-1) if isinstance(offset, Tensor) else 0.0)
-    slope = torch.where(within, w - x, beyond) * inverse
-    grad_scale = (g * slope).sum(-1) / math.sqrt(x.shape[-1] * fmt.q_max)
-    return grad * inside, grad_scale.to(scale.dtype), None, None, None
+    return torch.where(within, w - x, beyond) * inverse
+
+
+def _learning_rate(fmt: Format, rows: Tensor) -> float:
+    """What derivatives by scales are multiplied by."""
+    size = rows.numel() if fmt.block == "tensor" else fmt.block_size(rows.shape[1])
+    return 1 / math.sqrt(size * fmt.q_max)
 
 
 _fake_quantize.register_autograd(_weight_gradient, setup_context=_keep_inside)
 _fake_quantize_given.register_autograd(_given_gradient, setup_context=_keep_given)
 
+loops(_library, "fake_quantize", "fake_quantize_given")
 
 # Activations
 
@@ -189,3 +230,4 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 _fake_quantize_activation.register_autograd(lambda ctx, grad: (grad, None, None))
 _fake_quantize_images.register_autograd(lambda ctx, grad: grad)
+loops(_library, "fake_quantize_activation", "fake_quantize_images")

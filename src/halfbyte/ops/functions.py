@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.dispatch.packed import packed_format
@@ -20,8 +21,9 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu, cuda
-from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization, code_range
+from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_here, check_operands, check_requantization, code_range
 from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
+from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
 
@@ -197,10 +199,16 @@ def linear_gelu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, comput
     On the CPU it is computed before the product is rounded and written, with an error of at most 2^-20 of its argument; elsewhere,
     and where gradients are needed, by torch after the product. Otherwise as `linear`.
     """
-    n, k = _matrix(packed)
-    if plain(x, bias) and x.is_cpu and not differentiated(x, bias, None):
-        return cpu.linear_gelu(x, packed.data, bias, packed.name, n, k, compute, activation)
-    return OPS.linear_gelu.default(x, packed.data, bias, packed.name, n, k, compute, activation)  # type: ignore[no-any-return]
+    if transformed():
+        return functional.gelu(linear(x, packed, bias, compute=compute, activation=activation))
+    try:
+        n, k = _matrix(packed)
+        if plain(x, bias) and x.is_cpu and not differentiated(x, bias, None):
+            return cpu.linear_gelu(x, packed.data, bias, packed.name, n, k, compute, activation)
+        return OPS.linear_gelu.default(x, packed.data, bias, packed.name, n, k, compute, activation)  # type: ignore[no-any-return]
+    except Exception:
+        check_operands(x, packed, Packed, bias)
+        raise
 
 
 def qlinear(
@@ -234,14 +242,15 @@ def qlinear(
 
 
 def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> Tensor:
-    """The table that `halfbyte::qlinear` reads besides the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start."""
+    """The table that `halfbyte::qlinear` reads besides the weight, float32 [3, N padded to 32]: offset, multiplier, int32 start (see
+    `long_sums.starts`)."""
     n, k = _matrix(packed)
-    check_requantization(packed.format, k, in_scale, in_zero, out_scale, out_zero)
+    check_requantization(packed.format, in_scale, in_zero, out_scale, out_zero)
     sums, scale = integer_sums(packed, n, k, 1)
     if bias is not None:
         check_bias(bias, n, packed.device)
     table = torch.zeros(3, round_up(n, TABLE_PANEL), device=packed.device, dtype=torch.float32)
-    table[:, :n] = requantization_rows(sums.flatten(), scale, bias, in_scale, in_zero, out_scale, out_zero)
+    table[:, :n] = requantization_rows(starts(sums.flatten(), k), scale, bias, in_scale, in_zero, out_scale, out_zero)
     return table
 
 
@@ -269,10 +278,14 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
     """
     check_type(ids, Tensor, "the first argument is the ids, a tensor", "pass torch.as_tensor(ids), and the packed weight second")
     n, k = _matrix(packed)
-    if plain(ids):
-        run = cpu.embedding if ids.is_cpu else cuda.embedding
-        return run(ids, packed.data, packed.name, n, k, dtype)
-    return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
+    try:
+        if plain(ids):
+            run = cpu.embedding if ids.is_cpu else cuda.embedding
+            return run(ids, packed.data, packed.name, n, k, dtype)
+        return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
+    except Exception:
+        check_here(ids, "the input")
+        raise
 
 
 def dequantize(packed: Packed | PackedConv | Codes, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -18,7 +18,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.machine import gpu
 from halfbyte.ops import cuda
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
-from halfbyte.ops.library import OPS, differentiated, plain
+from halfbyte.ops.library import OPS, autocast, casts, differentiated, loops, plain, transformed
 from halfbyte.ops.replay import Replays, run_first
 from halfbyte.ops.tensors import aligned
 
@@ -46,14 +46,16 @@ def grouped_linear(
                   scale a channel or blocks of 128 and more, some 48 rows an expert and more; elsewhere products are in floating point
                   (`halfbyte explain --experts` says which)
 
-    The routing weights of a layer are applied afterwards: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x; the weights and
-    biases are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.
+    The routing weights of a layer are applied afterwards: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x and the
+    bias; the weights are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.
     """
     try:
         if len(packed.shape) != 3:
             raise ArgumentError(f"grouped_linear takes stacked weights [E, N, K], got one of shape {list(packed.shape)}: use linear")
         settings = (packed.name, *packed.shape, compute, activation)
-        if plain(x, bias) and not differentiated(x, None, None):
+        if transformed():
+            return _GroupedLinear.apply(autocast(x), packed.data, expert_ids, bias, *settings)  # type: ignore[no-any-return,no-untyped-call]
+        if plain(x, bias) and not differentiated(x, bias, None):
             return _grouped(x, packed.data, expert_ids, bias, *settings)
         return OPS.grouped_linear.default(x, packed.data, expert_ids, bias, *settings)  # type: ignore[no-any-return]
     except Exception:
@@ -169,29 +171,65 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """dX[p] = dY[p] · W[id[p]] with the dequantized W, whatever the compute of the forward; the weights are frozen."""
+    """dX[p] = dY[p] · W[id[p]] and dB[e] = sum of dY[p] with id[p] = e, with the dequantized W, whatever the compute of the forward; the
+    weights are frozen."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, *settings)
-        ctx.settings, ctx.shared = settings, x.dim() < ids.dim() + 1
+            return OPS.grouped_linear.default(x, weight, ids, bias, *settings)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ids, bias, *settings = inputs
+        ctx.settings, ctx.shared = _Settings(*settings), x.dim() < ids.dim() + 1
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, ids)
-        return output
+        ctx.save_for_forward(weight, ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ids = ctx.saved_tensors
-        format, experts, n, k = ctx.settings[:4]
-        grad_x = grad.new_zeros((*ids.shape, k))
-        for e in set(ids.flatten().tolist()) & set(range(experts)):
-            one = OPS.dequantize.default(weight.view(experts, -1)[e], format, n, k, grad.dtype)
-            grad_x[ids == e] = grad[ids == e] @ one
-        return (grad_x.sum(1) if ctx.shared else grad_x, *[None] * (3 + len(ctx.settings)))
+        s, grad_x, grad_bias = ctx.settings, None, None
+        rows = grad.reshape(-1, s.n)
+        if ctx.needs_input_grad[0]:
+            grad_x = _by_expert(rows, ids, s.experts, lambda e: _matrix(weight, e, s, grad.dtype)).view(*ids.shape, s.k)
+            grad_x = grad_x.sum(1) if ctx.shared else grad_x
+        if ctx.needs_input_grad[3]:
+            of_experts = (ids.reshape(-1) == torch.arange(s.experts, device=ids.device).unsqueeze(1)).to(rows.dtype)
+            grad_bias = (of_experts @ rows).to(ctx.bias_dtype)
+        return (grad_x, None, None, grad_bias, *[None] * len(s))
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, _: Any, __: Any, bias: Tensor | None, *settings: Any) -> Tensor:
+        """Takes tangents."""
+        weight, ids = ctx.saved_tensors
+        s = ctx.settings
+        rows = (x.unsqueeze(1).expand(*ids.shape, s.k) if ctx.shared else x).reshape(-1, s.k)
+        y = _by_expert(rows, ids, s.experts, lambda e: _matrix(weight, e, s, x.dtype).T).view(*ids.shape, s.n)
+        return y if bias is None else y + bias[ids.long().clamp(0, s.experts - 1)].to(y.dtype)
+
+
+def _matrix(weight: Tensor, expert: int, s: _Settings, dtype: torch.dtype) -> Tensor:
+    """The dequantized weight [N, K] of one expert."""
+    return OPS.dequantize.default(weight.view(s.experts, -1)[expert], s.format, s.n, s.k, dtype)  # type: ignore[no-any-return]
+
+
+def _by_expert(rows: Tensor, ids: Tensor, experts: int, matrix: Callable[[int], Tensor]) -> Tensor:
+    """rows [P, a], each times the matrix [a, b] of its expert -> [P, b]; 0 for an id that there is not."""
+    numbers = ids.reshape(-1)
+    present = sorted(set(numbers.tolist()) & set(range(experts)))
+    places = [(numbers == e).nonzero().flatten() for e in present]
+    absent = ((numbers < 0) | (numbers >= experts)).nonzero().flatten()
+    products = [rows[at] @ matrix(e) for e, at in zip(present, places, strict=True)]
+    width = products[0].shape[-1] if products else 0
+    return torch.cat([*products, rows.new_zeros(len(absent), width)])[torch.cat([*places, absent]).argsort()]
 
 
 def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    if differentiated(x, None, None):
+    if differentiated(x, bias, None):
         return _GroupedLinear.apply(x, weight, ids, bias, *settings)  # type: ignore[no-any-return,no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return OPS.grouped_linear.default(x, weight, ids, bias, *settings)  # type: ignore[no-any-return]
@@ -209,4 +247,6 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("grouped_linear", _grouped, _device)
     _library.impl("grouped_linear", _autograd, f"Autograd{_device}")
+casts(_library, "grouped_linear", 0)
+loops(_library, "grouped_linear")
 torch.library.register_fake("halfbyte::grouped_linear", _fake, lib=_library)

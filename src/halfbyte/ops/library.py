@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.ops import cpu, cuda
 
 _INFINITE = float("inf")
@@ -33,17 +34,31 @@ OPS = torch.ops.halfbyte
 
 
 def differentiated(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        x.requires_grad or (bias is not None and bias.requires_grad) or (residual is not None and residual.requires_grad)
-    )
+    """Whether the result has a derivative, in reverse or in forward mode."""
+    return (
+        torch.is_grad_enabled()
+        and (x.requires_grad or (bias is not None and bias.requires_grad) or (residual is not None and residual.requires_grad))
+    ) or has_tangent(x, bias, residual)
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether one is a dual tensor of `torch.autograd.forward_ad`."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def in_mode() -> bool:
+    """Whether a mode of torch is on that acts in the dispatcher: autocast, or forward-mode differentiation."""
+    return torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0
 
 
 _KINDS = Tensor, nn.Parameter  # plain tensors: a DTensor has no memory of its own
 
 
 def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> bool:
-    """Whether the dispatcher, which takes longer than a small kernel, may be bypassed: no tracing, modes, functorch or subclasses, and no
-    negative views (`z.conj().imag`), whose memory holds other numbers."""
+    """Whether the dispatcher, which takes longer than a small kernel, may be bypassed: no tracing, modes, autocast, forward-mode
+    differentiation, functorch or subclasses, and no negative views (`z.conj().imag`), whose memory holds other numbers."""
     return (
         type(x) is Tensor
         and (x.is_cpu or x.is_cuda)
@@ -53,6 +68,7 @@ def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None)
         and not is_in_torch_dispatch_mode()
         and torch._C._get_tracing_state() is None  # of torch.jit.trace
         and torch._C._functorch.peek_interpreter_stack() is None
+        and not in_mode()
         and not (x.is_neg() or (bias is not None and bias.is_neg()) or (residual is not None and residual.is_neg()))
     )
 
@@ -67,13 +83,17 @@ class Gradients(NamedTuple):
     """An op and its gradients: op(x, weight, bias, residual, *settings) -> y = clamp(x · W + bias + residual), a linear layer or a
     convolution, whose settings end with the clamp's low and high.
 
-    of_x     (dy, packed weight, shape of x, *settings) -> dx, with the dequantized weight, whatever the op's compute
+    product  (x, packed weight, *settings) -> x · W, in torch's operations with the dequantized weight, whatever the op's compute
+    of_x     (dy, packed weight, shape of x, *settings) -> dx, with the same weight
     of_bias  dy -> its sum for each output
+    outputs  the shape of a bias that is added to y
     """
 
     op: Any
+    product: Callable[..., Tensor]
     of_x: Callable[..., Tensor]
     of_bias: Callable[[Tensor], Tensor]
+    outputs: tuple[int, ...]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -90,18 +110,33 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         gradients, x, weight, bias, _, *settings = inputs
         ctx.gradients, ctx.shape, ctx.bias_dtype, ctx.settings = gradients, x.shape, None if bias is None else bias.dtype, tuple(settings)
-        ctx.save_for_backward(weight, output if ctx.settings[-2:] != (-_INFINITE, _INFINITE) else None)
+        clamped = output if ctx.settings[-2:] != (-_INFINITE, _INFINITE) else None
+        ctx.save_for_backward(weight, clamped)
+        ctx.save_for_forward(weight, clamped)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, output = ctx.saved_tensors
-        low, high = ctx.settings[-2:]
-        if output is not None:  # clamped outputs have no gradient
-            grad = torch.where((output > low) & (output < high), grad, 0)
+        grad = _unclamped(grad, output, ctx.settings)
         _, x_too, _, bias_too, residual_too = ctx.needs_input_grad[:5]
         grad_x = ctx.gradients.of_x(grad, weight, ctx.shape, *ctx.settings) if x_too else None
         grad_bias = ctx.gradients.of_bias(grad).to(ctx.bias_dtype) if bias_too else None
         return (None, grad_x, None, grad_bias, grad if residual_too else None, *[None] * len(ctx.settings))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, x: Tensor, __: Any, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+        """Takes tangents."""
+        weight, output = ctx.saved_tensors
+        y: Tensor = ctx.gradients.product(x, weight, *ctx.settings)
+        if bias is not None:
+            y = y + bias.to(y.dtype).view(ctx.gradients.outputs)
+        return _unclamped(y if residual is None else y + residual, output, ctx.settings)
+
+
+def _unclamped(derivative: Tensor, output: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
+    """A derivative, 0 where the output is clamped; `output`: None where it has no clamp."""
+    low, high = settings[-2:]
+    return derivative if output is None else torch.where((output > low) & (output < high), derivative, 0)
 
 
 def differentiable(
@@ -122,6 +157,11 @@ def differentiable(
         return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
 
 
+def _linear_product(x: Tensor, weight: Tensor, format: str, n: int, k: int, *_: Any) -> Tensor:
+    """x · Wᵀ"""
+    return x @ OPS.dequantize.default(weight, format, n, k, x.dtype).T  # type: ignore[no-any-return]
+
+
 def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: str, n: int, k: int, *_: Any) -> Tensor:
     """dX = dY · W"""
     return grad @ OPS.dequantize.default(weight, format, n, k, grad.dtype)  # type: ignore[no-any-return]
@@ -134,10 +174,73 @@ def transformed() -> bool:
 
 def transformation(gradients: Gradients) -> Callable[..., Tensor]:
     """An op under torch.func."""
-    return partial(_Differentiable.apply, gradients)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+        return _Differentiable.apply(gradients, autocast(x), weight, bias, autocast(residual), *settings)  # type: ignore[no-any-return,no-untyped-call]
+
+    return run
 
 
-_gradients = Gradients(OPS.linear.default, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0))
+_Tensor = TypeVar("_Tensor", Tensor, Tensor | None)
+
+
+def autocast(x: _Tensor) -> _Tensor:
+    """x in the dtype of autocast where that is on for its device, as for torch's own products: floats, but not float64."""
+    if x is None or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else x
+
+
+def casts(library: torch.library.Library, name: str, *operands: int) -> None:
+    """Registers the op as one whose `operands` autocast casts. Biases need not be: kernels add them in float32."""
+    op = getattr(OPS, name).default
+    for device in ("CPU", "CUDA"):
+        above = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+        def run(*arguments: Any, above: Any = above) -> Any:
+            given = [autocast(argument) if i in operands else argument for i, argument in enumerate(arguments)]
+            with torch._C._ExcludeDispatchKeyGuard(above):  # within which autocast counts as off
+                return op(*given)
+
+        library.impl(name, run, f"Autocast{device}")
+
+
+def loops(library: torch.library.Library, *names: str) -> None:
+    """Registers ops that vmap calls once for each of a batch."""
+    for name in names:
+        op = getattr(OPS, name).default
+
+        def run(info: Any, in_dims: tuple[Any, ...], *arguments: Any, op: Any = op) -> tuple[Any, Any]:
+            given = list(zip(arguments, in_dims, strict=True))
+            calls = [op(*(a.select(dim, i) if isinstance(dim, int) else a for a, dim in given)) for i in range(info.batch_size)]
+            if isinstance(calls[0], Tensor):
+                return torch.stack(calls), 0
+            results = tuple(map(torch.stack, zip(*calls, strict=True)))
+            return results, (0,) * len(results)
+
+        torch.library.register_vmap(f"halfbyte::{name}", run, lib=library)
+
+
+def refuses_derivatives(library: torch.library.Library, name: str) -> None:
+    """Registers the op as one that raises UnsupportedError where its result would have a derivative."""
+    op = getattr(OPS, name).default
+
+    def run(*arguments: Any) -> Any:
+        for tensor in arguments:
+            if isinstance(tensor, Tensor) and differentiated(tensor, None, None):
+                what = "a dual tensor" if has_tangent(tensor) else "a tensor that requires grad"
+                raise UnsupportedError(f"halfbyte::{name} has no derivatives, got {what}: pass its detach(), or use the float model")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+
+    for device in ("CPU", "CUDA"):
+        library.impl(name, run, f"Autograd{device}")
+
+
+_gradients = Gradients(
+    OPS.linear.default, _linear_product, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0), (-1,)
+)
 transformed_linear = transformation(_gradients)
 
 
@@ -176,6 +279,9 @@ for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
     _library.impl("qlinear", _home.qlinear, _device)
     _library.impl("embedding", _home.embedding, _device)
     _library.impl("dequantize", _home.dequantize, _device)
+casts(_library, "linear", 0, 3)
+casts(_library, "linear_gelu", 0)
+loops(_library, "linear_gelu", "qlinear", "embedding")
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
 torch.library.register_vmap("halfbyte::linear", _linear_vmap, lib=_library)
 torch.library.register_fake(

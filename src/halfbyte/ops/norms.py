@@ -14,7 +14,7 @@ from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
-from halfbyte.ops.library import OPS, plain
+from halfbyte.ops.library import OPS, in_mode, plain, refuses_derivatives, transformed
 from halfbyte.ops.replay import run_alike
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -30,7 +30,7 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
     dtype, which is that of the norm's weight and shift [K]. No gradients. Raises ArgumentError for shapes and dtypes that do not fit."""
     if plain(x):
         return norm_on_gpu(x, norm) if x.is_cuda else norm_in_torch(x, norm)
-    y: Tensor = OPS.normed.default(x, *norm)
+    y: Tensor = norm_in_torch(x, norm) if in_mode() or transformed() else OPS.normed.default(x, *norm)
     return y
 
 
@@ -44,7 +44,7 @@ def add_normed(
     weight, eps, _ = rms_parts(then)
     run: Callable[..., tuple[Tensor, Tensor]] = _add_normed_cuda if x.is_cuda else _add_normed
     if not plain(x):
-        run = OPS.add_normed.default
+        run = _add_normed if in_mode() or transformed() else OPS.add_normed.default
     h, z = run(x, residual, *rms_parts(norm), weight, eps, scale)
     return h, None if then is None else z
 
@@ -193,5 +193,7 @@ _library.impl("normed", lambda x, *norm: norm_in_torch(x, Norm(*norm)), "CPU")
 _library.impl("normed", lambda x, *norm: norm_on_gpu(x, Norm(*norm)), "CUDA")
 _library.impl("add_normed", _add_normed, "CPU")
 _library.impl("add_normed", _add_normed_cuda, "CUDA")
+refuses_derivatives(_library, "normed")
+refuses_derivatives(_library, "add_normed")
 torch.library.register_fake("halfbyte::normed", lambda x, *_: x.new_empty(x.shape), lib=_library)
 torch.library.register_fake("halfbyte::add_normed", _add_normed_fake, lib=_library)

@@ -32,7 +32,8 @@ def check_dense(tensor: Tensor, name: str) -> None:
     """Raises ArgumentError for a tensor that is sparse, nested, or in an order of another library."""
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
-        raise ArgumentError(f"{name} is a dense tensor, got a {kind} one: convert it with .to_dense() first")
+        remedy = "pass the tensors of its unbind() one by one" if tensor.is_nested else "convert it with .to_dense() first"
+        raise ArgumentError(f"{name} is a dense tensor, got a {kind} one: {remedy}")
 
 
 def check_finite(weight: Tensor, name: str) -> None:

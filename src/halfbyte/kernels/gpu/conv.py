@@ -42,7 +42,7 @@ from halfbyte.kernels.gpu.conv_tile import (
     weight_at,
     words_of,
 )
-from halfbyte.kernels.problem import Addition, Epilogue
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -58,6 +58,8 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
         return f"an image of {problem.image[0]} x {problem.image[1]} x {sizes.channels * sizes.groups} has 2^31 elements or more"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
         return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
+    if problem.dtype == torch.int8 and sizes.k > LONGEST_INTEGER_SUM:
+        return f"sums of {sizes.k} products may overflow an int32"
     return None
 
 

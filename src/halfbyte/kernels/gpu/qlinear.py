@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.gemm_int8 import Config
 from halfbyte.kernels.gpu.launch import workspace
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -25,7 +25,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"there is nothing to multiply: m={problem.m}, n={problem.n}, k={problem.k}"
     if problem.format.zero != "none" or isinstance(problem.format.block, int):
         return f"it takes symmetric weights with one scale per channel or tensor, not {problem.format}"
-    if not activations.plan(problem).whole:
+    if problem.k > LONGEST_INTEGER_SUM:
         return f"sums of {problem.k} products may overflow an int32"
     return None
 
