@@ -8,7 +8,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.fake_quantized import check_not_in_training
-from halfbyte.nn.modules import has_hooks
+from halfbyte.nn.modules import why_not_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.traced import Tracer
 
@@ -66,4 +66,4 @@ def fold_(model: nn.Module) -> list[tuple[str, str]]:
 
 def _has_more(module: nn.Module) -> bool:
     """Whether a module does more than its class, or recomputes its weight at each call, as with weight_norm and spectral_norm."""
-    return has_hooks(module) or "forward" in vars(module) or parametrize.is_parametrized(module)
+    return why_not_hooks(module) is not None or "forward" in vars(module) or parametrize.is_parametrized(module)

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as torch_modules
 
 from halfbyte.kernels.problem import Addition
 from halfbyte.nn.integer import IntegerConv2d, IntegerModule, Requantize, weights_made
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
 
 _SIZES = 16  # of images whose programs are kept: each has memory of its own
-_GLOBAL_HOOKS = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
 
 
 class IntegerNetwork(fx.GraphModule):
@@ -55,7 +53,7 @@ def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
         kept = _thread.networks.get(self)
         if kept is None or not kept.inner.are_still():
             kept = _thread.networks[self] = _Kept(self)
-        if not any(_GLOBAL_HOOKS) and not any(kept.inner.hooks) and not (x.requires_grad and torch.is_grad_enabled()):
+        if not any(kept.inner.hooks) and not (x.requires_grad and torch.is_grad_enabled()):
             found = kept.programs_for(self, x) if x.is_cpu else kept.with_sums(self)
             if found is not None:
                 with suppress(_OtherSizes):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.nn.modules import module as torch_modules
+
+from halfbyte.nn.modules import CALLED
 
 SAME = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)  # in evaluation
 ADDS = (operator.add, operator.iadd, torch.add)
 RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
+_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALLED)
 
 
 class _Proxy(fx.Proxy):
@@ -53,7 +56,8 @@ class Tracer(fx.Tracer):
 
 
 class Inner(NamedTuple):
-    """The modules inside a traced one: their hooks, which a traced graph would not run, and each one's children at the time of tracing."""
+    """The modules inside a traced one: their hooks and those of all modules, which a traced graph would not run, and each one's children
+    at the time of tracing."""
 
     hooks: tuple[dict[int, Any], ...]
     children: tuple[tuple[dict[str, Any], list[Any]], ...]
@@ -61,8 +65,8 @@ class Inner(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> Inner:
         every = list(model.modules())
-        hooks = chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in every if m is not model)
-        return cls(tuple(hooks), tuple((m._modules, list(m._modules.values())) for m in every if m._modules))
+        hooks = [getattr(m, name) for m in every if m is not model for name in CALLED]
+        return cls((*_GLOBAL_HOOKS, *hooks), tuple((m._modules, list(m._modules.values())) for m in every if m._modules))
 
     def are_still(self) -> bool:
         return all(list(now.values()) == before for now, before in self.children)  # modules are equal to themselves alone
