@@ -127,7 +127,7 @@ _READ = ("weight", "bias", "stride", "padding", "dilation", "groups", "padding_m
 
 
 def _own_method(module: nn.Module, base: type[nn.Module]) -> str | None:
-    """The first method or attribute by which a module computes otherwise than `base` though their `forward` is the same; None if none is."""
+    """The first method or attribute by which a module may compute otherwise than `base`, besides `forward`; None if there is none."""
     for name in _METHODS:
         if name in vars(module) or getattr(type(module), name, None) is not getattr(base, name, None):
             return name
