@@ -124,7 +124,7 @@ class Combination(NamedTuple):
 class Addition:
     """What happens to int8 codes before they are written: `how` of them and of others.
 
-    other   int8 [m, n]
+    other   int8 [m, n]; what broadcasts with the codes where they are added afterwards (`of`)
     leads   the codes are the Combination's first tensor, `other` is its second; or the other way around
     """
 
@@ -139,7 +139,10 @@ class Addition:
 
     def of(self, codes: Tensor) -> tuple[Tensor, Combination, Tensor]:
         """What `combine` takes to do it to codes."""
-        return (codes, self.how, self.other) if self.leads else (self.other, self.how, codes)
+        other = self.other
+        if other.shape != codes.shape:
+            codes, other = torch.broadcast_tensors(codes, other)
+        return (codes, self.how, other) if self.leads else (other, self.how, codes)
 
 
 GATES = ("silu", "gelu_tanh", "relu2")  # functions of gates

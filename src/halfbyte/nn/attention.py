@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.nn.modules import has_hooks
+from halfbyte.nn.modules import why_not_hooks
 
 PARTS = ("in_proj", "out_proj")
 
@@ -115,7 +115,7 @@ def is_attention(module: nn.Module) -> bool:
         and module._qkv_same_embed_dim
         and module.bias_k is None
         and not module.add_zero_attn
-        and not any(has_hooks(part) or "forward" in vars(part) for part in (module, module.out_proj))
+        and not any(why_not_hooks(part) or "forward" in vars(part) for part in (module, module.out_proj))
         and all(type(parameter) is nn.Parameter for parameter in (module.in_proj_weight, module.out_proj.weight))
     )
 

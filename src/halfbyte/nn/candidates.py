@@ -16,7 +16,7 @@ from halfbyte.nn.experts import MixtureOfExperts, StackedExperts, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized
 from halfbyte.nn.kinds import CONVOLUTIONS, FLOAT_MODULES, kind_of
-from halfbyte.nn.modules import QuantModule, has_hooks
+from halfbyte.nn.modules import QuantModule, why_not_hooks
 from halfbyte.nn.scaled import factor_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
@@ -110,7 +110,8 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
         f"{name} has a forward of its own": _differs(module, base) and not _known(module),
-        "it has forward hooks, which would be lost": has_hooks(module),
+        f"{name} has a {_own_method(module, base)} of its own": _own_method(module, base) is not None,
+        str(why_not_hooks(module)): why_not_hooks(module) is not None,
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
         "its padding is not with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
@@ -118,6 +119,19 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or ("its weight is empty" if weight.numel() == 0 else None)
+
+
+# What torch's classes call and read on the way from a call of a module to its result, besides `forward`.
+_METHODS = ("_conv_forward", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+_READ = ("weight", "bias", "stride", "padding", "dilation", "groups", "padding_mode", "padding_idx", "mode", "include_last_offset")
+
+
+def _own_method(module: nn.Module, base: type[nn.Module]) -> str | None:
+    """The first method or attribute by which a module may compute otherwise than `base`, besides `forward`; None if there is none."""
+    for name in _METHODS:
+        if name in vars(module) or getattr(type(module), name, None) is not getattr(base, name, None):
+            return name
+    return next((name for name in _READ if hasattr(type(module), name)), None)  # a property or constant: torch's are in the instance
 
 
 def _differs(module: nn.Module, base: type[nn.Module]) -> bool:

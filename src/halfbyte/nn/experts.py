@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.modules import PART, QuantModule, check_compute, has_hooks
+from halfbyte.nn.modules import PART, QuantModule, check_compute, has_hooks, why_not_hooks
 from halfbyte.nn.transposed import turned
 from halfbyte.ops.experts import MOST_PAIRS, Clamped, Mixture
 from halfbyte.ops.experts import why_not as why_not_one_call
@@ -244,4 +244,5 @@ def why_not(module: Any) -> str | None:
     }
     own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
     reasons |= {"it has other tensors than two stacks of weights and their biases": own != set(_own(module))}
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    reasons |= {f"{type(module).__name__} has a forward of its own": "forward" in vars(module)}
+    return next((reason for reason, holds in reasons.items() if holds), None) or why_not_hooks(module)

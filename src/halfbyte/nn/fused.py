@@ -25,7 +25,7 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
-from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, has_hooks, version
+from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, version, why_not_hooks
 from halfbyte.nn.report import REMARK
 
 # Children of one module that transformers calls in this order with the same tensor.
@@ -92,7 +92,7 @@ def _remark(parent: nn.Module, names: Sequence[str]) -> None:
 
 def _watched(module: nn.Module) -> bool:
     trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))  # a bias, which fused layers have a copy of
-    return trained or has_hooks(module) or "forward" in vars(module)
+    return trained or why_not_hooks(module) is not None or "forward" in vars(module)
 
 
 def _is_gelu(module: object) -> bool:

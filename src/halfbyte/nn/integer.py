@@ -2,6 +2,9 @@
 
 A code q stands for scale * (q - zero), with the scale and zero point of its `Scale`; weights are symmetric, with a scale per channel.
 
+Where gradients are wanted, codes are float32 numbers, whose gradient is that of the numbers before they were rounded (the straight-through
+estimator) and 0 for those beyond the ends; all else in a network acts on them as on int8.
+
 `step(x, ...)` of a module is what it does to tensors on the CPU of the sizes, strides and types of x, as a step of a program
 (`network.py`); None where it is none.
 """
@@ -10,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from halfbyte import ops
-from halfbyte.errors import check_type
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.kernels.problem import Addition, Combination, Window
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -55,6 +59,49 @@ class Scale:
         return max(LEAST, min(MOST, round(value / self.step) + self.zero)) if abs(value) < float("inf") else (MOST if value > 0 else LEAST)
 
 
+class _StraightThrough(torch.autograd.Function):
+    """Codes in floating point, with the gradient of the numbers that they were rounded from."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(numbers: Tensor, codes: Tensor) -> Tensor:
+        return codes.to(numbers.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _rounded(numbers: Tensor, codes: Tensor) -> Tensor:
+    return _StraightThrough.apply(numbers, codes)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _clamped(numbers: Tensor, low: int = LEAST, high: int = MOST) -> Tensor:
+    """Numbers before they are rounded, without a gradient where their code is clamped; those that round to the last code have one."""
+    return numbers.clamp(low - 0.5 if low == LEAST else low, high + 0.5 if high == MOST else high)
+
+
+def _has_gradient(*codes: Tensor | None) -> bool:
+    """Whether some of these codes are in floating point, so that gradients flow to them."""
+    return any(x is not None and x.is_floating_point() for x in codes)
+
+
+def _integers(x: Tensor) -> Tensor:
+    return x.detach().to(torch.int8)
+
+
+def nearest(x: Tensor, *settings: Any, **named: Any) -> Tensor:
+    """Nearest-neighbour resizing of codes, as uint8, since torch has no such function for int8; settings as of `interpolate`."""
+    if _has_gradient(x):
+        return functional.interpolate(x, *settings, **named)
+    return functional.interpolate(x.view(torch.uint8), *settings, **named).view(torch.int8)
+
+
 class Quantize(nn.Module):
     """Floating point -> codes."""
 
@@ -70,6 +117,9 @@ class Quantize(nn.Module):
         check_type(x, Tensor, "a network on int8 codes takes tensors", "pass torch.as_tensor(x)")
         check_here(x, "the input of a network on int8 codes")
         check_floats(x, "a network on int8 codes takes tensors")
+        if x.requires_grad and torch.is_grad_enabled():
+            numbers = _clamped(x.float() / self.scale.step + self.scale.zero)
+            return _rounded(numbers, elementwise.combine(x.detach(), self._how))
         return elementwise.combine(x, self._how)
 
     def step(self, x: Tensor) -> Step | None:
@@ -91,6 +141,9 @@ class Dequantize(nn.Module):
         return Combination(self.dtype, self.scale.step, -self.scale.step * self.scale.zero)
 
     def forward(self, x: Tensor) -> Tensor:
+        if _has_gradient(x):
+            exact = ((x - self.scale.zero) * self.scale.step).to(self.dtype)
+            return autocast(_rounded(exact, elementwise.combine(_integers(x), self._how)))
         return autocast(elementwise.combine(x, self._how))
 
     def step(self, x: Tensor) -> Step | None:
@@ -98,7 +151,7 @@ class Dequantize(nn.Module):
 
 
 class Requantize(nn.Module):
-    """Codes of one scale -> codes of another; two tensors are added first. `clamp` is in codes of the result."""
+    """Codes of one scale -> codes of another; two tensors are added first, broadcast to one shape. `clamp` is in codes of the result."""
 
     def __init__(self, sources: Sequence[Scale], result: Scale, clamp: tuple[int, int] = (LEAST, MOST)) -> None:
         super().__init__()
@@ -110,6 +163,11 @@ class Requantize(nn.Module):
         return Combination(torch.int8, self.factors[0], self.offset, self.factors[1] if both else 0.0, *self.clamp)
 
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        if _has_gradient(a, b):
+            numbers = a * self.factors[0] + self.offset if b is None else a * self.factors[0] + b * self.factors[1] + self.offset
+            return _rounded(_clamped(numbers, *self.clamp), self.forward(_integers(a), None if b is None else _integers(b)))
+        if b is not None and a.shape != b.shape:
+            a, b = torch.broadcast_tensors(a, b)
         return elementwise.combine(a, self.how(b is not None), b)
 
     def step(self, a: Tensor, b: Tensor | None = None) -> Step | None:
@@ -117,17 +175,23 @@ class Requantize(nn.Module):
 
 
 class AveragePool(nn.Module):
-    """A pool that averages, on codes: exact sums, rounded once to a code of the same scale."""
+    """A pool that averages, on codes: exact sums, rounded once to a code of the same scale, or of that of the result."""
 
-    def __init__(self, pool: nn.Module, scale: Scale) -> None:
+    def __init__(self, pool: nn.Module, scale: Scale, result: Scale | None = None) -> None:
         super().__init__()
-        self.pool, self.scale = pool, scale
+        self.pool, self.scale, self.result = pool, scale, result or scale
 
     def forward(self, x: Tensor) -> Tensor:
+        if _has_gradient(x):
+            return _rounded(_clamped(self._means(x) + self.result.zero), self.forward(_integers(x)))
         if plain(x) and (pool := pooling(x, self.pool, self.scale.zero)):
             return pool(x)
-        means = self.pool(x.float() - self.scale.zero)  # what pads is 0
-        return cast(Tensor, (means.round() + self.scale.zero).clamp(LEAST, MOST).to(torch.int8))
+        return (self._means(x.float()).round() + self.result.zero).clamp(LEAST, MOST).to(torch.int8)
+
+    def _means(self, x: Tensor) -> Tensor:
+        """Means of codes in floating point, in steps of the result."""
+        means = cast(Tensor, self.pool(x - self.scale.zero))  # what pads is 0
+        return means if self.result == self.scale else means * (self.scale.step / self.result.step)
 
     def step(self, x: Tensor) -> Step | None:
         return pool.step(x) if (pool := pooling(x, self.pool, self.scale.zero)) else None
@@ -141,6 +205,8 @@ class MaxPool(nn.Module):
         self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
+        if _has_gradient(x):
+            return cast(Tensor, self.pool(x))
         if plain(x) and (pool := pooling(x, self.pool)):
             return pool(x)
         # In bfloat16, which holds all codes, since torch's own of int8 fails for large images.
@@ -210,6 +276,23 @@ class IntegerModule(QuantModule):
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]
         self._seen = version(self.bias)
 
+    def forward(self, x: Tensor) -> Tensor:
+        if not _has_gradient(x):
+            return self._multiply(x)
+        if not x.requires_grad:
+            raise ArgumentError(f"a layer on codes takes int8, or codes in floating point with gradients, got {x.dtype}: quantize x")
+        numbers = self._sums((x - self.source.zero) * self.source.step, ops.dequantize(self._packed, torch.float32))
+        numbers = numbers / self.result.step + self.result.zero
+        return _rounded(_clamped(numbers, *self.clamp), self._multiply(_integers(x)))
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """The layer on int8 codes."""
+        raise NotImplementedError
+
+    def _sums(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The layer on the numbers that codes stand for, with the dequantized weight."""
+        raise NotImplementedError
+
     def current_table(self) -> Tensor:
         """`table`, recomputed if the bias has changed; under torch.compile it is a constant."""
         if not torch.compiler.is_compiling() and self._seen != version(self.bias):
@@ -223,9 +306,16 @@ class IntegerConv2d(IntegerModule):
     kind = "Conv2d"
     packed: PackedConv
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         assert self.window is not None
         return conv.qconv2d_with(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp)
+
+    def _sums(self, x: Tensor, weight: Tensor) -> Tensor:
+        assert self.window is not None
+        top, bottom, left, right = self.window.padding
+        bias, groups = None if self.bias is None else self.bias.float(), self.packed.sizes.groups
+        padded = functional.pad(x, (left, right, top, bottom))
+        return functional.conv2d(padded, weight, bias, self.window.stride, 0, self.window.dilation, groups)
 
     def added(self, x: Tensor, addition: Addition) -> Tensor:
         """The same, added to other codes at once."""
@@ -259,7 +349,10 @@ class IntegerLinear(IntegerModule):
     kind = "Linear"
     packed: Packed
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _sums(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(x, weight, None if self.bias is None else self.bias.float())
+
+    def _multiply(self, x: Tensor) -> Tensor:
         n, k = self.packed.shape
         return torch.ops.halfbyte.qlinear.default(x, self.packed.data, self.current_table(), self.packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.experts import QuantExperts, StackedExperts
 from halfbyte.nn.integer import IntegerModule
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, pack_like
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks, pack_like
 from halfbyte.nn.scaled import factor_of
 from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import pack_conv, quantize_conv
@@ -64,7 +64,7 @@ def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> 
 def quantized_module(
     module: nn.Module, packed: AnyPacked, dtype: torch.dtype, compute: str, activation: str, error: float | None
 ) -> QuantModule:
-    """The quantized module with the weight `packed` that replaces `module`, which may be quantized itself."""
+    """The quantized module with the weight `packed` that replaces `module`, which may be quantized itself, and keeps its hooks."""
     made: QuantModule
     if isinstance(module, IntegerModule):
         made = module.with_weight(packed, dtype, error)
@@ -86,6 +86,7 @@ def quantized_module(
         bias: Any = module.bias
         made = QuantLinear(packed, bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
     made.transposed = is_transposed(module)
+    keep_hooks(module, made)
     return made.train(module.training)
 
 

@@ -7,6 +7,7 @@ The weight is frozen. Gradients flow to the activations. In a state_dict it appe
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -32,9 +33,42 @@ AnyPacked = Packed | PackedConv
 PART = "_halfbyte_part"
 
 
+# Where torch keeps the hooks of a module, by what runs them.
+_HOOKS = {
+    "forward": ("_forward_hooks", "_forward_pre_hooks"),
+    "backward": ("_backward_hooks", "_backward_pre_hooks"),
+    "state_dict": ("_state_dict_hooks", "_state_dict_pre_hooks"),
+    "load_state_dict": ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+}
+CALLED = (*_HOOKS["forward"], *_HOOKS["backward"])  # those that a call of the module runs, or its gradient
+_HOOK_SETTINGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook")
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that run before or after its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether a module has hooks that run before or after its forward or its gradient."""
+    return any(getattr(module, name) for name in CALLED)
+
+
+def why_not_hooks(module: nn.Module) -> str | None:
+    """The reason why a module with hooks, of whatever kind, cannot be replaced by another one; None where it has no hooks."""
+    kinds = [kind for kind, names in _HOOKS.items() if any(getattr(module, name) for name in names)]
+    return f"it has {' and '.join(kinds)} hooks, which would be lost" if kinds else None
+
+
+def share_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Gives another module the hooks of a module, in the same dictionaries, so that handles that torch returned remove them there too."""
+    for name in (*(name for names in _HOOKS.values() for name in names), *_HOOK_SETTINGS):
+        setattr(other, name, getattr(module, name))
+
+
+def keep_hooks(module: nn.Module, replacement: nn.Module) -> None:
+    """Gives the replacement of a module its hooks."""
+    if why_not_hooks(module) is None:
+        return
+    share_hooks(module, replacement)
+    for hook in replacement._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):  # which torch calls with the module that it was registered for
+            hook.module = weakref.ref(replacement)
 
 
 def version(bias: Tensor | None) -> tuple[int, int] | None:
@@ -247,9 +281,9 @@ class QuantModule(nn.Module):
     ) -> None:
         fmt, shape = self._packed.codes_format, self.codes_shape
         names = {name: f"{prefix}weight.{name}" for name in stored_tensors(fmt, shape)}
-        found = {name: state_dict[key] for name, key in names.items() if key in state_dict}
-        rest = {key: value for key, value in state_dict.items() if key not in names.values()}
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in names.values()]
+        found = {name: state_dict[key] for name, key in names.items() if key in state_dict}  # after hooks, which may change them
         if len(found) < len(names):
             if not found and f"{prefix}weight" in state_dict:
                 given = f"{prefix}weight is in floating point there, and this module takes {fmt} codes"
@@ -322,6 +356,7 @@ class DerivedLinear(QuantLinear):
         super().__init__(packed or linear.packed, linear.bias, linear.compute, linear.activation, dtype=linear.dtype, error=linear.error)
         self.transposed = linear.transposed
         setattr(self, PART, getattr(linear, PART, None))
+        keep_hooks(linear, self)
         self.train(linear.training)
 
 

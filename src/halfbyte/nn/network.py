@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as torch_modules
 
+from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import Addition
 from halfbyte.nn.integer import IntegerConv2d, IntegerModule, Requantize, weights_made
 from halfbyte.nn.traced import Inner, copy_node, module_of
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
 
 _SIZES = 16  # of images whose programs are kept: each has memory of its own
-_GLOBAL_HOOKS = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
 
 
 class IntegerNetwork(fx.GraphModule):
@@ -52,17 +51,38 @@ def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], 
 
 
 def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
+    if len(inputs) != 1 or more:
+        inputs, more = _without_defaults(self, inputs, more)
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
         check_dense(x, "the input of a network on int8 codes")
         kept = _thread.networks.get(self)
         if kept is None or not kept.inner.are_still():
             kept = _thread.networks[self] = _Kept(self)
-        if not any(_GLOBAL_HOOKS) and not any(kept.inner.hooks) and not (x.requires_grad and torch.is_grad_enabled()):
+        if not any(kept.inner.hooks) and not (torch.is_grad_enabled() and kept.has_gradient(x)):
             found = kept.programs_for(self, x) if x.is_cpu else kept.with_sums(self)
             if found is not None:
                 with suppress(_OtherSizes):
                     return found(x)
     return self.node_by_node(*inputs, **more)
+
+
+def _without_defaults(network: fx.GraphModule, inputs: tuple[Any, ...], more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call without those that pass the default of an optional input, with which the network was traced."""
+    places = {str(node.target): node for node in network.graph.nodes if node.op == "placeholder"}
+    if len(inputs) > len(places) or more.keys() - places.keys():
+        return inputs, more  # Python's error says what is wrong
+    given, left = dict(zip(places, inputs, strict=False)), dict[str, Any]()
+    for name, value in (given | more).items():
+        default = places[name].args
+        if not default:
+            left[name] = value
+        elif value is not default[0] and (isinstance(value, Tensor) or type(value) is not type(default[0]) or value != default[0]):
+            got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+            raise ArgumentError(
+                f"the network on int8 codes was made for {name}={default[0]!r}, its default, got {got}: pass the images alone, or quantize "
+                f"a module that calls the model with {name}"
+            )
+    return (tuple(left.values()), {}) if len(left) == 1 else (inputs, more)
 
 
 class _Kept:
@@ -73,6 +93,7 @@ class _Kept:
         self.inner = Inner.of(network)
         biases = (module.bias for module in network.modules() if isinstance(module, IntegerModule))
         self.biases = [bias for bias in biases if bias is not None and not bias.is_inference()]
+        self.parameters = list(network.parameters())
         self.weights = self._weights()
         self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
         self.sums: Callable[[Tensor], Any] | None = None
@@ -80,6 +101,10 @@ class _Kept:
     def _weights(self) -> tuple[int, list[int]]:
         """A value that changes with the weights and biases."""
         return weights_made(), [bias._version for bias in self.biases]
+
+    def has_gradient(self, x: Tensor) -> bool:
+        """Whether gradients flow to x, or to a parameter of what runs in floating point."""
+        return x.requires_grad or any(parameter.requires_grad for parameter in self.parameters)
 
     def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], Any]:
         if self.sums is None:

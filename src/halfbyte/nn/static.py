@@ -33,21 +33,22 @@ from halfbyte.nn.integer import (
     Quantize,
     Requantize,
     Scale,
+    nearest,
 )
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
-from halfbyte.nn.modules import AnyPacked
+from halfbyte.nn.modules import AnyPacked, keep_hooks, why_not_hooks
 from halfbyte.nn.network import IntegerNetwork
-from halfbyte.nn.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, module_of
+from halfbyte.nn.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_not_torch
 from halfbyte.ops import conv
 from halfbyte.ops.checks import check_floats
 
 _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
 _LARGEST = 2.0**60  # results that reach as far, or are NaN or infinite (masks), stay in floating point
+_READ = "the network reads its weight or bias, which a layer on codes has no longer"
 _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
-_MAX_POOLS = (nn.functional.max_pool1d, nn.functional.max_pool2d, torch.max_pool1d, torch.max_pool2d)
 _AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 # Functions, and the modules that take the same numbers.
 _MODULES: dict[Any, type[nn.Module]] = {
@@ -59,7 +60,12 @@ _MODULES: dict[Any, type[nn.Module]] = {
     nn.functional.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
     torch.avg_pool1d: nn.AvgPool1d,
     torch.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d,
+    nn.functional.max_pool1d: nn.MaxPool1d,
+    nn.functional.max_pool2d: nn.MaxPool2d,
+    torch.max_pool1d: nn.MaxPool1d,
+    torch.max_pool2d: nn.MaxPool2d,
 }
+_MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")  # the functions' order
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, torch.relu_)
 _Layer = nn.Conv1d | nn.Conv2d | nn.Linear
 
@@ -143,6 +149,7 @@ def rebuilt(model: nn.Module, made_from: Calibrated) -> fx.GraphModule:
 
 def replace_(model: nn.Module, made: fx.GraphModule) -> None:
     """Turns the object `model` into the network `made`, so that existing references to it now refer to the network on codes."""
+    keep_hooks(model, made)
     try:
         model.__class__ = made.__class__
     except TypeError as e:
@@ -154,9 +161,16 @@ def replace_(model: nn.Module, made: fx.GraphModule) -> None:
 
 def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     """A copy of the model as a graph, without what does nothing in evaluation, and the batch norms that were folded."""
+    if "forward" in vars(model):
+        raise UnsupportedError(
+            f"this {type(model).__name__} has a forward of its own, set on the object, which is not traced: wrap it, nn.Sequential(module)"
+        )
     model = copy.deepcopy(model).eval()
-    folded = fold_(model)
-    traced = fx.GraphModule(model, Tracer().trace(model), type(model).__name__)
+    graph = graph_of(model, "compute on int8 codes", defaults=True)
+    _check_inputs(model, graph)
+    _check_hooks(model)
+    folded = fold_(model, [graph])
+    traced = fx.GraphModule(model, graph, type(model).__name__)
     modules = dict(traced.named_modules())
     erase_identities(traced.graph, modules)
     for node in traced.graph.nodes:
@@ -168,6 +182,30 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
         _make_module(node, traced)
     traced.recompile()
     return traced, folded
+
+
+def _check_inputs(model: nn.Module, graph: fx.Graph) -> None:
+    """Raises UnsupportedError for a model that takes more than images."""
+    more = [str(n.target) for n in graph.nodes if n.op == "placeholder" and not n.args and not str(n.target).startswith("*")][1:]
+    if more:
+        raise UnsupportedError(
+            f"{type(model).__name__} takes {' and '.join(more)} besides its images, and a network on int8 codes takes images alone: "
+            "give these inputs defaults, or wrap the model in a module that passes them"
+        )
+
+
+def _check_hooks(module: nn.Module, name: str = "") -> None:
+    """Raises UnsupportedError for hooks of modules that tracing dissolves into the operations in them."""
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if Tracer().is_leaf_module(child, path):
+            continue
+        if (reason := why_not_hooks(child)) is not None:
+            raise UnsupportedError(
+                f"{path} ({type(child).__name__}) cannot become a part of a network on int8 codes: {reason}: remove them, or register them "
+                "for a layer in it, which then runs in floating point"
+            )
+        _check_hooks(child, path)
 
 
 def _writes_its_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
@@ -191,6 +229,9 @@ def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
         if (ends.get("min_val", -1.0), ends.get("max_val", 1.0)) != (0.0, 6.0):
             return
         form, numbers, settings = nn.ReLU6, [], {}
+    if form in (nn.MaxPool1d, nn.MaxPool2d):
+        numbers, settings = [], dict(zip(_MAX_POOL, numbers, strict=False)) | settings
+        settings["stride"] = settings.get("stride") or None
     if any(isinstance(value, fx.Node) for value in (*numbers, *settings.values())):
         return
     traced.add_submodule(node.name, form(*numbers, **settings))
@@ -277,6 +318,7 @@ class _Rewriter:
     def __init__(self, traced: fx.GraphModule, scales: Mapping[str, Scale], weights: Weights) -> None:
         self.traced, self.scales, self.weights = traced, scales, weights
         self.modules = dict(traced.named_modules())
+        self.read = {str(node.target).rpartition(".")[0] for node in traced.graph.nodes if node.op == "get_attr"}
         self.dtype = next((p.dtype for p in traced.parameters()), torch.float32)
         self.graph = fx.Graph()
         self.root: dict[str, Any] = {}
@@ -323,8 +365,10 @@ class _Rewriter:
         given: Any
         known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
         make, given, reason = self._maker(node, module) if known else None, module, ""
+        if make is not None and module is not None and (why_not := why_not_torch(module)) and not isinstance(module, _Layer):
+            make, reason = None, f": {why_not}"
         if make is not None and isinstance(module, _Layer):
-            weight = self.weights(str(node.target), module)
+            weight = _READ if str(node.target) in self.read else self.weights(str(node.target), module)
             if isinstance(weight, str):
                 self.floats.append(str(node.target))
                 make, reason = None, f": {weight}"
@@ -349,8 +393,8 @@ class _Rewriter:
         if isinstance(module, nn.ReLU | nn.ReLU6) or target in RELUS:
             return self._relu
         if isinstance(module, nn.Flatten) or target in _SHAPES:
-            return self._as_it_is
-        if isinstance(module, nn.MaxPool1d | nn.MaxPool2d) or target in _MAX_POOLS:
+            return None if any(isinstance(size, torch.dtype) for size in (*node.args, *node.kwargs.values())) else self._as_it_is
+        if isinstance(module, nn.MaxPool1d | nn.MaxPool2d):
             return self._largest
         if isinstance(module, _AVERAGE_POOLS):
             return self._average
@@ -366,7 +410,7 @@ class _Rewriter:
         users = list(node.users)
         if len(users) == 1 and users[0].name in self.scales:
             module = module_of(users[0], self.modules)
-            if isinstance(module, nn.ReLU | nn.ReLU6) or users[0].target in RELUS:
+            if (isinstance(module, nn.ReLU | nn.ReLU6) and why_not_torch(module) is None) or users[0].target in RELUS:
                 scale = self.scales[users[0].name]
                 return scale, _relu_clamp(scale, module), users
         return self.scales[node.name], (LEAST, MOST), []
@@ -396,26 +440,22 @@ class _Rewriter:
         return self.graph.create_node(node.op, node.target, (x, *more), named), scale, []
 
     def _nearest(self, node: fx.Node, module: nn.Upsample | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
-        """Nearest-neighbour resizing of codes, viewed as uint8, since torch has no such function for int8."""
         x, scale = self._codes(_first(node))
-        x = self.graph.call_method("view", (x, torch.uint8))
         if module is not None:
-            x = self._call(node, module, x)
-        else:
-            x = self.graph.call_function(nn.functional.interpolate, (x,), fx.node.map_arg(dict(node.kwargs), self._floats))
-        return self.graph.call_method("view", (x, torch.int8)), scale, []
+            settings = {name: getattr(module, name) for name in ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")}
+            return self.graph.call_function(nearest, (x,), settings), scale, []
+        more, named = fx.node.map_arg((node.args[1:], dict(node.kwargs)), self._floats)  # sizes may be nodes too
+        return self.graph.call_function(nearest, (x, *more), named), scale, []
 
-    def _largest(self, node: fx.Node, module: nn.MaxPool1d | nn.MaxPool2d | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
+    def _largest(self, node: fx.Node, pool: nn.MaxPool1d | nn.MaxPool2d) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
-        if module is not None:
-            return self._call(node, MaxPool(module), x), scale, []
-        x = self.graph.call_method("to", (x, torch.bfloat16))  # as `MaxPool` does
-        x = self.graph.create_node(node.op, node.target, (x, *node.args[1:]), dict(node.kwargs))
-        return self.graph.call_method("to", (x, torch.int8)), scale, []
+        return self._call(node, MaxPool(pool), x), scale, []
 
     def _average(self, node: fx.Node, pool: nn.Module) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
-        return self._call(node, AveragePool(pool, scale), x), scale, []
+        # Means lie in the range of what they are of; sums by another divisor do not.
+        result = scale if getattr(pool, "divisor_override", None) is None else self.scales[node.name]
+        return self._call(node, AveragePool(pool, scale, result), x), result, []
 
     def _concatenation(self, node: fx.Node, _: None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         result, parts = self.scales[node.name], []

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.nn.modules import share_hooks
+
 TRANSPOSED = "transposed"  # this attribute, of float and of quantized modules
 
 
@@ -28,7 +30,7 @@ class Conv1DLinear(nn.Linear):
         self._float = (module,)  # in a tuple, so that torch does not register it as a child
         self.out_features, self.in_features = weight.shape
         self.weight, self.bias = weight, module.bias
-        self._forward_hooks, self._forward_pre_hooks = module._forward_hooks, module._forward_pre_hooks
+        share_hooks(module, self)
         self.train(module.training)
 
 

@@ -183,7 +183,7 @@ def qconv2d_with(
 def qconv2d_added(
     x: Tensor, packed: PackedConv, table: Tensor, window_numbers: tuple[int, ...], in_zero: int, clamp: tuple[int, int], addition: Addition
 ) -> Tensor:
-    """`qconv2d_with` whose codes are added to others, int8 [B, Co, Ho, Wo], on GPUs before they are written."""
+    """`qconv2d_with` whose codes are added to others that broadcast with them, on GPUs before they are written if of one shape."""
     if x.is_cuda and plain(x, None, addition.other):
         return cuda_conv.qconv2d_again(x, packed, table, window_numbers, in_zero, clamp, addition)
     return elementwise.combine(*addition.of(qconv2d_with(x, packed, table, window_numbers, in_zero, clamp)))

@@ -363,8 +363,8 @@ def _qconv2d(
     check_codes(x)
     plan = _fitting(x, weight, format, filter_numbers, window_numbers)
     check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
-    alone = plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4) or long_sums.overflows(plan.sizes.k)
-    if addition is not None and (0 in plan.shape or alone):
+    apart = 0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)
+    if addition is not None and (apart or long_sums.overflows(plan.sizes.k) or addition.other.shape != plan.shape):
         codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
         return elementwise.combine(*addition.of(codes)), None
     if 0 in plan.shape:

@@ -68,7 +68,8 @@ def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step |
     from halfbyte.kernels.cpu import elementwise as cpu
 
     dense = a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last)
-    return cpu.step(a, how, b) if a.numel() and dense and (b is None or b.stride() == a.stride()) else None
+    alike = b is None or (b.shape, b.stride()) == (a.shape, a.stride())
+    return cpu.step(a, how, b) if a.numel() and dense and alike else None
 
 
 _library.impl("combine", _combine, "CPU")

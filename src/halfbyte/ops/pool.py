@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -53,10 +54,17 @@ def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
     if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and (triton_trouble() is not None or x.shape[1:].numel() >= _LARGEST)):
         return None
     if isinstance(pool, nn.MaxPool2d):
-        return _pooling(x.shape, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+        kernel, stride, padding, dilation = map(_pair, (pool.kernel_size, pool.stride or pool.kernel_size, pool.padding, pool.dilation))
+        return _pooling(x.shape, kernel, stride, padding, dilation, pool.ceil_mode)
     if isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1)):
         return Pooling((x.shape[2], x.shape[3]), Window((1, 1), (0, 0, 0, 0), (1, 1)), (1, 1), zero)
     return None
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, ...]:
+    """What torch takes for (height, width)."""
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    return sizes * 2 if len(sizes) == 1 else sizes
 
 
 def largest(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
@@ -71,5 +79,5 @@ def largest(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
 def _pooling(shape: torch.Size, *settings: Any) -> Pooling:
     """A pool of largest codes, whose settings torch also checks."""
     made = nn.functional.max_pool2d(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *settings)
-    kernel, stride, (down, right), dilation = ((size, size) if isinstance(size, int) else tuple(size) for size in settings[:4])
+    kernel, stride, (down, right), dilation = settings[:4]
     return Pooling(kernel, Window(stride, (down, down, right, right), dilation), tuple(made.shape[2:]))
