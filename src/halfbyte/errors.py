@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from os import PathLike, fspath
 from pathlib import Path
 
+_LONGEST_NAME = 400  # characters of a path in a message
+
 
 class HalfbyteError(Exception):
     """The base class of all errors that halfbyte raises."""
@@ -36,7 +38,13 @@ def not_there(path: Path, kinds: str) -> CheckpointError:
     hub = ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and path.suffix not in (".gguf", ".safetensors") and not path.parent.exists():
         hub = f"; download a model of the Hugging Face Hub first: hf download {path} --local-dir {path.name}"
-    return CheckpointError(f"there is no {path}: name {kinds}{hub}")
+    return CheckpointError(f"there is no {shortened(path)}: name {kinds}{hub}")
+
+
+def shortened(path: str | PathLike[str]) -> str:
+    """A path for an error message: one that is very long without its middle."""
+    name = fspath(path)
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]} ({len(name)} characters)"
 
 
 def unreadable(path: str | PathLike[str], error: OSError) -> CheckpointError:
@@ -45,11 +53,13 @@ def unreadable(path: str | PathLike[str], error: OSError) -> CheckpointError:
         remedy = "a file of the model is missing, copy or download all of them"
     elif isinstance(error, PermissionError):
         remedy = "let this user read it"
+    elif error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        remedy = "name another path"
     elif isinstance(error, IsADirectoryError | NotADirectoryError):
         remedy = "name another path, or put the model's files back in their places"
     else:
         remedy = "copy or download it again to a disk that can be read"
-    return CheckpointError(f"cannot read {fspath(path)}: {error.strerror or error}: {remedy}")
+    return CheckpointError(f"cannot read {shortened(path)}: {error.strerror or error}: {remedy}")
 
 
 def unwritable(path: str | PathLike[str], error: OSError) -> CheckpointError:
@@ -60,7 +70,7 @@ def unwritable(path: str | PathLike[str], error: OSError) -> CheckpointError:
         remedy = "choose a shorter name"
     else:
         remedy = "choose a place that can be written to"
-    return CheckpointError(f"cannot write {fspath(path)}: {error.strerror or error}; what was there is unchanged: {remedy}")
+    return CheckpointError(f"cannot write {shortened(path)}: {error.strerror or error}; what was there is unchanged: {remedy}")
 
 
 def check_type(value: object, allowed: type | tuple[type, ...], what: str, remedy: str) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfbyte.errors import CheckpointError
+from halfbyte.io.files import is_file
 from halfbyte.io.tensors import Spec
 
 # A config.json from elsewhere must not make Python build huge lists: no model has as many layers, heads or labels.
@@ -102,7 +103,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
 
 def load_generation_config(model: nn.Module, folder: Path) -> None:
     """Gives a model that generates text the settings in the folder's generation_config.json, if there are any."""
-    if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
+    if hasattr(model, "generation_config") and is_file(folder / "generation_config.json"):
         transformers = import_transformers("generation_config.json")
         try:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from os import PathLike
+from os.path import lexists
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from halfbyte.errors import ArgumentError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.io import gguf
+from halfbyte.io.files import is_file, is_folder
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.report import Report
 
@@ -52,12 +54,12 @@ def export(
     model = open_model(source, floats=True)
     if model.static is not None and to != "halfbyte":
         raise ArgumentError(f"{source} holds a network on int8 codes, which {to} cannot hold: export the model that it was made from")
-    if target.exists():
+    if lexists(target):
         raise ArgumentError(f"{target} exists: choose another place, or remove it")
     if to == "gguf":
         return _to_gguf(model, target, progress, resume)
     notes: list[str] = []
-    copied, left_out = companions(source, target) if source.is_dir() else ([], [])
+    copied, left_out = companions(source, target) if is_folder(source) else ([], [])
     if left_out:
         notes.append(f"not copied: {', '.join(left_out)}")
     kind = None if to == "halfbyte" else TARGETS[to](model)
@@ -68,7 +70,7 @@ def export(
             specs = stored_specs(model.weights, model.plain)
         writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=journal(model.path, to) if staging.fresh else None)
         notes += write(items, writer, progress)
-        if source.is_dir():
+        if is_folder(source):
             copy_companions(source, staging.path, copied)
         else:
             notes += gguf_tokenizer.save(source, staging.path)
@@ -120,7 +122,7 @@ def _stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
 
 
 def _to_gguf(model: StoredModel, target: Path, progress: Progress | None, resume: bool) -> Report:
-    if model.path.is_file():
+    if is_file(model.path):
         raise ArgumentError(f"{model.path} is not a folder: only models in folders are written as GGUF")
     export, notes = gguf_export.plan(model)
     metadata, more = gguf_vocabulary.to_metadata(model.path, model.config, export.vocabulary)

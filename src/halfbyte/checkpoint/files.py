@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from os.path import isdir, isfile
 from pathlib import Path
 
 from halfbyte import __version__
 from halfbyte.checkpoint.manifest import CONFIG, plain_name
 from halfbyte.checkpoint.saving import INDEX
 from halfbyte.errors import CheckpointError, not_there, unreadable
+from halfbyte.io.files import files_below, is_file, is_folder, paths_in
 from halfbyte.io.safetensors import load_json, read_bytes
 
 COMPANION_BYTES = 64 << 20  # files larger than that are not tokenizers
@@ -24,20 +24,20 @@ def weight_files(source: Path) -> list[Path]:
     """The safetensors files of a model: `source` itself, or those that transformers would read from the folder."""
     if source.suffix == ".onnx":
         raise CheckpointError(f"{source} is not a model that is read: halfbyte.io.onnx.import_linear reads one layer of an ONNX file")
-    if isfile(source):
+    if is_file(source):
         if source.suffix in _PICKLES:
             raise CheckpointError(f"{source} is a pickle, which is never opened: save the model as safetensors first")
         return [source]
-    if not isdir(source):
+    if not is_folder(source):
         raise not_there(source, "a folder with safetensors files, or one such file, or a GGUF file")
-    if isfile(source / _ADAPTER) and not isfile(source / CONFIG):
+    if is_file(source / _ADAPTER) and not is_file(source / CONFIG):
         raise CheckpointError(
             f"{source} holds an adapter, not a model: load the model that {_ADAPTER} names, and then peft.PeftModel.from_pretrained(model, "
             f"{str(source)!r})"
         )
-    if isfile(source / "model.safetensors"):
+    if is_file(source / "model.safetensors"):
         return [source / "model.safetensors"]
-    if isfile(source / INDEX):
+    if is_file(source / INDEX):
         shards = load_json(source / INDEX).get("weight_map")
         if not isinstance(shards, dict):
             raise CheckpointError(f"{source / INDEX} has no weight_map: the file is damaged")
@@ -45,11 +45,12 @@ def weight_files(source: Path) -> list[Path]:
             return [source / name for name in sorted({plain_name(name) for name in shards.values()})]
         except (TypeError, ValueError) as e:
             raise CheckpointError(f"{source / INDEX} is damaged: {e}") from e
-    if files := sorted(source.glob("*.safetensors")):
+    present = paths_in(source)
+    if files := [path for path in present if path.suffix == ".safetensors"]:
         return files
-    if pickles := [path.name for path in source.iterdir() if path.suffix in _PICKLES]:
+    if pickles := [path.name for path in present if path.suffix in _PICKLES]:
         raise CheckpointError(f"{source} has {min(pickles)} only, a pickle, which is never opened: save the model as safetensors first")
-    if files := sorted(source.glob("*.gguf")):
+    if files := [path for path in present if path.suffix == ".gguf"]:
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         raise CheckpointError(f"{source} has no *.safetensors files, but {files[0].name}{more}: name a GGUF file itself, {files[0]}")
     raise CheckpointError(f"{source} has no *.safetensors files: name a folder that has some, or one such file, or a GGUF file")
@@ -60,10 +61,9 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
     copied: list[str] = []
     left_out: list[str] = []
     try:
-        for path in sorted(source.rglob("*")) if source.is_dir() else ():
+        for path in files_below(source) if is_folder(source) else ():
             name = path.relative_to(source)
-            hidden = any(part.startswith(".") for part in name.parts)
-            if hidden or not path.is_file() or path.resolve().is_relative_to(target.resolve()):
+            if path.resolve().is_relative_to(target.resolve()):
                 continue
             if name.as_posix() in (CONFIG, GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS):  # they say how the source is quantized
                 continue
@@ -78,8 +78,8 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
 
 def journal(path: Path, what: str) -> str:
     """The first line of a journal: what is being written from which source, its size and time of change included."""
-    paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if file.is_file()]
+    paths = paths_in(path) if is_folder(path) else [path]
+    found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if is_file(file)]
     return json.dumps({"halfbyte": __version__, "what": what, "from": found})
 
 

@@ -29,6 +29,7 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.dense import from_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io import awq, compressed_tensors, gptq, zero_points
+from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
@@ -46,11 +47,11 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
     """The quantization_config of a folder with this config.json, or the settings file of an older folder; None where it has neither."""
     if (settings := config.get(quantization_config.SETTINGS)) is not None:
         return settings
-    if (folder / GPTQ_SETTINGS).is_file():  # AutoGPTQ also stores AWQ models, and then says so
+    if is_file(folder / GPTQ_SETTINGS):  # AutoGPTQ also stores AWQ models, and then says so
         return {"quant_method": "gptq", **load_json(folder / GPTQ_SETTINGS)}
-    if (folder / MODELOPT_SETTINGS).is_file():
+    if is_file(folder / MODELOPT_SETTINGS):
         return {"quant_method": "modelopt"}
-    if not (folder / AWQ_SETTINGS).is_file():
+    if not is_file(folder / AWQ_SETTINGS):
         return None
     found = load_json(folder / AWQ_SETTINGS)
     renamed = {"w_bit": "bits", "q_group_size": "group_size"}

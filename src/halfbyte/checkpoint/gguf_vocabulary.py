@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from os.path import isfile
 from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoint.gguf_tokenizer import CONTROL, CUTS, DIGIT, GPT2, USER, WHOLE
 from halfbyte.errors import CheckpointError
+from halfbyte.io.files import is_file
 from halfbyte.io.gguf import Value
 from halfbyte.io.safetensors import load_json, read_bytes
 
@@ -28,17 +28,17 @@ def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tup
 
     vocabulary  rows of the embedding, each of which gets a token
     """
-    if not isfile(folder / "tokenizer.json"):
+    if not is_file(folder / "tokenizer.json"):
         return {"tokenizer.ggml.model": "none"}, ["no tokenizer is written because there is no tokenizer.json"]
     described = load_json(folder / "tokenizer.json", _LIMIT)
-    settings = load_json(folder / "tokenizer_config.json", _LIMIT) if isfile(folder / "tokenizer_config.json") else {}
+    settings = load_json(folder / "tokenizer_config.json", _LIMIT) if is_file(folder / "tokenizer_config.json") else {}
     try:
         out, notes = _vocabulary(described, vocabulary)
         out |= _special(described, settings, config)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         raise CheckpointError(f"{folder / 'tokenizer.json'} is not a file of tokenizers ({type(e).__name__}: {e})") from e
     template = settings.get("chat_template")
-    if isfile(folder / "chat_template.jinja"):
+    if is_file(folder / "chat_template.jinja"):
         template = read_bytes(folder / "chat_template.jinja", _LIMIT).decode()
     if isinstance(template, str):
         out["tokenizer.chat_template"] = template

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from os.path import exists, isdir, isfile
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -18,6 +17,7 @@ from halfbyte.checkpoint.quantization_config import BITS, SETTINGS, has_bytes_ea
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, not_there
 from halfbyte.formats.dense import dense_tensors, stored_bytes
 from halfbyte.formats.spec import Format, as_format
+from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.integer import Scale
@@ -142,8 +142,8 @@ class Manifest:
 def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
     """config.json without the section, and the section. Raises CheckpointError where anything in it is inconsistent."""
     path = folder / CONFIG
-    if not isfile(path):
-        if not exists(folder):
+    if not is_file(path):
+        if not is_there(folder):
             if folder.suffix in (".gguf", ".safetensors"):
                 raise not_there(folder, "a GGUF file, or a folder that save() or convert() made")
             raise CheckpointError(
@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
             )
         if folder.suffix == ".safetensors":
             raise CheckpointError(f"{folder} is not quantized by halfbyte, {_calls(folder)}")
-        what = f"{folder} has no {CONFIG}" if isdir(folder) else f"{folder} is neither a folder nor a GGUF file"
+        what = f"{folder} has no {CONFIG}" if is_folder(folder) else f"{folder} is neither a folder nor a GGUF file"
         raise CheckpointError(
             f"{what}: name a folder that save() or convert() made or transformers reads, of AWQ, GPTQ or compressed-tensors for example, "
             "or a GGUF file"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from halfbyte.checkpoint.gguf_model import read_file
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import SETTINGS
 from halfbyte.errors import CheckpointError
+from halfbyte.io.files import is_file, is_there
 from halfbyte.io.gguf import is_gguf, read_header
 from halfbyte.io.safetensors import Reader, load_json
 
@@ -25,9 +25,9 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     dtype   of the computation of a GGUF file's model; see gguf_model.py
     floats  open also models without a quantization_config; otherwise None for them
     """
-    if isfile(source) and is_gguf(source):
+    if is_file(source) and is_gguf(source):
         return read_file(read_header(source), dtype)
-    config = load_json(source / CONFIG) if isfile(source / CONFIG) else {}
+    config = load_json(source / CONFIG) if is_file(source / CONFIG) else {}
     if SECTION in config:
         return None
     if (settings := settings_of(source, config)) is not None:
@@ -35,7 +35,7 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
         return {key: value for key, value in config.items() if key != SETTINGS}, entries
     if floats:
         return config, read_plain(Reader(weight_files(source)), config)
-    if exists(source):
+    if is_there(source):
         weight_files(source)  # says what is wrong, such as pickles, where there are no weights that could be quantized
     return None
 
@@ -47,7 +47,7 @@ def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[st
         raise CheckpointError(f"{source} is quantized already (config.json has {SECTION!r}): convert the float model")
     entries = opened[1].entries.values()
     forms = [entry.quantized.form for entry in entries if entry.quantized is not None and not entry.quantized.floats]
-    said = isfile(source / CONFIG) and load_json(source / CONFIG).get(SETTINGS) is not None
+    said = is_file(source / CONFIG) and load_json(source / CONFIG).get(SETTINGS) is not None
     if forms or (said and not any(entry.form or entry.quantized for entry in entries)):
         where = f"config.json has {SETTINGS!r}" if said else f"as {forms[0]}"
         raise CheckpointError(f"{source} is quantized already ({where}): convert the float model")

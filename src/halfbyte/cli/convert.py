@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from halfbyte.cli.output import Commands, add_command, progress, show_written
+from halfbyte.cli.output import Commands, add_command, path_argument, progress, show_written
 
 KINDS = ("gguf", "awq", "gptq", "compressed-tensors", "halfbyte")
 
@@ -20,8 +19,8 @@ def add(commands: Commands) -> None:
         "it as another kind. Codes and scales do not change; weights that the target kind cannot hold are dequantized, and the report "
         "says so.",
     )
-    parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a GGUF file")
-    parser.add_argument("dst", metavar="DST", type=Path, help="folder or GGUF file (.gguf) to write, which does not exist yet")
+    parser.add_argument("src", metavar="SRC", type=path_argument, help="model folder, or a GGUF file")
+    parser.add_argument("dst", metavar="DST", type=path_argument, help="folder or GGUF file (.gguf) to write, which does not exist yet")
     parser.add_argument("--to", metavar="KIND", help=f"the kind to write: {', '.join(KINDS)} (default: gguf where DST ends in .gguf)")
     parser.add_argument("--resume", action="store_true", help="continue a conversion to DST that was killed")
 

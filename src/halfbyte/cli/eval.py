@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress, read_text
+from halfbyte.cli.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress, read_text
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.io.files import check_regular, is_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,18 +30,21 @@ def add(commands: Commands) -> None:
         "start every --stride; each token is scored once. For other models, with --against: compares the sentence embeddings (mean of the "
         "last hidden states) of each line, or the outputs for it.",
     )
-    parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face folder, halfbyte folder or .gguf file")
-    parser.add_argument("--against", metavar="SRC", type=Path, help="the original model, with its tokenizer")
+    parser.add_argument("model", metavar="MODEL", type=path_argument, help="Hugging Face folder, halfbyte folder or .gguf file")
+    parser.add_argument("--against", metavar="SRC", type=path_argument, help="the original model, with its tokenizer")
     parser.add_argument("--format", nargs="+", default=[], help="quantize MODEL to each of these formats, and compare with MODEL")
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text; for other than language models, one passage per line")
+    text.add_argument("--text", metavar="FILE", type=path_argument, help="UTF-8 text; for other than language models, one passage per line")
     text.add_argument(
-        "--lambada-like", metavar="FILE", type=Path, help="one passage per line: the fraction of lines whose last word the model predicts"
+        "--lambada-like",
+        metavar="FILE",
+        type=path_argument,
+        help="one passage per line: the fraction of lines whose last word the model predicts",
     )
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default: %(default)s, or the model's maximum)")
     parser.add_argument("--stride", type=int, help="tokens from window to window (default: the context; less is slower and more realistic)")
     parser.add_argument("--cache", choices=("int8",), help="evaluate each model with keys and values in 8 bits, too")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="write a plot of perplexity against size, as SVG")
+    parser.add_argument("--plot", metavar="FILE", type=path_argument, help="write a plot of perplexity against size, as SVG")
     add_device(parser)
     parser.add_argument("--batch", type=int, default=32, help="lines at a time, for other than language models (default: %(default)s)")
     parser.add_argument("--max-length", type=int, default=256, help="maximum tokens of a line, for those (default: %(default)s)")
@@ -73,9 +77,9 @@ def _check_plot(args: argparse.Namespace) -> None:
     """Raises ArgumentError, before any work, for a plot that could not be written."""
     if args.lambada_like or args.plot.suffix != ".svg":
         raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
-    if not args.plot.parent.is_dir():
+    if not is_folder(args.plot.parent):
         raise ArgumentError(f"--plot is a file in a folder that exists, got {args.plot}: make {args.plot.parent} first")
-    if args.plot.is_dir():
+    if is_folder(args.plot):
         raise ArgumentError(f"--plot is a file, got the folder {args.plot}: name a file in it")
 
 
@@ -172,10 +176,13 @@ def _mb(row: dict[str, Any]) -> str:
 
 
 def _plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    from halfbyte.checkpoint.folder import replacing_file
     from halfbyte.plot import line_plot
 
     points = {row["model"]: [(row["weight_bytes"] / 1e6, row["perplexity"])] for row in rows}
-    args.plot.write_text(line_plot(points, title="perplexity against size", x_label="weights, MB", y_label="perplexity"), encoding="utf-8")
+    with replacing_file(args.plot) as path:
+        text = line_plot(points, title="perplexity against size", x_label="weights, MB", y_label="perplexity")
+        path.write_text(text, encoding="utf-8")
 
 
 # Other models
@@ -220,6 +227,7 @@ def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+    check_regular(folder)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

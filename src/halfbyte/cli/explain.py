@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from halfbyte.cli.device import asked_dtype
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.output import Commands, add_command, check_fits, show
+from halfbyte.cli.output import Commands, add_command, check_fits, path_argument, show
 
 
 def add(commands: Commands) -> None:
     parser = add_command(
         commands, "explain", run, "show which kernel runs for a shape on this machine, why, and how far it is from the roofline"
     )
-    parser.add_argument("model", nargs="?", type=Path, help="instead of a shape: what computes a language model's next token, an encoder")
+    parser.add_argument(
+        "model", nargs="?", type=path_argument, help="instead of a shape: what computes a language model's next token, an encoder"
+    )
     parser.add_argument("--m", type=int, default=1, help="rows of the activations; with a language model, sequences (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")

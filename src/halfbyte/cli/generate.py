@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
-from halfbyte.cli.output import Commands, add_command, print_json, settling
+from halfbyte.cli.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
+from halfbyte.io.files import is_file, is_there
 
 
 def add(commands: Commands) -> None:
@@ -27,7 +28,7 @@ def add(commands: Commands) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments of the model and of sampling."""
-    parser.add_argument("model", metavar="MODEL", type=Path, help="Hugging Face folder, halfbyte folder or .gguf file")
+    parser.add_argument("model", metavar="MODEL", type=path_argument, help="Hugging Face folder, halfbyte folder or .gguf file")
     parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ... (default: as it is)")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=128, help="maximum number of tokens to generate (default: %(default)s)"
@@ -97,11 +98,11 @@ def writes_text(path: Path) -> bool:
     from halfbyte.io.gguf import is_gguf
     from halfbyte.io.safetensors import load_json
 
-    if not path.exists():
+    if not is_there(path):
         raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
-    if path.is_file() and is_gguf(path):
+    if is_file(path) and is_gguf(path):
         return True
-    if not (path / "config.json").is_file():
+    if not is_file(path / "config.json"):
         raise CheckpointError(f"{path} is not a Hugging Face model folder: it has no config.json")
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in load_json(path / "config.json").get("architectures") or ())
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.output import Advance, Commands, add_command, print_json, print_table, progress
+from halfbyte.cli.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress
 from halfbyte.errors import CheckpointError
+from halfbyte.io.files import is_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +31,8 @@ def add(commands: Commands) -> None:
         "bytes in the files, and where halfbyte holds the same numbers otherwise, its format and bytes. "
         "The error of a weight is ||original - quantized|| / ||original|| (Frobenius).",
     )
-    parser.add_argument("path", metavar="PATH", type=Path, help="checkpoint folder, GGUF file, or a safetensors file or folder")
-    parser.add_argument("--against", metavar="SRC", type=Path, help="the original model: compute the error of each weight from it")
+    parser.add_argument("path", metavar="PATH", type=path_argument, help="checkpoint folder, GGUF file, or a safetensors file or folder")
+    parser.add_argument("--against", metavar="SRC", type=path_argument, help="the original model: compute the error of each weight from it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,9 +101,9 @@ def _is_described(path: Path) -> bool:
     from halfbyte.io.gguf import is_gguf
     from halfbyte.io.safetensors import load_json
 
-    if path.is_file():
+    if is_file(path):
         return is_gguf(path)
-    return (path / CONFIG).is_file() and not {SECTION, SETTINGS}.isdisjoint(load_json(path / CONFIG))
+    return is_file(path / CONFIG) and not {SECTION, SETTINGS}.isdisjoint(load_json(path / CONFIG))
 
 
 def _model_rows(model: StoredModel) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, CheckpointError, unreadable
+from halfbyte.io.files import is_file, is_folder, open_file
 
 if TYPE_CHECKING:
     from halfbyte.nn.report import Report
@@ -76,12 +78,22 @@ def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, le
     print("\n".join(table([columns, *rows], left)))
 
 
+def path_argument(text: str) -> Path:
+    """The path that an argument names. Raises CheckpointError, which argparse passes on, for an empty one."""
+    if not text:
+        raise CheckpointError("an argument names a file or folder, got '': write . for the current folder")
+    return Path(text)
+
+
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file. Raises ArgumentError for anything else."""
-    if path.is_dir() or not path.exists():
-        raise ArgumentError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: name a file with UTF-8 text")
+    if not is_file(path):
+        raise ArgumentError(f"{path} is {'a folder' if is_folder(path) else 'not there'}: name a file with UTF-8 text")
     try:
-        return path.read_text(encoding="utf-8")
+        with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
+from os.path import isdir, lexists
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.output import Commands, add_command, progress, read_text, show_written
+from halfbyte.cli.output import Commands, add_command, path_argument, progress, read_text, show_written
 from halfbyte.errors import ArgumentError
+from halfbyte.io.files import paths_in
 
 if TYPE_CHECKING:
     from halfbyte.nn.calibrate import Calibration
@@ -27,8 +28,8 @@ def add(commands: Commands) -> None:
         "Patterns are the shell's (*, ?, [...]) and are matched on whole module names, such as '*.mlp.*' or lm_head. "
         "The methods gptq and awq run the model, one decoder layer at a time, on the text given by --calibration.",
     )
-    parser.add_argument("src", metavar="SRC", type=Path, help="model folder, or a safetensors file")
-    parser.add_argument("dst", metavar="DST", type=Path, help="folder to write")
+    parser.add_argument("src", metavar="SRC", type=path_argument, help="model folder, or a safetensors file")
+    parser.add_argument("dst", metavar="DST", type=path_argument, help="folder to write")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--format", help="format of the linear layers: q8_0, q4_0, int4_g128, ...")
     which.add_argument(
@@ -43,7 +44,9 @@ def add(commands: Commands) -> None:
         default="absmax",
         help="absmax is the fastest, mse and hqq are more accurate, awq and gptq the most, which need --calibration (default: %(default)s)",
     )
-    parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text like that the model will process, a few pages or more")
+    parser.add_argument(
+        "--calibration", metavar="FILE", type=path_argument, help="UTF-8 text like that the model will process, a few pages or more"
+    )
     parser.add_argument(
         "--passages", type=int, default=128, help="number of passages, evenly spread over the calibration text (default: %(default)s)"
     )
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for pattern, format in map(_override, args.override):
         if overrides.setdefault(pattern, format) != format:
             raise ArgumentError(f"--override gives {pattern!r} two formats, {overrides[pattern]} and {format}: leave one of them out")
-    if not args.force and args.dst.exists() and not (args.dst.is_dir() and not any(args.dst.iterdir())):
+    if not args.force and lexists(args.dst) and not (isdir(args.dst) and not paths_in(args.dst)):
         raise ArgumentError(f"{args.dst} exists and is not an empty folder: choose another, or replace the checkpoint in it with --force")
 
     from halfbyte.checkpoint import convert

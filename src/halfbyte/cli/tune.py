@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfbyte.cli.output import Commands, add_command, print_json, print_table, progress
@@ -93,7 +92,7 @@ def _weights(args: argparse.Namespace) -> list[tuple[int, int, Format]]:
         return [(args.n, args.k, packed_format(as_format(name), on_cpu=False)) for name in args.format]
     if args.n is not None or args.k is not None:
         raise ArgumentError("tune takes a folder with a quantized model, or --n and --k, not both")
-    rows = [row for row in describe(Path(args.model)).quantized if row.kind == "Linear"]
+    rows = [row for row in describe(args.model).quantized if row.kind == "Linear"]
     if not rows:
         raise ArgumentError(f"{args.model} has no quantized linear layer: quantize it first")
     return list(dict.fromkeys((row.shape[0], row.shape[1], packed_format(row.format, on_cpu=False)) for row in rows if row.format))

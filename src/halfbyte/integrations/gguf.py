@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,9 @@ from halfbyte.checkpoint.loading import fill
 from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of
 from halfbyte.checkpoint.sources import open_floats
-from halfbyte.errors import ArgumentError, CheckpointError, not_there
+from halfbyte.errors import ArgumentError, CheckpointError, model_path, not_there
 from halfbyte.formats.spec import Format
+from halfbyte.io.files import is_folder, is_there
 from halfbyte.io.gguf import read_header
 from halfbyte.nn.config import Config, as_config
 
@@ -46,10 +46,10 @@ def load_gguf(
     """
     if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
         raise ArgumentError(f"a model computes in float32, bfloat16 or float16, got {dtype!r}: pass dtype=torch.bfloat16")
-    source = Path(path)
-    if not source.exists():
+    source = model_path(path)
+    if not is_there(source):
         raise not_there(source, "a .gguf file")
-    if source.is_dir():
+    if is_folder(source):
         raise CheckpointError(f"{source} is a folder, load_gguf opens a .gguf file: name the file, or open the folder by load")
     sharding = None if mesh is None else Sharding(mesh)
     if format is None:

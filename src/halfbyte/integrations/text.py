@@ -35,6 +35,7 @@ from halfbyte.integrations.generating import check_tokens, first_size, generate_
 from halfbyte.integrations.graphs import capacity
 from halfbyte.integrations.optimizing import optimize_
 from halfbyte.integrations.transformers import HalfbyteConfig
+from halfbyte.io.files import check_regular, is_file, is_there, paths_in
 from halfbyte.io.gguf import is_gguf
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.layouts.base import round_up
@@ -101,16 +102,16 @@ def open_model(
     """
     if dtype is None and _is_cpu(device):
         dtype = torch.float32
-    if not path.exists():
+    if not is_there(path):
         raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
-    if path.is_file() and is_gguf(path):
+    if is_file(path) and is_gguf(path):
         from halfbyte.integrations.gguf import load_gguf
 
         model, tokenizer = load_gguf(path, device, dtype or torch.bfloat16, format=config, mesh=mesh, half_scales=True)
         if tokenizer is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return ready(model, device, dtype, sparse), tokenizer
-    if not (path / CONFIG).is_file():
+    if not is_file(path / CONFIG):
         raise CheckpointError(f"{path} is not a language model: name a Hugging Face folder, a halfbyte folder or a .gguf file")
     described = load_json(path / CONFIG)
     if SECTION in described or settings_of(path, described):
@@ -129,7 +130,7 @@ def open_model(
 
 def open_tokenizer(folder: Path) -> Any:
     """The tokenizer of a Hugging Face folder. Raises CheckpointError."""
-    if not any(file.name.startswith(("tokenizer", "vocab", "spiece")) for file in folder.iterdir()):
+    if not any(file.name.startswith(("tokenizer", "vocab", "spiece")) for file in paths_in(folder)):
         raise CheckpointError(f"{folder} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the same model to it")
     with _clear_errors(folder):
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -230,6 +231,7 @@ def _open_quantized(
 
 
 def _from_pretrained(path: Path, described: Mapping[str, Any], dtype: torch.dtype | None, **settings: Any) -> Any:
+    check_regular(path)
     settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": dtype or "auto"}
     check_sizes(described)
     files = Reader(weight_files(path)).specs()  # says what is wrong with a file more clearly than transformers

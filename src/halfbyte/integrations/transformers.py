@@ -39,18 +39,18 @@ from halfbyte.integrations import tensor_parallel
 from halfbyte.nn.calibrate import Calibration
 from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, choose, formats_of, take_calibration, with_known_settings
-from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.convert import finished, quantize_
+from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.expanded import collapse_, expand_, expanded
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.nn.report import CONFIG_ATTRIBUTE
-from halfbyte.nn.scaled import ScaledEmbedding, set_factor
-from halfbyte.nn.transposed import conv1d, is_transposed
+from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_notes
+from halfbyte.nn.transposed import is_transposed
 
+NEW = "{} was in no file, and stays float: it is initialized at random and has to be trained"
 OLDEST = (5, 4)  # older versions cast tensors of a wrong type silently, and static caches counted tokens differently
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
@@ -266,7 +266,10 @@ class HalfbyteQuantizer(HfQuantizer):
             self._take_codes(model)
         elif self.quantization_config.calibration is not None:
             assert self.quantization_config.config is not None
-            quantize_(model, self.quantization_config.config, self.quantization_config.calibration)
+            new = [name for name, module in model.named_modules() if isinstance(module, FLOAT_MODULES) and _is_new(module.weight)]
+            config = replace(self.quantization_config.config, skip=(*self.quantization_config.config.skip, *new))
+            quantize_(model, config, self.quantization_config.calibration)
+            add_notes(model, [NEW.format(name) for name in new])
             model.hf_quantizer, model.config.quantization_config = self, self.quantization_config
         else:
             self._take_packed(model)
@@ -292,10 +295,11 @@ class HalfbyteQuantizer(HfQuantizer):
             self._put(model, name, pack_weight(module, codes, codes.data.device), room.dtype, None)
 
     def _take_packed(self, model: Any) -> None:
+        self._leave_new(model)
         for name in self._decisions:
             owner = self._tied.get(name, name)
             if name not in self._packed and owner not in self._packed:
-                # A weight that was split from a fused tensor of the files, or was in none.
+                # A weight that was split from a fused tensor of the files.
                 if name in self._stacks:
                     self.quantize(name, _experts(model, name), model.get_parameter(name))
                 else:
@@ -308,6 +312,14 @@ class HalfbyteQuantizer(HfQuantizer):
                 self._put(model, name, *self._packed[name])
         self._packed.clear()
         setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
+
+    def _leave_new(self, model: Any) -> None:
+        """Takes the modules out of the decisions whose weights were in no file: those of a new head, which has to be trained."""
+        read = {name for name in self._decisions if name in self._packed or self._tied.get(name, name) in self._packed}
+        for name in [name for name in self._decisions if name not in read]:
+            if _is_new(model.get_parameter(name if name in self._stacks else f"{name}.weight")):
+                del self._decisions[name]
+                add_notes(model, [NEW.format(name)])
 
     def _put(self, model: Any, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         """Replaces the module `name`, and those that share its weight, by quantized ones with a packed weight."""
@@ -364,15 +376,7 @@ class HalfbyteQuantizer(HfQuantizer):
         _own_config(model).quantization_config = self.quantization_config
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        weights: dict[int, nn.Parameter] = {}
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            if isinstance(module, QuantModule):
-                key = module.packed.data.data_ptr()
-                if key not in weights:
-                    weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
-                model.set_submodule(name, _float_form(module, weights[key]))
-        collapse_(model, {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)})
+        dequantize_(model, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         for part in model.modules():
             vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
         return model
@@ -430,6 +434,11 @@ def _own_config(model: Any) -> Any:
     return own
 
 
+def _is_new(weight: Tensor) -> bool:
+    """Whether transformers has initialized the weight, as it was in no file."""
+    return not getattr(weight, "_is_hf_initialized", False)
+
+
 def _experts(model: Any, name: str) -> StackedExperts:
     """The module that represents a stack of experts, by the name of its parameter; it knows whether that is transposed."""
     return StackedExperts(model.get_parameter(name), model.get_submodule(name.rpartition(".")[0]).is_transposed)
@@ -480,30 +489,13 @@ def _untie(model: nn.Module) -> None:
             part._tied_weights_keys = {target: source for target, source in keys.items() if target not in quantized}
 
 
+def tie_again(model: Any) -> None:
+    """Prepares a model whose embedding has become float for `tie_weights`: what is not quantized is tied as transformers does."""
+    for part in model.modules():
+        vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
+    _untie(model)
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
 def _same(a: QuantModule, b: QuantModule) -> bool:
     return a.packed.data.data_ptr() == b.packed.data.data_ptr()
-
-
-def _float_form(module: QuantModule, weight: nn.Parameter) -> Any:
-    """The float module that `module` replaced, with this weight."""
-    made: Any
-    if isinstance(module, QuantExperts):
-        return StackedExperts(weight, module.transposed)
-    if module.transposed:
-        return conv1d(weight, module.bias).train(module.training)  # type: ignore[arg-type]
-    if isinstance(module, QuantLinear):
-        made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    elif isinstance(module, QuantEmbedding):
-        form = nn.Embedding if module.embed_scale is None else ScaledEmbedding
-        made = form(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
-        if module.embed_scale is not None:
-            set_factor(made, module.embed_scale)
-    else:
-        assert isinstance(module, QuantConv2d)
-        kind: Any = nn.Conv1d if isinstance(module, QuantConv1d) else nn.Conv2d
-        sizes = (module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation)
-        made = kind(*sizes, module.groups, bias=False, device="meta")
-    made.weight = weight
-    if not isinstance(module, QuantEmbedding):
-        made.bias = module.bias
-    return made.train(module.training)

@@ -36,6 +36,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, unreadable
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.io.files import open_file
 from halfbyte.io.safetensors import is_shape
 from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 from halfbyte.layouts.base import round_up
@@ -153,7 +154,7 @@ def kind_name(kind: int) -> str:
 def is_gguf(path: Path) -> bool:
     """Whether a file begins with GGUF's magic number, or at least has its suffix."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return file.read(4) == MAGIC or path.suffix == ".gguf"
     except OSError:
         return False
@@ -191,7 +192,7 @@ def _merged(path: Path, count: Value) -> File:
 def _read_one(path: Path) -> File:
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             # The length of the header is not stored: a few MB suffice for most, otherwise twice as much is read.
             have = _FIRST_BYTES
             while True:
@@ -341,7 +342,7 @@ def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
     extract  how codes are taken out of blocks
     """
     try:
-        with open(entry.place.path, "rb", buffering=0) as file:
+        with open_file(entry.place.path, 0) as file:
             file.seek(entry.place.offset)
             if (kind := entry.blocks) is not None:
                 codes = _read_codes(kind, entry, file, extract)

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, CheckpointError, unreadable, unwritable
+from halfbyte.errors import ArgumentError, CheckpointError, model_path, unreadable, unwritable
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.io import zero_points
+from halfbyte.io.files import open_file
 
 _OPSET = 21
 _DOMAIN = "com.microsoft"
@@ -70,7 +71,7 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
     )
     opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="halfbyte")
-    target = Path(path)
+    target = model_path(path)
     beside = target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")  # another process may write to the same place
     try:
         beside.write_bytes(model.SerializeToString())
@@ -83,11 +84,12 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
 def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
     """The weight [N, K] and the bias [N] of the only MatMulNBits in an ONNX file."""
     onnx = _onnx()
-    source = Path(path)
+    source = model_path(path)
     try:
-        if source.stat().st_size > _FILE_LIMIT:
-            raise CheckpointError(f"{source} is longer than {_FILE_LIMIT} bytes, which no ONNX file is")
-        model = onnx.ModelProto.FromString(source.read_bytes())
+        with open_file(source) as file:
+            if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
+                raise CheckpointError(f"{source} is longer than {_FILE_LIMIT} bytes, which no ONNX file is")
+            model = onnx.ModelProto.FromString(file.read())
     except OSError as e:
         raise unreadable(source, e) from e
     except CheckpointError:

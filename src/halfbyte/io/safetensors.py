@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError, UnsupportedError, unreadable
+from halfbyte.io.files import open_file
 from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 
 _NAMES = {
@@ -63,7 +64,7 @@ def load_json(path: Path, limit: int = _HEADER_LIMIT) -> dict[str, Any]:
 def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a file of at most `limit` bytes."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) allocates n bytes, however long the file is
     except OSError as e:
         raise unreadable(path, e) from e
@@ -96,7 +97,7 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
     if sys.byteorder != "little":
         raise UnsupportedError("safetensors files are little-endian and this machine is not: load the model on another machine")
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             first = file.read(8)
             check_is_fetched(path, first)
@@ -178,7 +179,7 @@ class Reader:
         out = torch.empty(spec.shape, dtype=dtype or spec.dtype, device="cpu")
         flat = out.view(-1)
         try:
-            with open(place.path, "rb", buffering=0) as file:
+            with open_file(place.path, 0) as file:
                 file.seek(place.offset)
                 if out.dtype == spec.dtype:
                     fill(file, flat, place.path)
@@ -204,7 +205,7 @@ class Reader:
         )
         rows, width, size = out.view(outer, -1) if out.numel() else out.view(0, 0), shape[axis] * inner, place.spec.dtype.itemsize
         try:
-            with open(place.path, "rb", buffering=0) as file:
+            with open_file(place.path, 0) as file:
                 if all((stop - start) * inner * size >= _RUN for start, stop in ranges):
                     for i, row in enumerate(rows):
                         at = 0
@@ -228,7 +229,7 @@ class Reader:
         if a.spec != b.spec:
             return False
         try:
-            with open(a.path, "rb") as mine, open(b.path, "rb") as theirs:
+            with open_file(a.path) as mine, open_file(b.path) as theirs:
                 mine.seek(a.offset)
                 theirs.seek(b.offset)
                 sizes = (min(_CHUNK, a.spec.nbytes - start) for start in range(0, a.spec.nbytes, _CHUNK))

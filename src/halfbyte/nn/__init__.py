@@ -5,6 +5,7 @@ Quantizing in place
   convert.py        `quantize_`; report.py: what became of each module, and why
   modules.py        QuantLinear, QuantEmbedding and their base; conv.py, experts.py, permuted.py, scaled.py: others
   expanded.py       modules put in place for the moment, so that each weight is a module's: experts.py, transposed.py, attention.py
+  dequantized.py    their float forms, of a model or of layers that are trained
 Calibration
   calibrate.py, calibrate_experts.py    layer by layer, on text; runs.py: what each layer gets
   folding.py        where scales of input channels can be folded; sensitivity.py: of single weights

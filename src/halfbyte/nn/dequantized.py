@@ -1,0 +1,119 @@
+"""The float forms of quantized modules: of a whole model, of layers that are to be trained, and of embeddings that get another size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.errors import UnsupportedError
+from halfbyte.nn.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.expanded import collapse_
+from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
+from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.modules import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule
+from halfbyte.nn.permuted import PermutedLinear
+from halfbyte.nn.scaled import ScaledEmbedding, set_factor
+from halfbyte.nn.transposed import conv1d
+
+# Classes that compute what their float form computes. Others also apply an activation, or are part of an integer network.
+_CONVERTIBLE = (QuantLinear, PermutedLinear, QuantEmbedding, QuantEmbeddingBag, QuantConv1d, QuantConv2d, QuantExperts)
+
+
+def dequantize_(
+    model: nn.Module, is_chosen: Callable[[QuantModule], bool] = lambda module: True, dtype: torch.dtype | None = None
+) -> list[str]:
+    """Replaces quantized modules inside of `model` by their float forms, in place.
+
+    Modules that share a packed weight share the float parameter. Experts whose stacks are all float become transformers' module again.
+
+    Args:
+        is_chosen: Which of the quantized modules are replaced.
+        dtype: Of the float weights; by default each module's own.
+
+    Returns:
+        The names of the replaced modules.
+
+    Raises:
+        UnsupportedError: A chosen module has no float form; then nothing has changed.
+    """
+    modules = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name and isinstance(module, QuantModule)]
+    chosen = {name: module for name, module in modules if is_chosen(module)}
+    for module in chosen.values():
+        check_convertible(module, with_group=len(chosen) == len(modules))
+    weights: dict[int, nn.Parameter] = {}
+    for name, module in chosen.items():
+        model.set_submodule(name, _float_module(module, weights, dtype))
+    experts = {name: module for name, module in model.named_modules() if name and isinstance(module, MixtureOfExperts)}
+    collapse_(model, {name: module for name, module in experts.items() if not any(isinstance(m, QuantExperts) for m in module.modules())})
+    return list(chosen)
+
+
+def trainable_form(module: nn.Module) -> nn.Module:
+    """The module with every quantized module in it, or itself, replaced by its float form, whose weight can be trained.
+
+    Raises:
+        UnsupportedError: A quantized module has no float form; the message says why.
+    """
+    if not isinstance(module, QuantModule):
+        dequantize_(module)
+        return module
+    check_convertible(module)
+    return _float_module(module, {}, None)
+
+
+def check_convertible(module: QuantModule, *, with_group: bool = False) -> None:
+    """Raises UnsupportedError for a quantized module that computes more than its float form would, or is part of a distributed weight.
+
+    Args:
+        with_group: All layers with which it is fused become float layers, too.
+    """
+    if getattr(module, PART, None) is not None:
+        raise UnsupportedError(
+            f"a {type(module).__name__} whose weight is distributed over processes cannot become a float layer: do it in one process, and "
+            "distribute the model then"
+        )
+    if type(module) not in _CONVERTIBLE and not (with_group and isinstance(module, FusedLinear)):
+        raise UnsupportedError(
+            f"a {type(module).__name__} is fused with other layers and cannot become a float layer: load the model again, and do it before "
+            "fuse_ or optimize_"
+        )
+
+
+def _float_module(module: QuantModule, weights: dict[int, nn.Parameter], dtype: torch.dtype | None) -> nn.Module:
+    """The float module that `module` replaced; `weights` has the parameters made so far, by the address of the packed weight."""
+    key = module.packed.data.data_ptr()
+    if key not in weights:
+        weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
+    weight, made = weights[key], _skeleton(module, weights[key])
+    if not (isinstance(module, QuantExperts) or module.transposed):
+        made.weight = weight
+        if not isinstance(module, QuantEmbedding | QuantEmbeddingBag):
+            made.bias = module.bias
+    return made.train(module.training)  # type: ignore[no-any-return]
+
+
+def _skeleton(module: QuantModule, weight: nn.Parameter) -> Any:
+    """The float module without its weight on the meta device; a Conv1D of transformers and experts already with it."""
+    made: Any
+    if isinstance(module, QuantExperts):
+        return StackedExperts(weight, module.transposed)
+    if module.transposed:
+        return conv1d(weight, module.bias)  # type: ignore[arg-type]
+    if isinstance(module, QuantLinear):
+        return nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    if isinstance(module, QuantEmbedding):
+        form = nn.Embedding if module.embed_scale is None else ScaledEmbedding
+        made = form(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
+        if module.embed_scale is not None:
+            set_factor(made, module.embed_scale)
+        return made
+    if isinstance(module, QuantEmbeddingBag):
+        settings: Any = {"mode": module.mode, "padding_idx": module.padding_idx, "include_last_offset": module.include_last_offset}
+        return nn.EmbeddingBag(module.num_embeddings, module.embedding_dim, **settings, device="meta")
+    assert isinstance(module, QuantConv2d)
+    kind: Any = nn.Conv1d if isinstance(module, QuantConv1d) else nn.Conv2d
+    sizes = (module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation)
+    return kind(*sizes, module.groups, bias=False, device="meta")
