@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.architecture import load_generation_config, skeleton
 from halfbyte.checkpoint.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.files import has_adapter
-from halfbyte.checkpoint.manifest import Weight, dtype_named
+from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.other_model import OtherModel
+from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
