@@ -431,6 +431,9 @@ def test_chat(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     assert "no chat template" in run("chat", tmp_path)[2]
+    tokenizer.chat_template = {"tool_use": "{{ messages }}", "rag": "{{ documents }}"}
+    tokenizer.save_pretrained(tmp_path)
+    assert "are rag, tool_use, chat uses the one called default" in run("chat", tmp_path)[2].replace("tool_use, rag", "rag, tool_use")
 
 
 def test_eval(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from test_hostile_files import outcome
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from halfbyte.checkpoint import gguf_tokenizer, gguf_vocabulary
+from halfbyte.checkpoint import chat_templates, gguf_tokenizer, gguf_vocabulary
 from halfbyte.checkpoint.gguf_config import to_config
 from halfbyte.errors import CheckpointError
 from halfbyte.io import gguf
@@ -252,3 +254,108 @@ def test_nonsense_in_the_metadata(kind: str, tmp_path: Path) -> None:
             path.unlink()
             gguf.Writer(path, changed, {}).finish()
             outcome(lambda: gguf_tokenizer.load(path))
+
+
+DEFAULT, TOOLS = "{% for m in messages %}A:{{ m['content'] }}{% endfor %}", "{% for m in messages %}TOOL:{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("style", ["files", "list", "processor"])
+def test_several_chat_templates(style: str, tmp_path: Path) -> None:
+    """They survive the way into a file, out of it and back into a folder, in each of the places where folders have them."""
+    templates = {"default": DEFAULT, "tool_use": TOOLS, "rag-2": "{{ documents }}"}
+    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", chat_template=templates).save_pretrained(tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    if style != "files":
+        shutil.rmtree(tmp_path / "additional_chat_templates")
+        (tmp_path / "chat_template.jinja").unlink()
+        path = tmp_path / ("tokenizer_config.json" if style == "list" else "chat_template.json")
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        path.write_text(json.dumps(settings))
+    metadata, notes = gguf_vocabulary.to_metadata(tmp_path, {}, 1000)
+    assert metadata["tokenizer.chat_template"] == DEFAULT
+    assert metadata["tokenizer.chat_template.tool_use"] == TOOLS
+    assert sorted(metadata["tokenizer.chat_templates"]) == ["rag_2", "tool_use"]  # type: ignore[arg-type]
+    assert notes == ["the chat template 'rag-2' is called 'rag_2' in the file: names in GGUF have letters, digits and _"]
+    path = tmp_path / "m.gguf"
+    gguf.Writer(path, {"general.architecture": "llama", **metadata}, {}).finish()
+    loaded = gguf_tokenizer.load(path)
+    assert loaded.chat_template == {"default": DEFAULT, "tool_use": TOOLS, "rag_2": "{{ documents }}"}
+    gguf_tokenizer.save(path, tmp_path / "again")
+    assert PreTrainedTokenizerFast.from_pretrained(str(tmp_path / "again")).chat_template == loaded.chat_template
+
+
+def test_chat_templates_of_other_writers(tmp_path: Path) -> None:
+    """The keys are gguf-py's."""
+    gguf_py = pytest.importorskip("gguf")
+    path = tmp_path / "m.gguf"
+    writer = gguf_py.GGUFWriter(path, "llama")
+    writer.add_chat_template([{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOLS}])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    metadata = gguf.read_header(path).metadata
+    assert chat_templates.of_metadata(metadata) == {"default": DEFAULT, "tool_use": TOOLS}
+    written, _ = chat_templates.to_metadata({"default": DEFAULT, "tool_use": TOOLS})
+    assert {key: list(value) if isinstance(value, list) else value for key, value in written.items()} == {
+        key: list(value) if isinstance(value, gguf.Strings) else value for key, value in metadata.items() if "chat_template" in key
+    }
+
+
+def test_chat_templates_that_cannot_be_written() -> None:
+    written, (note,) = chat_templates.to_metadata({"tool-use": DEFAULT, "tool_use": TOOLS})
+    assert written["tokenizer.chat_template.tool_use"] == TOOLS
+    assert note == "the chat template 'tool-use' is not written: its name is 'tool_use' in GGUF, which another one has"
+    with pytest.raises(CheckpointError, match=r"a chat template '\.\./x', names have letters"):
+        chat_templates.of_metadata({"tokenizer.chat_template.../x": TOOLS})
+
+
+def test_chat_templates_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is a text, or several by name, got 5: repair or remove it"):
+        chat_templates.of_folder(tmp_path, {"chat_template": 5})
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not UTF-8 \(invalid start byte at byte 1\)"):
+        chat_templates.of_folder(tmp_path, {})
+
+
+def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
+    """A pad token that was added to the tokenizer alone: its id has no row, and no reader takes it."""
+    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    rows = backend.get_vocab_size()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", pad_token="[PAD]", eos_token="[E]", add_eos_token=True)
+    assert {tokenizer.pad_token_id, tokenizer.eos_token_id} == {rows, rows + 1}
+    tokenizer.save_pretrained(tmp_path)
+    metadata, notes = gguf_vocabulary.to_metadata(tmp_path, {}, rows)
+    assert len(metadata["tokenizer.ggml.tokens"]) == rows  # type: ignore[arg-type]
+    assert {key for key in metadata if key.endswith("_token_id")} == {"tokenizer.ggml.bos_token_id"}
+    assert not metadata["tokenizer.ggml.add_eos_token"]
+    assert any("'[PAD]' (id" in note and "has no row" in note for note in notes)
+    assert f"the pad token has id {tokenizer.pad_token_id} and is left out: the embedding has {rows} rows, 0 … {rows - 1}" in notes
+    path = tmp_path / "m.gguf"
+    gguf.Writer(path, {"general.architecture": "llama", **metadata}, {}).finish()
+    assert gguf_tokenizer.load(path)(TEXTS[0])["input_ids"] == tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
+
+
+def test_ids_of_config_beyond_the_embedding(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=byte_level([pre_tokenizers.ByteLevel()]), bos_token="<s>").save_pretrained(tmp_path)
+    metadata, notes = gguf_vocabulary.to_metadata(tmp_path, {"pad_token_id": 1000, "eos_token_id": [999, 1000]}, 1000)
+    assert "tokenizer.ggml.padding_token_id" not in metadata
+    assert metadata["tokenizer.ggml.eos_token_id"] == 999
+    assert "the pad token has id 1000 and is left out: the embedding has 1000 rows, 0 … 999" in notes
+
+
+def test_a_vocabulary_beyond_the_embedding(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=byte_level([pre_tokenizers.ByteLevel()])).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"ids up to \d{3}, and the embedding 100 rows, one for each of 0 … 99: write the tokenizer"):
+        gguf_vocabulary.to_metadata(tmp_path, {}, 100)
+
+
+def test_placeholders_of_rows_without_a_token(tmp_path: Path) -> None:
+    """A token that is called as the placeholder of another row would take its place."""
+    backend = byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.add_special_tokens(["[PAD998]"])
+    path, tokenizer, _ = written(tmp_path, backend, add_bos_token=False)
+    tokens = list(gguf.read_header(path).metadata["tokenizer.ggml.tokens"])  # type: ignore[arg-type]
+    assert len(set(tokens)) == len(tokens) == 1000
+    assert gguf_tokenizer.load(path)("[PAD998]")["input_ids"] == tokenizer("[PAD998]")["input_ids"]

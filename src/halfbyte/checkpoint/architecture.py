@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 from halfbyte.io.tensors import Spec
+from halfbyte.nn.candidates import named_tensors
 
 # A config.json from elsewhere must not make Python build huge lists: no model has as many layers, heads or labels.
 _COUNT_LIMIT = 1 << 21
@@ -98,7 +99,25 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
         raise
     except Exception as e:  # transformers raises errors of any type for an invalid config
         raise CheckpointError(f"transformers cannot build {name} from config.json ({_why(e)}): the file is damaged") from e
+    keep_dtypes_(model, dtype)
     return model.eval()
+
+
+def keep_dtypes_(model: Any, dtype: torch.dtype) -> None:
+    """Casts the parameters and persistent buffers of a model without data to the dtypes that transformers keeps in a model of `dtype`:
+    float32 for those that its classes name in `_keep_in_fp32_modules`, such as T5's `wo`, and `_keep_in_fp32_modules_strict`."""
+    kept: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    if not kept:
+        return
+    patterns = [(re.compile(pattern.replace("*", ".*")), to) for pattern, to in kept.items()]
+    for name, module, tensor in list(named_tensors(model)):
+        to = next((to for pattern, to in patterns if pattern.search(name)), None)
+        if to is None or not tensor.is_floating_point():
+            continue
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = tensor.data.to(to)  # tied ones stay tied
+        else:
+            setattr(module, name.rpartition(".")[2], tensor.to(to))
 
 
 def load_generation_config(model: nn.Module, folder: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint import gguf_tokenizer
 from halfbyte.checkpoint.architecture import Step, known_architecture
-from halfbyte.checkpoint.files import companions, copy_companions, journal
+from halfbyte.checkpoint.files import ADAPTER_COPIED, check_read_by_transformers, companions, copy_companions, has_adapter, journal
 from halfbyte.checkpoint.folder import replacing
 from halfbyte.checkpoint.materialize import Materializer
 from halfbyte.checkpoint.plan import NOT_A_WEIGHT, Plan, Source, plan_by_rule, plan_model, report
@@ -61,6 +61,7 @@ def convert(
     if known_architecture(described) is not None:
         plan = plan_model(described, reader, lambda found, _: choose(found, config))
     else:
+        check_read_by_transformers(source)
         plan = plan_by_rule(reader, lambda found, _: choose(found, config))
         notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
     if not plan.weights:
@@ -71,6 +72,8 @@ def convert(
         if name in plan.linears or weight.kind != "Embedding":
             plan.weights[name] = replace(weight, compute=config.compute, activation=config.activation)
     copied, left_out = companions(source, target)
+    if has_adapter(source):
+        notes.append(ADAPTER_COPIED)
     if left_out:
         notes.append(f"not copied: {', '.join(left_out)}")
     with replacing(target, resume=resume) as staging:

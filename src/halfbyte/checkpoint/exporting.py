@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint import gguf_export, gguf_tokenizer, gguf_vocabulary
 from halfbyte.checkpoint.export_items import ExportItem, Progress, dequantized, kept, plain, write
-from halfbyte.checkpoint.files import companions, copy_companions, journal
+from halfbyte.checkpoint.files import ADAPTER_COPIED, companions, copy_companions, has_adapter, journal
 from halfbyte.checkpoint.folder import replacing, replacing_file, write_json
 from halfbyte.checkpoint.loading import open_model
 from halfbyte.checkpoint.manifest import CONFIG
@@ -56,10 +56,17 @@ def export(
         raise ArgumentError(f"{source} holds a network on int8 codes, which {to} cannot hold: export the model that it was made from")
     if lexists(target):
         raise ArgumentError(f"{target} exists: choose another place, or remove it")
+    if to == "gguf" and has_adapter(source):
+        raise ArgumentError(
+            f"{source} holds a model and an adapter, which a GGUF file of the model cannot hold: move adapter_* to a folder of its own, "
+            "merge it, peft.PeftModel.from_pretrained(model, folder).merge_and_unload(), and export what its save_pretrained writes"
+        )
     if to == "gguf":
         return _to_gguf(model, target, progress, resume)
     notes: list[str] = []
     copied, left_out = companions(source, target) if is_folder(source) else ([], [])
+    if has_adapter(source):
+        notes.append(ADAPTER_COPIED)
     if left_out:
         notes.append(f"not copied: {', '.join(left_out)}")
     kind = None if to == "halfbyte" else TARGETS[to](model)

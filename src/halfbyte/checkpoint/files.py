@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 from halfbyte import __version__
@@ -18,6 +21,9 @@ GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS = "quantize_config.json", "quant_
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _WEIGHT_SUFFIXES = _PICKLES | {".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite"}
 _ADAPTER = "adapter_config.json"  # of peft
+_MODULES = "modules.json"  # of sentence-transformers: the parts of a model, each with a folder
+ADAPTER_COPIED = f"the adapter beside the model ({_ADAPTER}) is copied, not merged: transformers applies it, halfbyte.load refuses it"
+_REFERRING = (".index.json", ".xml", _ADAPTER)  # suffixes of files that name weights beside them: transformers', OpenVINO's, peft's
 
 
 def weight_files(source: Path) -> list[Path]:
@@ -56,24 +62,62 @@ def weight_files(source: Path) -> list[Path]:
     raise CheckpointError(f"{source} has no *.safetensors files: name a folder that has some, or one such file, or a GGUF file")
 
 
+def has_adapter(source: Path) -> bool:
+    """Whether a folder holds a model and an adapter for it, which transformers' `from_pretrained` applies."""
+    return is_file(source / _ADAPTER) and is_file(source / CONFIG)
+
+
+def check_read_by_transformers(source: Path) -> None:
+    """Raises CheckpointError where the weights in the folder are those of a part of sentence-transformers that reads them itself."""
+    for path, cls in _parts(source):
+        if path == "" and not cls.endswith(("Transformer", "CLIPModel")):
+            raise CheckpointError(
+                f"{source} holds the weights of {cls}, which sentence-transformers reads in floating point only: use the folder as it is, "
+                "or quantize that module in Python and save it with halfbyte.save"
+            )
+
+
+def _parts(source: Path) -> list[tuple[str, str]]:
+    """The parts of a model of sentence-transformers, (folder, class); none for any other."""
+    if not is_file(source / _MODULES):
+        return []
+    try:
+        parts = json.loads(read_bytes(source / _MODULES, COMPANION_BYTES))
+        return [(str(part["path"]), str(part["type"]).rpartition(".")[2]) for part in parts]
+    except (ValueError, TypeError, KeyError) as e:
+        raise CheckpointError(f"{source / _MODULES} is not a list of modules ({type(e).__name__}: {e}): the file is damaged") from e
+
+
 def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
-    """The small files beside the weights, by their paths in the folder: those to copy, and those that are left out."""
+    """The small files beside the weights, by their paths in the folder: those to copy, and those that are left out.
+
+    Weights that small files name are copied, too, of whatever size: adapters, and those in the folders of a model of sentence-transformers.
+    A file that names other weights, which are left out, is left out with them.
+    """
     copied: list[str] = []
     left_out: list[str] = []
+    parts = {path for path, _ in _parts(source)} - {""}
     try:
+        weights = weight_files(source) if is_folder(source) else []
         for path in files_below(source) if is_folder(source) else ():
             name = path.relative_to(source)
             if path.resolve().is_relative_to(target.resolve()):
                 continue
             if name.as_posix() in (CONFIG, GPTQ_SETTINGS, AWQ_SETTINGS, MODELOPT_SETTINGS):  # they say how the source is quantized
                 continue
-            model = len(name.parts) == 1 and (name.suffix == ".safetensors" or name.name.endswith(".index.json"))
-            if not model:
-                small = path.stat().st_size <= COMPANION_BYTES and name.suffix not in _WEIGHT_SUFFIXES
-                (copied if small else left_out).append(name.as_posix())
+            if path in weights or (len(name.parts) == 1 and name.name.endswith(".index.json")):
+                continue
+            only = name.suffix not in _WEIGHT_SUFFIXES or (name.suffix == ".bin" and not [*path.parent.glob("*.safetensors")])
+            adapter = name.stem == "adapter_model" and is_file(path.parent / _ADAPTER)
+            needed = adapter or (only and any(name.is_relative_to(part) for part in parts))
+            other_model = len(name.parts) == 1 and name.suffix == ".safetensors"
+            small = path.stat().st_size <= COMPANION_BYTES and name.suffix not in _WEIGHT_SUFFIXES and not other_model
+            (copied if needed or small else left_out).append(name.as_posix())
     except OSError as e:
         raise unreadable(source, e) from e
-    return copied, left_out
+    without = {Path(name).parent for name in left_out}
+    referring = [name for name in copied if name.endswith(_REFERRING) and Path(name).parent in without]
+    return [name for name in copied if name not in referring], sorted([*left_out, *referring])
 
 
 def journal(path: Path, what: str) -> str:
@@ -87,4 +131,6 @@ def copy_companions(source: Path, target: Path, names: list[str]) -> None:
     """Copies files that `companions` found."""
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes(read_bytes(source / name, COMPANION_BYTES))
+        if not os.access(source / name, os.R_OK):
+            raise unreadable(source / name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        shutil.copyfile(source / name, target / name)

@@ -23,7 +23,7 @@ from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETT
 from halfbyte.checkpoint.foreign_affine import of_hqq, of_torchao
 from halfbyte.checkpoint.foreign_floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
 from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
-from halfbyte.checkpoint.manifest import dtype_named
+from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.dense import from_dense

@@ -13,6 +13,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from halfbyte.checkpoint import chat_templates
 from halfbyte.checkpoint.architecture import import_transformers
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value, is_gguf, read_header
@@ -92,8 +93,10 @@ def load(path: Path) -> Any:
             name: tokens[int(str(i))] for name, key in names.items() if (i := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
         }
         _begin_and_end(backend, metadata, special, kind != "gpt2" or metadata.get("tokenizer.ggml.pre") in WHOLE)
-        template = metadata.get("tokenizer.chat_template")
-        settings = special | ({"chat_template": template} if isinstance(template, str) else {})
+        templates = chat_templates.of_metadata(metadata)
+        only_default = templates.keys() == {chat_templates.DEFAULT}
+        template = templates[chat_templates.DEFAULT] if only_default else templates
+        settings: dict[str, Any] = {**special, "chat_template": template} if templates else special
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings)
     except CheckpointError:
         raise

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
+from halfbyte.checkpoint import chat_templates
 from halfbyte.checkpoint.gguf_tokenizer import CONTROL, CUTS, DIGIT, GPT2, USER, WHOLE
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 from halfbyte.io.gguf import Value
-from halfbyte.io.safetensors import load_json, read_bytes
+from halfbyte.io.safetensors import load_json
 
 _LIMIT = 64 << 20
 _NORMAL, _UNKNOWN, _UNUSED, _BYTE = 1, 2, 5, 6  # llama.cpp's types of tokens
@@ -34,15 +36,11 @@ def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tup
     settings = load_json(folder / "tokenizer_config.json", _LIMIT) if is_file(folder / "tokenizer_config.json") else {}
     try:
         out, notes = _vocabulary(described, vocabulary)
-        out |= _special(described, settings, config)
+        special, left_out = _special(described, settings, config, vocabulary)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         raise CheckpointError(f"{folder / 'tokenizer.json'} is not a file of tokenizers ({type(e).__name__}: {e})") from e
-    template = settings.get("chat_template")
-    if is_file(folder / "chat_template.jinja"):
-        template = read_bytes(folder / "chat_template.jinja", _LIMIT).decode()
-    if isinstance(template, str):
-        out["tokenizer.chat_template"] = template
-    return out, notes
+    templates, renamed = chat_templates.to_metadata(chat_templates.of_folder(folder, settings))
+    return out | special | templates, [*notes, *left_out, *renamed]
 
 
 def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Value], list[str]]:
@@ -52,20 +50,29 @@ def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Val
     if model.get("type") != "BPE" or not (byte_level or model.get("byte_fallback")):
         kind = f"{model.get('type')}{'' if model.get('type') != 'BPE' else ' without bytes'}"
         return {"tokenizer.ggml.model": "none"}, [f"no tokenizer is written: GGUF has no known form for a tokenizer of type {kind}"]
-    tokens = [f"[PAD{i}]" for i in range(count)]
+    if (highest := max(model["vocab"].values(), default=0)) >= count:
+        raise CheckpointError(
+            f"the vocabulary of tokenizer.json has ids up to {highest}, and the embedding {count} rows, one for each of 0 … {count - 1}: "
+            "write the tokenizer that belongs to this model"
+        )
+    added_tokens = described.get("added_tokens") or []
+    known = model["vocab"].keys() | {added["content"] for added in added_tokens}
+    tokens = [f"[PAD{i}]" if f"[PAD{i}]" not in known else f"[PAD{i} of {count}]" for i in range(count)]
     types = [_UNUSED] * count
     for token, i in model["vocab"].items():
         tokens[i] = token
         types[i] = _BYTE if not byte_level and len(token) == 6 and token.startswith("<0x") else _NORMAL
-    for added in described.get("added_tokens") or []:
+    for added in added_tokens:
         if added["id"] < count:
             tokens[added["id"]] = added["content"]
             types[added["id"]] = CONTROL if added.get("special") else USER
+    beyond = {added["content"]: added["id"] for added in added_tokens if added["id"] >= count}
+    notes = [f"not written: the tokens {_listed(beyond)}, for which the embedding has no row, it has {count}"] if beyond else []
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     out: dict[str, Value] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges}
     if byte_level:
-        cut, notes = _cut(described.get("pre_tokenizer"), bool(model.get("ignore_merges")))
-        return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": cut, **out}, notes
+        cut, about_cut = _cut(described.get("pre_tokenizer"), bool(model.get("ignore_merges")))
+        return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": cut, **out}, [*notes, *about_cut]
     if model.get("unk_token") in model["vocab"]:
         types[model["vocab"][model["unk_token"]]] = _UNKNOWN
     ranks: dict[str, int] = {}
@@ -75,7 +82,12 @@ def _vocabulary(described: Mapping[str, Any], count: int) -> tuple[dict[str, Val
     scores = [-float(ranks.get(token, len(merges) + i)) for i, token in enumerate(tokens)]
     prefix = any(p.get("type") == "Prepend" or (p.get("type") == "Metaspace" and p.get("prepend_scheme") != "never") for p in pieces)
     head: dict[str, Value] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.add_space_prefix": prefix}
-    return {**head, **out, "tokenizer.ggml.scores": scores}, []
+    return {**head, **out, "tokenizer.ggml.scores": scores}, notes
+
+
+def _listed(ids: Mapping[str, int]) -> str:
+    first = ", ".join(f"{short(token)} (id {i})" for token, i in list(ids.items())[:3])
+    return first if len(ids) <= 3 else f"{first} and {len(ids) - 3} more"
 
 
 def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
@@ -108,10 +120,14 @@ def _cut(pre_tokenizer: Any, whole: bool) -> tuple[str, list[str]]:
     return "default", ["llama.cpp has no name for the rule by which this tokenizer splits text: it may split some text differently"]
 
 
-def _special(described: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Value]:
-    """The ids of special tokens, and whether a text begins or ends with one."""
+def _special(
+    described: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], count: int
+) -> tuple[dict[str, Value], list[str]]:
+    """The ids of special tokens, and whether a text begins or ends with one; and notes of ids beyond the `count` rows of the embedding,
+    which are left out."""
     ids = dict(described["model"]["vocab"]) | {added["content"]: added["id"] for added in described.get("added_tokens") or []}
     out: dict[str, Value] = {}
+    notes: list[str] = []
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = settings.get(f"{key}_token")
         token = token.get("content") if isinstance(token, Mapping) else token
@@ -119,11 +135,14 @@ def _special(described: Mapping[str, Any], settings: Mapping[str, Any], config: 
         if found is None:
             stated = config.get(f"{key}_token_id")
             found = stated[0] if isinstance(stated, list) and stated else stated
-        if type(found) is int and found >= 0:
+        if type(found) is int and found >= count:
+            notes.append(f"the {key} token has id {found} and is left out: the embedding has {count} rows, 0 … {count - 1}")
+        elif type(found) is int and found >= 0:
             out[f"tokenizer.ggml.{name}_token_id"] = found
     single = json.dumps(described.get("post_processor") or {})
     for key in ("bos", "eos"):
         token = next((text for text, i in ids.items() if i == out.get(f"tokenizer.ggml.{key}_token_id")), None)
         added = settings.get(f"add_{key}_token")
-        out[f"tokenizer.ggml.add_{key}_token"] = bool(added) if added is not None else token is not None and json.dumps(token) in single
-    return out
+        around = bool(added) if added is not None else token is not None and json.dumps(token) in single
+        out[f"tokenizer.ggml.add_{key}_token"] = around and f"tokenizer.ggml.{key}_token_id" in out
+    return out, notes

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.architecture import load_generation_config, skeleton
 from halfbyte.checkpoint.checkpoint_model import Checkpoint
-from halfbyte.checkpoint.manifest import Weight, dtype_named
+from halfbyte.checkpoint.files import has_adapter
+from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.other_model import OtherModel
+from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.candidates import candidates, named_tensors, own_tensors
+from halfbyte.nn.candidates import OWN_LOADER, candidates, named_tensors, own_tensors
 from halfbyte.nn.config import Config, as_config
 from halfbyte.nn.convert import finished
 from halfbyte.nn.expanded import expanded
@@ -93,6 +95,11 @@ def load(
     check_type(device, (torch.device, str, type(None)), "device is a torch.device or its name", "a model is load(dir, model=model)")
     check_type(model, (nn.Module, type(None)), "model is a torch.nn.Module or None", "leave it out for a model of transformers")
     sharding = None if mesh is None else Sharding(mesh, plan, exact)
+    if has_adapter(model_path(dir)):
+        raise CheckpointError(
+            f"{dir} holds a model and an adapter, which load does not apply: transformers does, AutoModelForCausalLM.from_pretrained(dir), "
+            "or move adapter_* to a folder of its own and apply it, peft.PeftModel.from_pretrained(load(dir), folder)"
+        )
     stored = open_model(dir, quantize=None if format is None else as_config(format))
     return fill(stored, device_of(mesh, device), model, sharding)
 
@@ -152,7 +159,7 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
 def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
     """For each parameter and buffer of the model, the name that it is stored under; raises CheckpointError if one does not fit."""
     weights, folder = checkpoint.weights, checkpoint.path
-    reasons = {candidate.name: candidate.reason for candidate in candidates(model, without_data=True)}
+    reasons = {c.name: c.reason for c in candidates(model, without_data=True) if c.reason != OWN_LOADER}  # of `load`, which reads codes
     owners = dict(checkpoint.names())
     same: dict[int, str] = {}  # tensor of the model -> the name that it is stored under
     places: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from halfbyte import __version__
-from halfbyte.checkpoint.quantization_config import BITS, SETTINGS, has_bytes_each
+from halfbyte.checkpoint.quantization_config import BITS, DTYPE_NAMES, DTYPES, SETTINGS, has_bytes_each
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, not_there
 from halfbyte.formats.dense import dense_tensors, stored_bytes
 from halfbyte.formats.spec import Format, as_format
@@ -28,8 +28,6 @@ from halfbyte.nn.static import Calibrated
 SECTION = "halfbyte"
 CONFIG = "config.json"
 VERSION = 1
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
 
 
@@ -85,7 +83,7 @@ class Weight:
             "kind": self.kind,
             "format": str(self.format),
             "shape": list(self.shape),
-            "dtype": _DTYPE_NAMES[self.dtype],
+            "dtype": DTYPE_NAMES[self.dtype],
             "compute": self.compute,
             "activation": self.activation,
             "crc32": dict(self.crc32),
@@ -208,8 +206,8 @@ def _parse_weight(name: str, entry: object) -> Weight:
     compute, activation = entry.get("compute", "auto"), entry.get("activation", "block")
     if kind not in KINDS:
         raise ValueError(f"the kind of {short(name)} is one of {', '.join(KINDS)}, got {short(kind)}")
-    if dtype not in _DTYPES:
-        raise ValueError(f"the dtype of {short(name)} is one of {', '.join(_DTYPES)}, got {short(dtype)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"the dtype of {short(name)} is one of {', '.join(DTYPES)}, got {short(dtype)}")
     fmt = as_format(entry.get("format", ""))
     sizes = 3 if kind == "Experts" or (kind in CONVOLUTIONS and isinstance(fmt.block, int)) else 2
     if not (isinstance(shape, list) and len(shape) == sizes and is_shape(shape)):
@@ -224,7 +222,7 @@ def _parse_weight(name: str, entry: object) -> Weight:
     if not isinstance(transposed, bool) or (transposed and kind not in ("Linear", "Experts")):
         raise ValueError(f"a Linear or experts may be transposed, true or false, got {short(transposed)} for {short(name)}")
     weight = Weight(
-        kind, fmt, tuple(shape), _DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), tuple(kernel), transposed
+        kind, fmt, tuple(shape), DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), tuple(kernel), transposed
     )
     if weight.crc32.keys() != dense_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
@@ -262,11 +260,6 @@ def _get(section: Mapping[str, Any], key: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{key!r} is of type {kind.__name__}, got {short(value)}")
     return value
-
-
-def dtype_named(name: object) -> torch.dtype | None:
-    """float32, bfloat16 or float16 by its name in a config.json, None for anything else."""
-    return _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
 def plain_name(name: object) -> str:

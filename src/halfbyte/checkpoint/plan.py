@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.architecture import Step, initial, rename, skeleton, steps_to
-from halfbyte.checkpoint.manifest import Weight, dtype_named
+from halfbyte.checkpoint.manifest import Weight
+from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec

@@ -22,6 +22,8 @@ SETTINGS = "quantization_config"
 METHOD = "halfbyte"
 BITS = "bits"  # that codes of 5 and 6 bits take in the files; older checkpoints do not say it, and have bytes
 VERSION = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Module:
     shape    of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts
     ordered  its inputs are reordered: <module>.input_order is stored too
     bytes_each  its codes of 5 or 6 bits take whole bytes in the files
+    dtype    of the float weight that it replaces, where that is not the model's
     """
 
     format: Format
@@ -39,17 +42,22 @@ class Module:
     activation: str = "block"
     ordered: bool = False
     bytes_each: bool = False
+    dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, module: QuantModule) -> Module:
-        made = cls(module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear))
+    def of(cls, module: QuantModule, dtype: torch.dtype) -> Module:
+        """dtype: the model's."""
+        own = None if module.dtype == dtype else module.dtype
+        made = cls(module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear), dtype=own)
         if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
             return replace(made, compute=module.compute, activation=module.activation)
         return made
 
     def to_json(self) -> dict[str, Any]:
         entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
-        del entry["bytes_each"]
+        del entry["bytes_each"], entry["dtype"]
+        if self.dtype is not None:
+            entry["dtype"] = DTYPE_NAMES[self.dtype]
         return entry | {BITS: 8 if self.bytes_each else self.format.tight} if self.format.tight else entry
 
     @classmethod
@@ -58,9 +66,18 @@ class Module:
         fmt, shape, ordered = as_format(entry.get("format", "")), entry.get("shape"), entry.get("ordered", False)
         if not (isinstance(shape, list) and len(shape) in (2, 3) and is_shape(shape)) or not isinstance(ordered, bool):
             raise FormatError(f"a shape is two or three sizes and ordered true or false, got {short(shape)} and {short(ordered)}")
-        made = cls(fmt, tuple(shape), entry.get("compute", "auto"), entry.get("activation", "block"), ordered, has_bytes_each(fmt, entry))
+        dtype = entry.get("dtype")
+        if dtype is not None and dtype_named(dtype) is None:
+            raise FormatError(f"a dtype is one of {', '.join(DTYPES)}, got {short(dtype)}")
+        settings = entry.get("compute", "auto"), entry.get("activation", "block")
+        made = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype))
         check_compute(made.compute, made.activation)
         return made
+
+
+def dtype_named(name: object) -> torch.dtype | None:
+    """float32, bfloat16 or float16 by its name in a config.json, None for anything else."""
+    return DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
 def has_bytes_each(fmt: Format, entry: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
-from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, guard
+from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, dtype_named, guard
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
 from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
@@ -126,12 +127,12 @@ def publish(
         del sums[name]
     if weights:
         ordered = {name.removesuffix(f".{ORDER}") for name in sums if name.endswith(f".{ORDER}")}
-        modules = {
-            (module := name.removesuffix(".weight")): Module(
-                weight.format, weight.shape, weight.compute, weight.activation, module in ordered
-            )
-            for name, weight in weights.items()
-        }
+        most = Counter(weight.dtype for weight in weights.values()).most_common(1)[0][0]
+        main = dtype_named(config.get("dtype", config.get("torch_dtype"))) or most
+        modules = {}
+        for name, weight in weights.items():
+            module, dtype = name.removesuffix(".weight"), None if weight.dtype == main else weight.dtype
+            modules[module] = Module(weight.format, weight.shape, weight.compute, weight.activation, module in ordered, dtype=dtype)
         config = {**config, SETTINGS: describe(modules)}
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
 
@@ -142,5 +143,8 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     if not hasattr(config, "to_json_string"):
         return {}
     described: dict[str, Any] = json.loads(config.to_json_string())
-    dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
-    return described | {"architectures": [type(model).__name__], "dtype": dtype}
+    present = {m.dtype for m in model.modules() if isinstance(m, QuantModule)} | {p.dtype for p in model.parameters()}
+    loaded = getattr(config, "dtype", None)
+    # The model's own is that of its first parameter, which may be one of those that stay in float32.
+    dtype = loaded if loaded in present else getattr(model, "dtype", torch.float32)
+    return described | {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}

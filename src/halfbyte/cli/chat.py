@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer, settings = open_asked(args)
     if not tokenizer.chat_template:
         raise UnsupportedError(f"the tokenizer of {args.model} has no chat template: use halfbyte generate")
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(tokenizer.chat_template)
+        raise UnsupportedError(f"the chat templates of {args.model} are {names}, chat uses the one called default: use halfbyte generate")
 
     from halfbyte.integrations import generating
     from halfbyte.integrations.text import generate

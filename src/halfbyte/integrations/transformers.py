@@ -29,6 +29,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from halfbyte.checkpoint.architecture import keep_dtypes_
 from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, guard, parse
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
@@ -176,6 +177,7 @@ class HalfbyteQuantizer(HfQuantizer):
         """Creates placeholders for codes where the model has float weights: `weight` becomes a module, with the tensors as buffers."""
         if hasattr(model.config, "halfbyte"):  # added to a config.json by `save`, it describes those files, not the model
             del model.config.halfbyte
+        keep_dtypes_(model, model.dtype)
         experts = expand_(model)
         self.quantization_config.modules = wanted = self._resolve(model)
         for name, settings in wanted.items():
@@ -229,7 +231,10 @@ class HalfbyteQuantizer(HfQuantizer):
 
     @staticmethod
     def _make_room(module: Any, settings: Module) -> None:
-        room = _Room(settings, module.weight.dtype)
+        dtype: torch.dtype = module.weight.dtype
+        if settings.dtype is not None and dtype != torch.float32:  # of a model that is asked for in float32 nothing stays in less
+            dtype = settings.dtype
+        room = _Room(settings, dtype)
         del module.weight
         module.add_module("weight", room)
         if settings.ordered:
@@ -354,11 +359,11 @@ class HalfbyteQuantizer(HfQuantizer):
                         del state[f"{name}.weight.{part}"]
         return state, {}
 
-    def _modules(self, model: nn.Module) -> dict[str, Module]:
+    def _modules(self, model: Any) -> dict[str, Module]:
         """The quantized modules, without those whose weight is tied in transformers."""
         quantized = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)}
         shared = {n for n, owner in self._tied.items() if n in quantized and owner in quantized and _same(quantized[n], quantized[owner])}
-        found = {name: Module.of(module) for name, module in quantized.items() if name not in shared}
+        found = {name: Module.of(module, model.dtype) for name, module in quantized.items() if name not in shared}
         for name in shared:  # a head has settings of its product, the embedding whose weight it shares does not
             if isinstance(module := quantized[name], QuantLinear):
                 owner = self._tied[name]

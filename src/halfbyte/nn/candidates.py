@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import getattr_static
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from halfbyte.nn.scaled import factor_of
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
 ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"
+OWN_LOADER = "it is in a module with its own save and load, which do not read codes"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
@@ -51,10 +53,11 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
     modules = list(model.named_modules(remove_duplicate=False))
     weights = {f"{name}.weight" for name, module in modules if isinstance(module, FLOAT_MODULES)}
     elsewhere = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in weights}
+    own_loader = _with_own_loader(modules)
     found = []
     for name, module in modules:
         if isinstance(module, FLOAT_MODULES):
-            reason = _why_not(module, without_data)
+            reason = _why_not(module, without_data) or (OWN_LOADER if name in own_loader else None)
             if reason is None and (other := elsewhere.get(id(module.weight))):
                 reason = f"its weight is also {other}, which is not a module that can be quantized"
             narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
@@ -68,6 +71,20 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             elif isinstance(module, nn.MultiheadAttention):
                 reason = ATTENTION
             found.append(Candidate(name, type(module).__name__, id(module), reason))
+    return found
+
+
+def _with_own_loader(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
+    """Names in a part of the model that its class saves with `save` and builds again with the class method `load`, as the Dense and
+    StaticEmbedding of sentence-transformers do: they would find codes where they expect floats. A part with `save_pretrained` and
+    `from_pretrained` is not one, nor is the whole model."""
+    found: set[str] = set()
+    for name, module in modules:
+        cls, parent = type(module), name.rpartition(".")[0]
+        pretrained = hasattr(cls, "save_pretrained") and hasattr(cls, "from_pretrained")
+        own = hasattr(cls, "save") and isinstance(getattr_static(cls, "load", None), classmethod | staticmethod)
+        if name and not pretrained and (own or parent in found):
+            found.add(name)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
-from halfbyte.nn.candidates import NOT_A_KIND, Candidate, candidates, quantized
+from halfbyte.nn.candidates import NOT_A_KIND, OWN_LOADER, Candidate, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import check_not_in_training
@@ -74,6 +75,11 @@ def _quantize_expanded_(
             raise ArgumentError(f"{others}, and nothing is left to quantize: load the float model again and quantize that")
         return model
     check_patterns(config, found)
+    if not formats and any(candidate.reason == OWN_LOADER for candidate in found):
+        left = f"{type(model).__name__} is left in floating point: {next(c.name for c in found if c.reason == OWN_LOADER)}"
+        warnings.warn(f"{left}: {OWN_LOADER}: quantize a copy of that module alone, and save it with halfbyte.save", stacklevel=3)
+        setattr(model, CONFIG_ATTRIBUTE, config)
+        return model
     if not formats:
         kept = sorted(decisions.items(), key=lambda item: item[1] == NOT_A_KIND)
         why = f": {kept[0][0] or 'it'} stays as it is ({kept[0][1]})" if kept else ", which has no weights"
