@@ -135,7 +135,8 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
     if sharding is not None:
         stored, finish = shard(stored, owners, model, sharding)
     packed = {owner: pack_weight(module, stored.codes(owner), device) for owner, module in _holders(stored, owners, model).items()}
-    plain = {name: stored.tensor(name).to(device) for name in stored.plain}
+    parameters = {owners[name] for name, _, tensor in named_tensors(model) if isinstance(tensor, nn.Parameter)}
+    plain = {name: stored.tensor(name, parameter=name in parameters).to(device) for name in stored.plain}
     _fill(model, owners, packed, plain, stored.weights)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -86,7 +86,7 @@ class OtherModel(StoredModel):
         except FormatError as e:
             raise CheckpointError(f"{name}: the experts of {self.path} do not fit together ({e}): the checkpoint is damaged") from e
 
-    def tensor(self, name: str) -> Tensor:
+    def _plain_tensor(self, name: str) -> Tensor:
         return self._orders[name]() if name in self._orders else self._floats(name, self.plain[name].dtype)
 
     def _floats(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -94,6 +94,9 @@ class OtherModel(StoredModel):
         made = step.run(lambda source: self._entries.read(source, dtype))[target]
         # The result of a conversion may be a view of a larger tensor.
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
+
+    def is_parameter(self, name: str) -> bool:
+        return self._plan.is_parameter(name)
 
     def nbytes(self, name: str) -> int:
         """Where the files have several tensors as one, an equal part of it."""

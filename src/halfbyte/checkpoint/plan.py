@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +63,14 @@ class Plan:
     def given(self) -> dict[str, Spec]:
         """The targets of all steps, in the dtypes of the files."""
         return {self.renamed.get(target, target): spec for step in self.steps for target, spec in step.targets.items() if step.sources}
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether a tensor is known to be a parameter of the model, not a buffer."""
+        return name in self._parameters
+
+    @cached_property
+    def _parameters(self) -> Set[str]:
+        return set() if self.model is None else {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
 
     def dtype(self, name: str) -> torch.dtype:
         return self.weights[name].dtype if name in self.weights else self.plain[name].dtype

@@ -28,6 +28,7 @@ from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.static import Calibrated, calibrated
+from halfbyte.quantizers.check import non_finite
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -72,6 +73,10 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
                 tied[f"{dot}{name}"] = owner
     weights = {name: _weight(module, *settings.get(name, ("auto", "block"))) for name, module in modules.items()}
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
+    for name, tensor in plain.items():
+        what = tensor.is_floating_point() and non_finite(tensor, name, infinities=not isinstance(tensor, nn.Parameter))
+        if what:
+            raise ArgumentError(f"{what}, which `load` would refuse: repair the model before saving it")
     with replacing(model_path(dir)) as staging:
         writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
         for name, tensor in plain.items():

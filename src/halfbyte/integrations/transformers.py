@@ -50,6 +50,7 @@ from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE
 from halfbyte.nn.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.transposed import conv1d, is_transposed
+from halfbyte.quantizers.check import non_finite
 
 OLDEST = (5, 4)  # older versions cast tensors of a wrong type silently, and static caches counted tokens differently
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
@@ -259,6 +260,9 @@ class HalfbyteQuantizer(HfQuantizer):
         else:
             self._take_packed(model)
         self.quantization_config.modules = self._modules(model)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and (found := non_finite(parameter, name)) is not None:
+                raise CheckpointError(f"{found}: the file is damaged, or the model's training failed: use another copy of the model")
         _untie(model)
         if self._shared is not None:
             tensor_parallel.share_(model, self._shared)

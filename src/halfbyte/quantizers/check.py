@@ -40,23 +40,33 @@ def check_finite(weight: Tensor, name: str) -> None:
 
     weight: floating point, any shape. It is read in pieces; a non-contiguous one is copied.
     """
-    flat = weight.detach().reshape(-1)
+    if (what := non_finite(weight, name)) is not None:
+        raise ArgumentError(f"{what}: only finite weights can be quantized")
+
+
+def non_finite(tensor: Tensor, name: str, *, infinities: bool = False) -> str | None:
+    """Says how many values are NaN or infinite and where the first is: "w [4] holds 1 NaN or infinite value, the first (nan) at [2]".
+    None where there is no such value. One pass over the memory, without a temporary.
+
+    infinities  are allowed
+    """
+    flat = tensor.detach().reshape(-1)
     bad, first = 0, -1
     for start in range(0, flat.numel(), _CHUNK):
         piece = flat[start : start + _CHUNK]
-        # x - x is 0 for finite x and NaN otherwise, and one NaN makes the sum NaN: no mask is allocated.
-        if math.isfinite(float((piece - piece).sum())):
+        piece = piece.float() if piece.dtype.itemsize == 1 else piece  # 8-bit floats have no arithmetic
+        ends = [float(end) for end in torch.aminmax(piece)]  # NaN if there is one
+        if all(map(math.isfinite, ends)) or (infinities and not math.isnan(ends[0])):
             continue
-        wrong = ~torch.isfinite(piece)
+        wrong = piece.isnan() if infinities else ~torch.isfinite(piece)
         bad += int(wrong.sum())
         if first < 0:
             first = start + int(wrong.to(torch.uint8).argmax())
-    if bad:
-        place = [int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), weight.shape)]
-        raise ArgumentError(
-            f"{name} {list(weight.shape)} holds {bad} NaN or infinite value{'s' * (bad > 1)}, the first ({float(flat[first])}) at {place}: "
-            "only finite weights can be quantized"
-        )
+    if not bad:
+        return None
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), tensor.shape)]
+    what = f"NaN{'' if infinities else ' or infinite'} value{'s' * (bad > 1)}"
+    return f"{name} {list(tensor.shape)} holds {bad} {what}, the first ({float(flat[first])}) at {place}"
 
 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
