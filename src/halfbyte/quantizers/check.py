@@ -11,6 +11,8 @@ from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 
+_NORMAL = torch.finfo(torch.float32).smallest_normal
+_SMALL = 2.0**-100  # largest scales from here on need no look at the weight
 _CHUNK = 1 << 22  # elements checked at a time: temporaries take a few MB whatever the tensor's size
 
 
@@ -71,7 +73,8 @@ def non_finite(tensor: Tensor, name: str, *, infinities: bool = False) -> str | 
 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
     """Raises FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
-    largest weights by more than half a code. Weights of zeros are accepted, and so are blocks that are small beside others.
+    largest weights by more than half a code, or where that scale, or that of the largest weight, is subnormal in float32: the
+    reciprocals of those a little smaller overflow. Weights of zeros are accepted, and so are blocks that are small beside others.
 
     With offsets the scales may be small since weights are alike. There it counts whether one is moved by more than a code of the largest.
     """
@@ -79,13 +82,16 @@ def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
     if not weight.numel():
         return
     largest, unit = float(codes.scale.abs().max()), limits.smallest_normal * limits.eps
-    if largest < fmt.q_max * unit and (amax := float(weight.abs().max())) > 0:
-        if fmt.zero == "offset" and float((codes.dequantize() - weight).abs().max()) <= 2 * amax / fmt.q_max:
+    if largest < max(fmt.q_max * unit, _SMALL) and (amax := float(weight.abs().max())) > 0:
+        if largest >= max(fmt.q_max * unit, _NORMAL) and amax >= fmt.q_max * _NORMAL:
             return
-        wide = fmt.with_scale(torch.bfloat16)
+        if fmt.zero == "offset" and float((codes.dequantize().to(weight.device) - weight).abs().max()) <= 2 * amax / fmt.q_max:
+            return
+        remedy = "skip it, or multiply it by a power of two and what it computes by the inverse"
+        if fmt.scale == torch.float16 and amax > 4 * fmt.q_max * _NORMAL:
+            remedy = f"use bfloat16 or float32 scales, for example {fmt.with_scale(torch.bfloat16)}, or skip it"
         raise FormatError(
-            f"{name}: its largest value is {amax:.3g}, for which the {str(fmt.scale)[6:]} scales of {fmt} are too coarse: "
-            f"use bfloat16 or float32 scales, for example {wide}, or skip it"
+            f"{name}: its largest value is {amax:.3g}, for which the {str(fmt.scale)[6:]} scales of {fmt} are too coarse: {remedy}"
         )
 
 
