@@ -145,6 +145,17 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
     return steps, unused
 
 
+def module_classes(config: Mapping[str, Any], modules: Iterable[str], files: Iterable[Sequence[int]]) -> dict[str, set[str]]:
+    """The names of the class and the base classes of modules that have a weight, by their names in the files; without those that the model
+    does not have, or not as modules of their own. `files` as for `skeleton`."""
+    if known_architecture(config) is None:
+        return {}
+    model = skeleton(config, torch.float32, files)
+    steps, _ = steps_to(model, {f"{name}.weight": Spec(torch.float32, (1, 1)) for name in modules})
+    places = {step.sources[0].removesuffix(".weight"): min(step.targets) for step in steps if not step.converts}
+    return {name: {cls.__name__ for cls in type(model.get_submodule(at.rpartition(".")[0])).__mro__} for name, at in places.items()}
+
+
 def rename(source: str, target: str, spec: Spec) -> Step:
     """The step that gives a tensor another name."""
     return Step((source,), {target: spec}, lambda read: {target: read(source)})
