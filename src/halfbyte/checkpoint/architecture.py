@@ -110,8 +110,8 @@ def load_generation_config(model: nn.Module, folder: Path) -> None:
             raise CheckpointError(f"transformers cannot read {folder / 'generation_config.json'} ({_why(e)}): repair or remove it") from e
 
 
-def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[str]]:
-    """How the tensors of a model's files become those of its `skeleton`, and which of them it does not use.
+def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], dict[str, str]]:
+    """How the tensors of a model's files become those of its `skeleton`, and the names that those would have there which it does not use.
 
     Names of earlier versions, missing and superfluous prefixes, and tensors that the model keeps fused or split are mapped as
     `from_pretrained` does, by transformers' own tables.
@@ -125,7 +125,7 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamed: dict[str, str] = {}
     converted: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    unused: list[str] = []
+    unused: dict[str, str] = {}
     for name in sorted(files, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
@@ -133,7 +133,7 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
         elif target not in state and (stack := name.removesuffix(".weight")) in state:  # experts are stored under module names
             target, pattern = stack, None
         if target not in state or target in renamed:  # of two that map to the same name the first is taken
-            unused.append(name)
+            unused[name] = target
         elif pattern is None:
             renamed[target] = name
         else:

@@ -22,8 +22,9 @@ from halfbyte.checkpoint.architecture import module_classes
 from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, joined, plain_entries
 from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETTINGS
 from halfbyte.checkpoint.foreign_affine import of_hqq, of_torchao
-from halfbyte.checkpoint.foreign_floats import CACHE_PARTS, block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
+from halfbyte.checkpoint.foreign_floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
 from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
+from halfbyte.checkpoint.left_out import CACHE_PARTS
 from halfbyte.checkpoint.manifest import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
@@ -290,13 +291,15 @@ def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
 def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """A model that halfbyte quantized and transformers saved: codes as in a checkpoint, and a guard under the weight's own name."""
     found, rest = modules_of(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
-    known = quantization_config.parse(settings)
+    known, guard = quantization_config.parse(settings), quantization_config.guard()
 
     def entry(parts: Parts) -> Entry:
         if (module := known.get(parts.module)) is None:
             raise CheckpointError(f"config.json does not say what format {parts.module} has: the checkpoint is damaged")
         if module.ordered:
             parts.require(ORDER)
+        if "weight" in parts and parts.spec("weight") != Spec(guard.dtype, tuple(guard.shape)):
+            raise CheckpointError(f"the files hold {parts.module}.weight twice, plain and quantized: remove the tensors of one of them")
         stored = [f"weight.{part}" for part in stored_tensors(module.format, module.shape)]
 
         def read(_: torch.dtype | None) -> Codes:

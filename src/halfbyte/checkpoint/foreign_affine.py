@@ -87,7 +87,7 @@ def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> 
     modules, rest = modules_of(reader, tuple(f"{_PART}{part}" for part in torchao.PARTS))
     entries = weights_of(modules, lambda parts: _torchao_entry(parts, dtype))
     if odd := next((name for name in rest if name.rpartition(".")[2].startswith(_PART)), None):
-        raise CheckpointError(f"{odd} belongs to a weight of torchao without its qdata: start from the float model")
+        raise CheckpointError(f"{odd} belongs to a weight of torchao in a form that halfbyte does not read: start from the float model")
     floats = sum(entry.quantized is None for entry in entries.values())
     return Entries(joined(entries, plain_entries(reader, rest)), notes({"8-bit floats": floats} if floats else {}, 0))
 

@@ -7,7 +7,6 @@ dequantized as they are read, which reports mention.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, joined, plain_entries
 from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
+from halfbyte.checkpoint.left_out import RUN_TIME
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io import bitsandbytes, float4, float8
@@ -26,9 +26,6 @@ from halfbyte.io.tensors import Spec
 
 # The names of the scales of an 8-bit floating-point weight.
 _SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale")
-# Scales of caches and of activations, which are not used; stacks of experts have the latter behind the name of their weight.
-CACHE_PARTS = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
-_OTHERS = re.compile(rf".*(\.|_)(input_scale|input_scale_ub|activation_scale|output_scale)|.*\.({'|'.join(CACHE_PARTS)})")
 _MX = ("_blocks", "_scales")
 
 
@@ -46,7 +43,7 @@ def plain_or_float8(reader: Reader, names: Iterable[str] | None, dtype: torch.dt
         forms["8-bit floats"] += 1
         del rest[name]
         rest.pop(scale, None)
-    dropped = [name for name in rest if entries and _OTHERS.fullmatch(name)]
+    dropped = [name for name in rest if entries and RUN_TIME.fullmatch(name)]
     return Entries(
         joined(entries, plain_entries(reader, [name for name in rest if name not in dropped])), notes(forms, len(dropped)), reader
     )
@@ -84,7 +81,7 @@ def block_of(value: object) -> tuple[int, int] | None:
 def modelopt(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """NVIDIA's Model Optimizer: FP8 and NVFP4."""
     packed, rest = modules_of(reader, ("weight", "weight_scale", "weight_scale_2"), None, lambda spec: spec.dtype == torch.uint8)
-    others = plain_or_float8(reader, [name for name in rest if not (packed and _OTHERS.fullmatch(name))], dtype)
+    others = plain_or_float8(reader, [name for name in rest if not (packed and RUN_TIME.fullmatch(name))], dtype)
     return Entries(joined(others.entries, weights_of(packed, lambda parts: float4_entry(parts, dtype))), others.notes)
 
 

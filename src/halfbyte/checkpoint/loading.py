@@ -27,7 +27,7 @@ from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_modul
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.nn.report import Report
+from halfbyte.nn.report import Report, add_notes
 from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _on_codes(stored: StoredModel, static: Calibrated, device: torch.device | st
 
 
 def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, sharding: Sharding | None = None) -> nn.Module:
-    owners = _fit(stored, model)
+    owners, left_out = _fit(stored, model), stored.left_out()
     finish = None
     if sharding is not None:
         stored, finish = shard(stored, owners, model, sharding)
@@ -145,6 +145,8 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
             module.refresh()
     if finish is not None:
         finish(model)
+    if left_out:
+        add_notes(model, left_out)
     for tell in finished:
         tell(model)
     return model

@@ -95,6 +95,14 @@ class OtherModel(StoredModel):
         # The result of a conversion may be a view of a larger tensor.
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 
+    def left_out(self) -> Sequence[str]:
+        names: dict[str, list[str]] = {}
+        for name, reason in self._plan.unused.items():
+            if reason.startswith("equal to"):  # nothing is lost
+                continue
+            names.setdefault(reason, []).append(name)
+        return [f"{len(some)} tensors of the files are left out, such as {some[0]}: {reason}" for reason, some in names.items()]
+
     def is_parameter(self, name: str) -> bool:
         return self._plan.is_parameter(name)
 

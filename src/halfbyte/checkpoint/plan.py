@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.architecture import Step, initial, rename, skeleton, steps_to
+from halfbyte.checkpoint.left_out import Files, left_out
 from halfbyte.checkpoint.manifest import Weight, dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
@@ -26,12 +27,9 @@ NOT_A_WEIGHT = "not a 2-D tensor of float32, bfloat16 or float16 called *.weight
 Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[str, Format | str]]
 
 
-class Source(Protocol):
+class Source(Files, Protocol):
     """The tensors of a model's files, by their names there."""
 
-    def specs(self) -> Mapping[str, Spec]: ...
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
-    def same(self, name: str, other: str) -> bool: ...
     def outputs_first(self, name: str) -> bool: ...
 
 
@@ -83,7 +81,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
     model = skeleton(described, dtype, [spec.shape for spec in files.values()])
     steps, unused = steps_to(model, files)
-    plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} does not use it"), model=model)
+    plan = Plan(steps, unused=left_out(model, steps, unused, source), model=model)
     _settle_ties(plan, model, source)
     first: dict[int, str] = {}  # tensor of the model -> its first name, its name in the checkpoint
     canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in named_tensors(model)}

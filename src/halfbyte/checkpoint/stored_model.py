@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,10 @@ class StoredModel(ABC):
     @abstractmethod
     def nbytes(self, name: str) -> int:
         """Bytes of a weight or plain tensor in the files."""
+
+    def left_out(self) -> Sequence[str]:
+        """Notes about tensors of the files that are not part of the model."""
+        return ()
 
     def form(self, name: str) -> str | None:
         """How the files store a quantized weight or plain tensor, in their project's terms; None where these are dtypes or halfbyte's."""
