@@ -16,6 +16,7 @@ from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
+from halfbyte.checkpoint.wrappers import unwrapped
 from halfbyte.errors import ArgumentError, CheckpointError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
@@ -94,7 +95,8 @@ def load(
     check_type(model, (nn.Module, type(None)), "model is a torch.nn.Module or None", "leave it out for a model of transformers")
     sharding = None if mesh is None else Sharding(mesh, plan, exact)
     stored = open_model(dir, quantize=None if format is None else as_config(format))
-    return fill(stored, device_of(mesh, device), model, sharding)
+    filled = fill(stored, device_of(mesh, device), None if model is None else unwrapped(model), sharding)
+    return filled if model is None else model
 
 
 def fill(
