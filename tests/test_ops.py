@@ -13,6 +13,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
+from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.quantizers import METHODS
 
@@ -385,3 +386,54 @@ def test_a_weight_too_small_for_its_scales_is_refused(method: str) -> None:
     ):  # beside ones, others do not matter
         for name in ("q4_0", "q4_1", "int8_g32_offset"):
             assert (hb.quantize(weight, name, method).dequantize() - weight).norm() <= 1e-2 * weight.norm()
+
+
+TINY = (
+    "int8_channel", "int8_channel_zp", "int8_channel_offset", "int8_g32_f32", "int4_g32_bf16", "int4_g32_zp_f32", "int4_g32_offset_bf16",
+    "int6_g16_f32", "int5_g32_offset_f32", "int8_tensor", "mxfp4", "nvfp4", "iq4_g32_f32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["absmax", "mse", "hqq"])
+@pytest.mark.parametrize("name", TINY)
+def test_weights_near_the_least_float32(name: str, method: str) -> None:
+    """Scales whose reciprocal overflows make zeros: of a whole weight they are refused, in a part of it exact."""
+    fmt = as_format(name)
+    for shape in ((8, 64), (3, 4, 64)):
+        refused = 0
+        for size in (1e-33, 1e-35, 1e-36, 1e-37, 3e-38, 1e-38, 1e-40):
+            tiny = torch.randn(shape) * size
+            message = ""
+            try:
+                found = hb.quantize(tiny, fmt, method).dequantize()
+            except FormatError as e:
+                message = str(e)
+            if message:
+                assert message.endswith("too coarse: skip it, or multiply it by a power of two and what it computes by the inverse")
+                tiny, refused = tiny * 2.0**64, refused + 1
+                found = hb.quantize(tiny, fmt, method).dequantize()
+            assert relative(found, tiny) < 0.3
+        assert 1 <= refused <= 6
+        mixed = torch.randn(shape)
+        mixed[0] *= 1e-37
+        if fmt.block != "tensor":
+            found = hb.quantize(mixed, fmt, method).dequantize()[0]
+            assert relative(found, mixed[0]) <= 1.0  # 1: zeros
+            if method == "absmax" and fmt.block == "channel":
+                assert torch.equal(found, torch.zeros_like(found))
+        positive = torch.rand(shape)
+        positive[0] *= 1e-37
+        found = hb.quantize(positive, fmt, method).dequantize()[0]
+        assert fmt.block == "tensor" or relative(found, positive[0]) <= 1.0
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_the_advice_for_scales_that_are_too_coarse_helps() -> None:
+    for size in (1e-7, 1e-20, 1e-35):
+        tiny = torch.randn(8, 64) * size
+        with pytest.raises(FormatError, match=r"use bfloat16 or float32 scales, for example (\w+), or skip it") as e:
+            hb.quantize(tiny, "int4_g32_zp")
+        assert relative(hb.quantize(tiny, str(e.value).split("for example ")[1].split(",")[0]).dequantize(), tiny) < 0.2

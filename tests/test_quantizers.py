@@ -27,7 +27,7 @@ shapes = st.tuples(st.integers(0, 4), st.integers(0, 70))
 
 
 @st.composite
-def weights(draw: st.DrawFn, magnitudes: tuple[float, ...] = (1, 4e3, 1e-3, 1e-6, 1e-30, 1e-40, 0)) -> torch.Tensor:
+def weights(draw: st.DrawFn, magnitudes: tuple[float, ...] = (1, 4e3, 1e-3, 1e-6, 1e-30, 1e-37, 1e-40, 0)) -> torch.Tensor:
     """float32 [N, K]: rows of different kinds and sizes, shifted, sparse or of few distinct values, to make ties."""
     n, k = draw(shapes)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -73,7 +73,9 @@ def reference(x: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.float32, np.fl
         if fmt.zero == "point":
             zero = np.clip(np.rint(-lo * inverse), 0, q_max)
         elif fmt.zero == "offset":
-            zero = start = rounded(lo, fmt.scale)
+            exact = (hi - lo) / q_max
+            vanishes = inverse == 0 and lo < 0 and -lo < exact * q_max
+            zero = start = np.float32(0) if vanishes else rounded(lo, fmt.scale)
         q = np.clip(np.rint((x - start) * inverse) + (zero if fmt.zero == "point" else 0), fmt.q_min, fmt.q_max)
     assert q.dtype == np.float32
     return q, scale, zero

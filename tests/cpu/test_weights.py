@@ -84,7 +84,7 @@ def weights(draw: st.DrawFn) -> Tensor:
     for _ in range(draw(st.integers(0, 4))):
         start, size = draw(st.integers(0, k - 1)), draw(st.integers(1, 80))
         part = w[..., draw(st.integers(0, n - 1)), start : start + size]
-        value = draw(st.sampled_from([0.0, -0.0, 1.0, -3.5, 1e-45, 1e-39, 1e-7, 0.5, 60000.0]))
+        value = draw(st.sampled_from([0.0, -0.0, 1.0, -3.5, 1e-45, 1e-39, 1e-37, 1e-7, 0.5, 60000.0]))
         part[...] = value if draw(st.booleans()) else torch.randint(-8, 9, part.shape, generator=rng) * value
     w = w.to(draw(st.sampled_from(DTYPES)))
     stride = draw(st.sampled_from([0, 5]))

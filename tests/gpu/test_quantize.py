@@ -16,7 +16,7 @@ from halfbyte.quantizers.absmax import absmax
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS = (
     "q4_0", "q4_1", "q8_0", "inferllm_q4_0", "inferllm_q8_0", "int4_g32", "int4_g20_zp", "int4_g128_offset", "int8_g33_offset",
-    "int8_g64_zp_f32", "int4_channel", "int8_channel_zp", "int4_g128_bf16",
+    "int8_g64_zp_f32", "int8_channel_offset", "int4_channel", "int8_channel_zp", "int4_g128_bf16",
 )  # fmt: skip
 
 
@@ -37,6 +37,9 @@ def weights(n: int, k: int, dtype: torch.dtype) -> Tensor:
     w[2] = 0
     w[3] *= 1e-7
     w[4] = -w[4].abs()
+    # The reciprocals of scales overflow. None is subnormal, of which Triton's interpreter converts those of bfloat16 wrongly.
+    w[5:7] = (torch.rand(2, k, generator=rng) + 0.2) * 1e-37
+    w[5, ::2] *= -1
     return w.to(dtype)
 
 

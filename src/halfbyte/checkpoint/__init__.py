@@ -7,13 +7,15 @@ converting.py         `convert`, float models to checkpoints, tensor by tensor; 
 exporting.py          `export`, from any kind of files to another; export_items.py, targets.py: one weight, one kind
 Files
   files.py            which files a model has; sources.py: of which kind they are; entries.py: their tensors
+  wrappers.py         the names that torch.compile and DataParallel give them
   manifest.py, quantization_config.py    the sections of config.json
   foreign.py          other projects' folders: foreign_affine.py, foreign_floats.py, foreign_tensors.py
   gguf_model.py       GGUF files: gguf_names.py, gguf_orders.py, gguf_config.py, gguf_tokenizer.py,
                       chat_templates.py
   gguf_export.py      written: gguf_vocabulary.py
 Models
-  architecture.py     what transformers knows of a model; plan.py: which tensor of the files is which of the model
+  architecture.py     what transformers knows of a model; plan.py: which tensor of the files is which of the model;
+                      left_out.py: and which does not matter
 """
 
 from halfbyte.checkpoint.converting import convert as convert

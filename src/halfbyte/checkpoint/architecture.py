@@ -130,8 +130,8 @@ def load_generation_config(model: nn.Module, folder: Path) -> None:
             raise CheckpointError(f"transformers cannot read {folder / 'generation_config.json'} ({_why(e)}): repair or remove it") from e
 
 
-def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[str]]:
-    """How the tensors of a model's files become those of its `skeleton`, and which of them it does not use.
+def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], dict[str, str]]:
+    """How the tensors of a model's files become those of its `skeleton`, and the names that those would have there which it does not use.
 
     Names of earlier versions, missing and superfluous prefixes, and tensors that the model keeps fused or split are mapped as
     `from_pretrained` does, by transformers' own tables.
@@ -145,7 +145,7 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamed: dict[str, str] = {}
     converted: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    unused: list[str] = []
+    unused: dict[str, str] = {}
     for name in sorted(files, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
@@ -153,7 +153,7 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
         elif target not in state and (stack := name.removesuffix(".weight")) in state:  # experts are stored under module names
             target, pattern = stack, None
         if target not in state or target in renamed:  # of two that map to the same name the first is taken
-            unused.append(name)
+            unused[name] = target
         elif pattern is None:
             renamed[target] = name
         else:
@@ -164,6 +164,17 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], list[st
         converter = next(c for c in converters if sources[0][1] in c.source_patterns)
         steps.append(_conversion(planned, target, converter, sources, files))
     return steps, unused
+
+
+def module_classes(config: Mapping[str, Any], modules: Iterable[str], files: Iterable[Sequence[int]]) -> dict[str, set[str]]:
+    """The names of the class and the base classes of modules that have a weight, by their names in the files; without those that the model
+    does not have, or not as modules of their own. `files` as for `skeleton`."""
+    if known_architecture(config) is None:
+        return {}
+    model = skeleton(config, torch.float32, files)
+    steps, _ = steps_to(model, {f"{name}.weight": Spec(torch.float32, (1, 1)) for name in modules})
+    places = {step.sources[0].removesuffix(".weight"): min(step.targets) for step in steps if not step.converts}
+    return {name: {cls.__name__ for cls in type(model.get_submodule(at.rpartition(".")[0])).__mro__} for name, at in places.items()}
 
 
 def rename(source: str, target: str, spec: Spec) -> Step:

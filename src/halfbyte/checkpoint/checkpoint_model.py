@@ -54,7 +54,7 @@ class Checkpoint(StoredModel):
         weight = self.weights[name]
         return self._checked(name, weight.shape, {part: self._read(f"{name}.{part}", crc32) for part, crc32 in weight.crc32.items()})
 
-    def tensor(self, name: str) -> Tensor:
+    def _plain_tensor(self, name: str) -> Tensor:
         return self._read(name, self._checksums[name])
 
     def nbytes(self, name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from halfbyte.checkpoint.materialize import Materializer
 from halfbyte.checkpoint.plan import NOT_A_WEIGHT, Plan, Source, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.saving import publish, stored_specs
 from halfbyte.checkpoint.sources import open_floats
+from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import ArgumentError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
@@ -83,11 +85,11 @@ def convert(
         if calibration is None:
             written = _resumed(plan, writer, notes)
         else:
-            written = _calibrated(plan, reader, writer, config.method, as_calibration(calibration), progress, notes)
+            written = _calibrated(plan, reader, source, writer, config.method, as_calibration(calibration), progress, notes)
         method = UNCALIBRATED.get(config.method, config.method)
         for step in plan.steps:
             if not written.issuperset(plan.renamed.get(target, target) for target in step.targets):
-                _run(step, plan, reader, writer, method, written)
+                _run(step, plan, reader, writer, method, source, written)
             done += sum(reader.spec(name).nbytes for name in step.sources)
             if progress is not None and calibration is None:
                 progress(done, total, ", ".join(step.targets))
@@ -108,6 +110,7 @@ def _resumed(plan: Plan, writer: Writer, notes: list[str]) -> set[str]:
 def _calibrated(
     plan: Plan,
     reader: Source,
+    source: Path,
     writer: Writer,
     method: str,
     calibration: Calibration,
@@ -126,7 +129,7 @@ def _calibrated(
         if (weight.kind == "Experts" or (name in plan.linears and weight.kind == "Linear")) and name not in tied
     }
     written = set()
-    layers = Materializer(plan, reader)
+    layers = Materializer(plan, reader, source)
     for result in calibrate(layers.model, formats, method, calibration, materialize=layers.materialize, progress=progress):
         if isinstance(result.value, Codes):
             _write_codes(writer, result.name, result.value)
@@ -139,7 +142,7 @@ def _calibrated(
     return written
 
 
-def _run(step: Step, plan: Plan, reader: Source, writer: Writer, method: str, written: Set[str] = frozenset()) -> None:
+def _run(step: Step, plan: Plan, reader: Source, writer: Writer, method: str, path: Path, written: Set[str]) -> None:
     """Reads, quantizes and writes the tensors of one step, except those that are `written`."""
     names = {target: plan.renamed.get(target, target) for target in step.targets}
     dtype = plan.dtype(next(iter(names.values())))
@@ -148,7 +151,7 @@ def _run(step: Step, plan: Plan, reader: Source, writer: Writer, method: str, wr
         if name in written:
             continue
         if (weight := plan.weights.get(name)) is None:
-            writer.write(name, tensor)
+            writer.write(name, checked_finite(tensor, name, path, parameter=plan.is_parameter(name)))
             continue
         codes = quantize_weight(weight.kind, tensor, weight.format, method, name)
         _write_codes(writer, name, codes)

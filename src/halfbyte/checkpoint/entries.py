@@ -153,6 +153,16 @@ def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[st
     return {n: Entry(reader.spec(n), reader.spec(n).nbytes, partial(reader.read, n)) for n in (reader.places if names is None else names)}
 
 
+def joined(*parts: Mapping[str, Entry]) -> dict[str, Entry]:
+    """All entries. Raises CheckpointError for a weight that the files hold twice, as with a plain one beside its codes."""
+    entries: dict[str, Entry] = {}
+    for part in parts:
+        if twice := entries.keys() & part.keys():
+            raise CheckpointError(f"the files hold {min(twice)} twice, plain and quantized: remove the tensors of one of them")
+        entries |= part
+    return entries
+
+
 def floats(codes: Codes, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
     """The dequantized weight, computed a few rows at a time; with its columns in the order of the inputs, if they have another `order`."""
     back = None if order is None else order.long().argsort()

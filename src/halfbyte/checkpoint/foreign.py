@@ -8,7 +8,7 @@ precedence. Older folders of AWQ and GPTQ have it in a separate file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint import quantization_config
-from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, plain_entries
+from halfbyte.checkpoint.architecture import module_classes
+from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, joined, plain_entries
 from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETTINGS
 from halfbyte.checkpoint.foreign_affine import of_hqq, of_torchao
 from halfbyte.checkpoint.foreign_floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
 from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
+from halfbyte.checkpoint.left_out import CACHE_PARTS
 from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
@@ -35,6 +37,8 @@ from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 
 _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
+# Of compressed-tensors' layouts of 2:4 sparse weights: sparse-24-bitmask and sparse-bitmask, marlin-24.
+_SPARSE = (".compressed", ".bitmask", ".row_offsets", ".scale_packed", ".meta")
 # Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
 _MOST_POINTS = 1 << 22  # zero points that are read to determine a version
@@ -65,8 +69,8 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
     known: dict[str, Callable[[Reader, dict[str, Any], torch.dtype], Entries]] = {
         "awq": _awq,
         "gptq": _gptq,
-        "compressed-tensors": _compressed_tensors,
-        "compressed_tensors": _compressed_tensors,
+        "compressed-tensors": partial(_compressed_tensors, config=config),
+        "compressed_tensors": partial(_compressed_tensors, config=config),
         quantization_config.METHOD: _halfbyte,
         "fp8": fp8,
         "fbgemm_fp8": fp8,
@@ -110,7 +114,7 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
         fmt = _points_format(parts, 4, group, 8 * words, zero_points.middle(4))
         return parts.entry(Spec(dtype, (8 * words, k)), lambda _: awq.read(parts.tensors(), group, parts.module), Quantized(fmt, "AWQ"))
 
-    return Entries(weights_of(modules, entry) | plain_entries(reader, rest))
+    return Entries(joined(weights_of(modules, entry), plain_entries(reader, rest)))
 
 
 def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
@@ -129,7 +133,7 @@ def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
         return parts.entry(Spec(dtype, (n, k)), lambda _: gptq.read(parts.tensors(), bits, group, version, parts.module)[0], quantized)
 
     lies = f"config.json says GPTQ version {claimed}, the zero points are those of version {version}, which is used"
-    return Entries(weights_of(modules, entry) | plain_entries(reader, rest), [lies] if version != claimed else [])
+    return Entries(joined(weights_of(modules, entry), plain_entries(reader, rest)), [lies] if version != claimed else [])
 
 
 def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
@@ -162,8 +166,8 @@ def _order(parts: Parts, part: str, k: int, block: int) -> Order | None:
     return None if read() is None else cast(Order, read)
 
 
-def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
-    groups = settings.get("config_groups")
+def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.dtype, config: Mapping[str, Any]) -> Entries:
+    groups = settings.get("config_groups") or {}  # none, where only caches are quantized, or weights are only sparse
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(
             f"the config_groups of quantization_config are {short(groups)}, not an object of objects: the checkpoint is damaged"
@@ -171,19 +175,39 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
     if (place := _turned_online(settings.get("transform_config"))) is not None:
         raise CheckpointError(f"its transform_config changes values at {short(place)} as the model runs, which halfbyte does not read: "
                               "start from the float model")  # fmt: skip
+    if (odd := next((name for name in reader.places if name.endswith(_SPARSE)), None)) is not None:
+        said = settings.get("sparsity_config")
+        form = said.get("format") if isinstance(said, dict) else None
+        what = f"{odd} belongs to a weight in the sparse layout {form or settings.get('format')!s:.40}"
+        raise CheckpointError(f"{what}, which halfbyte does not read: take the float model, or one that is pack-quantized")
     small, rest = modules_of(reader, _FLOAT4, None, lambda spec: spec.dtype == torch.uint8)
     packed, rest = modules_of(reader, compressed_tensors.PACKED, rest)
     integer, rest = modules_of(reader, compressed_tensors.INTEGER, rest, lambda spec: spec.dtype == torch.int8)
-    dropped = [name for name in rest if name.rpartition(".")[2] in _ACTIVATION_PARTS]
+    dropped = [name for name in rest if name.rpartition(".")[2] in (*_ACTIVATION_PARTS, *CACHE_PARTS)]
     others = plain_or_float8(reader, [name for name in rest if name not in dropped], dtype, _rectangle(groups))
     odd = [name for name in others.entries if name.rpartition(".")[2] in compressed_tensors.PACKED and not name.endswith(".weight")]
     if odd:
         what = f"{odd[0]} belongs to a weight of {str(settings.get('format'))[:40]}, neither integers nor floats of 4 or 8 bits"
         raise CheckpointError(f"{what} that halfbyte reads: start from the float model")
     entries = weights_of(small, lambda parts: float4_entry(parts, dtype))
-    entries |= weights_of(packed | integer, lambda parts: _ct_entry(parts, _group_of(parts.module, groups), dtype))
-    notes = [f"activations are quantized dynamically: {len(dropped)} static scales and zero points are not used"] if dropped else []
-    return Entries({**others.entries, **entries}, [*others.notes, *notes])
+    classes = _classes(reader, packed.keys() | integer.keys(), groups, config)
+    notes: list[str] = []
+    entries |= weights_of(packed | integer, lambda parts: _ct_entry(parts, _group_of(parts.module, groups, classes), dtype, notes))
+    if dropped:
+        notes.append(f"activations and caches are not quantized statically: {len(dropped)} scales and zero points of them are not used")
+    return Entries(joined(others.entries, entries), [*others.notes, *notes])
+
+
+def _classes(
+    reader: Reader, modules: Collection[str], groups: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]
+) -> Mapping[str, set[str]]:
+    """The names of the classes of modules and their base classes, where a target may name one that is not Linear."""
+    targets = [target for group in groups.values() if isinstance(group.get("targets"), list) for target in group["targets"]]
+    if all(not isinstance(target, str) or target == "Linear" or target.startswith("re:") or target in modules for target in targets):
+        return {}
+    # Eight codes of 4 bits in a word: the sizes by which a config is judged must not be smaller than those of the floats.
+    sizes = [(*spec.shape, 8) for spec in reader.specs().values()]
+    return module_classes(config, list(modules), sizes)
 
 
 def _turned_online(transforms: object) -> object:
@@ -200,10 +224,10 @@ def _rectangle(groups: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | Non
     return next((found for each in weights if isinstance(each, dict) and (found := block_of(each.get("block_structure")))), None)
 
 
-def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype) -> Entry:
+def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype, notes: list[str]) -> Entry:
     bits = 8
     if "weight_packed" in parts:
-        bits = _ct_bits(parts.module, group)
+        bits = _ct_bits(parts, group, notes)
         shape = compressed_tensors.shape_of(parts.spec("weight_packed").shape, parts.read("weight_shape"), bits, parts.module)
     else:
         found = parts.spec("weight").shape
@@ -221,23 +245,30 @@ def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype) -> Ent
     return parts.entry(Spec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, parts.module)[0], quantized)
 
 
-def _ct_bits(name: str, group: Mapping[str, Any]) -> int:
-    weights = group.get("weights")
-    bits = weights.get("num_bits") if isinstance(weights, dict) else None
-    if bits not in (4, 8) or not isinstance(weights, dict) or weights.get("type", "int") != "int":
-        what = f"{name} is packed in {short(bits)} bits of type {short(weights.get('type') if isinstance(weights, dict) else None)}"
-        raise CheckpointError(f"config.json says {what}: halfbyte reads integers of 4 and 8 bits, start from the float model")
+def _ct_bits(parts: Parts, group: Mapping[str, Any], notes: list[str]) -> int:
+    """The bits of packed codes: those that the config says, or, where these do not fit the tensor, the ones that do."""
+    weights, name = group.get("weights"), parts.module
+    said = weights.get("num_bits") if isinstance(weights, dict) else None
+    stored = compressed_tensors.bits_of(parts.spec("weight_packed").shape, parts.read("weight_shape"))
+    bits = said if said is None or said in stored or not stored else stored[0]
+    kind = weights.get("type", "int") if isinstance(weights, dict) else "int"
+    if bits not in (4, 8) or kind != "int":
+        what = f"config.json says {name} is packed in {short(said)} bits of type {short(kind)}"
+        what += f", its tensor in {bits}" if bits != said else ""
+        raise CheckpointError(f"{what}: halfbyte reads integers of 4 and 8 bits, start from the float model")
+    if bits != said:
+        notes.append(f"config.json says {short(said)} bits for {name}, its tensor has {bits}, which are used")
     return int(bits)
 
 
-def _group_of(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The config group whose targets match a module: its name, a pattern `re:…`, or else its class, here always Linear."""
-    for group in groups.values():
-        targets = group.get("targets")
-        for target in targets if isinstance(targets, list) else ():
-            if isinstance(target, str) and (target == name or (target.startswith("re:") and _matches(target[3:], name))):
-                return group
-    return next((g for g in groups.values() if isinstance(g.get("targets"), list) and "Linear" in g["targets"]), {})
+def _group_of(name: str, groups: Mapping[str, Mapping[str, Any]], classes: Mapping[str, set[str]]) -> Mapping[str, Any]:
+    """The config group whose targets match a module: its name, a pattern `re:…`, or else its class, Linear where that is not known."""
+    lists = {key: [t for t in targets if isinstance(t, str)] for key, g in groups.items() if isinstance(targets := g.get("targets"), list)}
+    for key, targets in lists.items():
+        if any(target == name or (target.startswith("re:") and _matches(target[3:], name)) for target in targets):
+            return groups[key]
+    mine = classes.get(name, {"Linear"})
+    return next((groups[key] for key, targets in lists.items() if not mine.isdisjoint(targets)), {})
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -261,13 +292,15 @@ def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
 def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """A model that halfbyte quantized and transformers saved: codes as in a checkpoint, and a guard under the weight's own name."""
     found, rest = modules_of(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
-    known = quantization_config.parse(settings)
+    known, guard = quantization_config.parse(settings), quantization_config.guard()
 
     def entry(parts: Parts) -> Entry:
         if (module := known.get(parts.module)) is None:
             raise CheckpointError(f"config.json does not say what format {parts.module} has: the checkpoint is damaged")
         if module.ordered:
             parts.require(ORDER)
+        if "weight" in parts and parts.spec("weight") != Spec(guard.dtype, tuple(guard.shape)):
+            raise CheckpointError(f"the files hold {parts.module}.weight twice, plain and quantized: remove the tensors of one of them")
         stored = [f"weight.{part}" for part in stored_tensors(module.format, module.shape)]
 
         def read(_: torch.dtype | None) -> Codes:
@@ -278,7 +311,7 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
         quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)
         return parts.entry(Spec(dtype, module.shape), read, quantized)
 
-    return Entries(weights_of(found, entry) | plain_entries(reader, rest))
+    return Entries(joined(weights_of(found, entry), plain_entries(reader, rest)))
 
 
 def _group_size(settings: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
+from halfbyte.checkpoint.entries import Entries, Entry, Quantized, joined, plain_entries
 from halfbyte.checkpoint.foreign_floats import notes
 from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
 from halfbyte.errors import CheckpointError
@@ -34,7 +34,7 @@ def of_hqq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entr
     modules, rest = modules_of(reader, (*_NUMBERS, *_SETTINGS))
     entries = weights_of(modules, lambda parts: _hqq_entry(parts, dtype))
     floats = sum(entry.quantized is None for entry in entries.values())
-    return Entries(entries | plain_entries(reader, rest), notes({"codes in groups along the outputs": floats} if floats else {}, 0))
+    return Entries(joined(entries, plain_entries(reader, rest)), notes({"codes in groups along the outputs": floats} if floats else {}, 0))
 
 
 def _hqq_entry(parts: Parts, dtype: torch.dtype) -> Entry:
@@ -87,9 +87,9 @@ def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> 
     modules, rest = modules_of(reader, tuple(f"{_PART}{part}" for part in torchao.PARTS))
     entries = weights_of(modules, lambda parts: _torchao_entry(parts, dtype))
     if odd := next((name for name in rest if name.rpartition(".")[2].startswith(_PART)), None):
-        raise CheckpointError(f"{odd} belongs to a weight of torchao without its qdata: start from the float model")
+        raise CheckpointError(f"{odd} belongs to a weight of torchao in a form that halfbyte does not read: start from the float model")
     floats = sum(entry.quantized is None for entry in entries.values())
-    return Entries(entries | plain_entries(reader, rest), notes({"8-bit floats": floats} if floats else {}, 0))
+    return Entries(joined(entries, plain_entries(reader, rest)), notes({"8-bit floats": floats} if floats else {}, 0))
 
 
 def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:

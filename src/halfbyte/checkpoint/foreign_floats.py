@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.entries import Entries, Entry, Quantized, plain_entries
+from halfbyte.checkpoint.entries import Entries, Entry, Quantized, joined, plain_entries
 from halfbyte.checkpoint.foreign_tensors import Parts, modules_of, weights_of
+from halfbyte.checkpoint.left_out import RUN_TIME
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io import bitsandbytes, float4, float8
@@ -25,8 +26,6 @@ from halfbyte.io.tensors import Spec
 
 # The names of the scales of an 8-bit floating-point weight.
 _SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale")
-# Scales of activations and of caches, which are not used.
-_OTHERS = ("input_scale", "input_scale_ub", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale")
 _MX = ("_blocks", "_scales")
 
 
@@ -44,8 +43,10 @@ def plain_or_float8(reader: Reader, names: Iterable[str] | None, dtype: torch.dt
         forms["8-bit floats"] += 1
         del rest[name]
         rest.pop(scale, None)
-    dropped = [name for name in rest if entries and name.endswith(_OTHERS)]
-    return Entries(entries | plain_entries(reader, [name for name in rest if name not in dropped]), notes(forms, len(dropped)), reader)
+    dropped = [name for name in rest if entries and RUN_TIME.fullmatch(name)]
+    return Entries(
+        joined(entries, plain_entries(reader, [name for name in rest if name not in dropped])), notes(forms, len(dropped)), reader
+    )
 
 
 def _float8_entry(parts: Parts, block: tuple[int, int] | None, dtype: torch.dtype) -> Entry:
@@ -80,8 +81,8 @@ def block_of(value: object) -> tuple[int, int] | None:
 def modelopt(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """NVIDIA's Model Optimizer: FP8 and NVFP4."""
     packed, rest = modules_of(reader, ("weight", "weight_scale", "weight_scale_2"), None, lambda spec: spec.dtype == torch.uint8)
-    others = plain_or_float8(reader, [name for name in rest if not (packed and name.endswith(_OTHERS))], dtype)
-    return Entries({**others.entries, **weights_of(packed, lambda parts: float4_entry(parts, dtype))}, others.notes)
+    others = plain_or_float8(reader, [name for name in rest if not (packed and RUN_TIME.fullmatch(name))], dtype)
+    return Entries(joined(others.entries, weights_of(packed, lambda parts: float4_entry(parts, dtype))), others.notes)
 
 
 def float4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
@@ -117,7 +118,7 @@ def mxfp4(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
             raise CheckpointError(f"there is {blocks}, but no {scales}: the checkpoint is damaged")
         entries[name] = _mxfp4_entry(Parts(reader, name, {"blocks": blocks, "scales": scales}), dtype)
         del rest[blocks], rest[scales]
-    return Entries(entries | plain_entries(reader, rest))
+    return Entries(joined(entries, plain_entries(reader, rest)))
 
 
 def _mxfp4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
@@ -146,7 +147,7 @@ def bnb(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries
             rest.remove(name)
             entries[name] = _four(replace(parts, names={**parts.names, "weight": name}), part, kind, dtype)
             forms[kind] += 1
-    return Entries(entries | plain_entries(reader, rest), notes(forms, 0))
+    return Entries(joined(entries, plain_entries(reader, rest)), notes(forms, 0))
 
 
 def _eight(parts: Parts, dtype: torch.dtype) -> Entry:

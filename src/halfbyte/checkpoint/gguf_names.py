@@ -517,9 +517,25 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )  # fmt: skip
 
 
+# What GGUF files hold besides models, by general.type or general.architecture, and what to do.
+_WITH_MODEL = "name the GGUF file of the model"
+_NO_MODELS = {
+    "adapter": ("a LoRA adapter", f"{_WITH_MODEL} that it belongs to, into which llama.cpp's llama-export-lora merges it"),
+    "imatrix": ("an importance matrix, which guides llama.cpp's quantization", _WITH_MODEL),
+    "mmproj": ("the image or audio encoder of a model", f"{_WITH_MODEL} itself for text alone, or use its safetensors"),
+    "clip": ("the image or audio encoder of a model", f"{_WITH_MODEL} itself for text alone, or use its safetensors"),
+    "controlvector": ("a control vector", _WITH_MODEL),
+    "vocab": ("a vocabulary", _WITH_MODEL),
+}
+
+
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """The architecture of a file with this metadata; raises CheckpointError for an unknown one."""
     name = metadata.get("general.architecture")
+    kind = next((each for each in (metadata.get("general.type"), name) if isinstance(each, str) and each in _NO_MODELS), None)
+    if kind is not None:
+        what, remedy = _NO_MODELS[kind]
+        raise CheckpointError(f"the GGUF file holds {what}, not a model: {remedy}")
     sparse = bool(metadata.get(f"{name}.expert_count"))
     found = [a for a in ARCHITECTURES if a.name == name]
     if not found:

@@ -18,6 +18,7 @@ from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
+from halfbyte.checkpoint.wrappers import unwrapped
 from halfbyte.errors import ArgumentError, CheckpointError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
@@ -29,7 +30,7 @@ from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_modul
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.nn.report import Report
+from halfbyte.nn.report import Report, add_notes
 from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def load(
             "or move adapter_* to a folder of its own and apply it, peft.PeftModel.from_pretrained(load(dir), folder)"
         )
     stored = open_model(dir, quantize=None if format is None else as_config(format))
-    return fill(stored, device_of(mesh, device), model, sharding)
+    filled = fill(stored, device_of(mesh, device), None if model is None else unwrapped(model), sharding)
+    return filled if model is None else model
 
 
 def fill(
@@ -137,12 +139,13 @@ def _on_codes(stored: StoredModel, static: Calibrated, device: torch.device | st
 
 
 def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, sharding: Sharding | None = None) -> nn.Module:
-    owners = _fit(stored, model)
+    owners, left_out = _fit(stored, model), stored.left_out()
     finish = None
     if sharding is not None:
         stored, finish = shard(stored, owners, model, sharding)
     packed = {owner: pack_weight(module, stored.codes(owner), device) for owner, module in _holders(stored, owners, model).items()}
-    plain = {name: stored.tensor(name).to(device) for name in stored.plain}
+    parameters = {owners[name] for name, _, tensor in named_tensors(model) if isinstance(tensor, nn.Parameter)}
+    plain = {name: stored.tensor(name, parameter=name in parameters).to(device) for name in stored.plain}
     _fill(model, owners, packed, plain, stored.weights)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -151,6 +154,8 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
             module.refresh()
     if finish is not None:
         finish(model)
+    if left_out:
+        add_notes(model, left_out)
     for tell in finished:
         tell(model)
     return model

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.plan import Plan, Source
+from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import CheckpointError
 from halfbyte.nn.candidates import own_tensors
 from halfbyte.nn.runs import decoder_layers
@@ -19,11 +21,11 @@ class Materializer:
     model  its other parameters are on the meta device
     """
 
-    def __init__(self, plan: Plan, reader: Source) -> None:
+    def __init__(self, plan: Plan, reader: Source, path: Path) -> None:
         if plan.model is None:
             raise CheckpointError("the files name no architecture to build a model from")
         self.model = plan.model
-        self._plan, self._reader = plan, reader
+        self._plan, self._reader, self._path = plan, reader, path
         self._steps = {plan.renamed.get(target, target): step for step in plan.steps for target in step.targets}
         layers, _ = decoder_layers(self.model)
         model: Any = plan.model
@@ -44,6 +46,7 @@ class Materializer:
         for name, tensor in list(own_tensors(module)):
             full = f"{prefix}.{name}" if prefix else name
             data = self._read(self._plan.tied.get(full, full))
+            checked_finite(data, full, self._path, parameter=isinstance(tensor, nn.Parameter))
             value = nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
             setattr(module, name, value)
 

@@ -86,7 +86,7 @@ class OtherModel(StoredModel):
         except FormatError as e:
             raise CheckpointError(f"{name}: the experts of {self.path} do not fit together ({e}): the checkpoint is damaged") from e
 
-    def tensor(self, name: str) -> Tensor:
+    def _plain_tensor(self, name: str) -> Tensor:
         return self._orders[name]() if name in self._orders else self._floats(name, self.plain[name].dtype)
 
     def _floats(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -94,6 +94,17 @@ class OtherModel(StoredModel):
         made = step.run(lambda source: self._entries.read(source, dtype))[target]
         # The result of a conversion may be a view of a larger tensor.
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
+
+    def left_out(self) -> Sequence[str]:
+        names: dict[str, list[str]] = {}
+        for name, reason in self._plan.unused.items():
+            if reason.startswith("equal to"):  # nothing is lost
+                continue
+            names.setdefault(reason, []).append(name)
+        return [f"{len(some)} tensors of the files are left out, such as {some[0]}: {reason}" for reason, some in names.items()]
+
+    def is_parameter(self, name: str) -> bool:
+        return self._plan.is_parameter(name)
 
     def nbytes(self, name: str) -> int:
         """Where the files have several tensors as one, an equal part of it."""

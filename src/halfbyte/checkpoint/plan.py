@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.architecture import Step, initial, rename, skeleton, steps_to
+from halfbyte.checkpoint.left_out import Files, left_out
 from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.errors import CheckpointError
@@ -27,12 +28,9 @@ NOT_A_WEIGHT = "not a 2-D tensor of float32, bfloat16 or float16 called *.weight
 Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[str, Format | str]]
 
 
-class Source(Protocol):
+class Source(Files, Protocol):
     """The tensors of a model's files, by their names there."""
 
-    def specs(self) -> Mapping[str, Spec]: ...
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
-    def same(self, name: str, other: str) -> bool: ...
     def outputs_first(self, name: str) -> bool: ...
 
 
@@ -65,6 +63,14 @@ class Plan:
         """The targets of all steps, in the dtypes of the files."""
         return {self.renamed.get(target, target): spec for step in self.steps for target, spec in step.targets.items() if step.sources}
 
+    def is_parameter(self, name: str) -> bool:
+        """Whether a tensor is known to be a parameter of the model, not a buffer."""
+        return name in self._parameters
+
+    @cached_property
+    def _parameters(self) -> Set[str]:
+        return set() if self.model is None else {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+
     def dtype(self, name: str) -> torch.dtype:
         return self.weights[name].dtype if name in self.weights else self.plain[name].dtype
 
@@ -76,7 +82,7 @@ def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> 
     dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
     model = skeleton(described, dtype, [spec.shape for spec in files.values()])
     steps, unused = steps_to(model, files)
-    plan = Plan(steps, unused=dict.fromkeys(unused, f"{type(model).__name__} does not use it"), model=model)
+    plan = Plan(steps, unused=left_out(model, steps, unused, source), model=model)
     _settle_ties(plan, model, source)
     first: dict[int, str] = {}  # tensor of the model -> its first name, its name in the checkpoint
     canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in named_tensors(model)}

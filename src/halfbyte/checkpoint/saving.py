@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
 from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, dtype_named, guard
+from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
 from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
@@ -29,6 +30,7 @@ from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.static import Calibrated, calibrated
+from halfbyte.quantizers.check import non_finite
 
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -46,6 +48,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
     if is_parallel(model):
         raise UnsupportedError(PARTS_ONLY)
+    model = unwrapped(model)
     plain: dict[str, Tensor] = {}
     modules: dict[str, QuantModule] = {}
     tied: dict[str, str] = {}
@@ -54,7 +57,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise UnsupportedError(f"{prefix or 'the model'} has extra state that is not a tensor, which a checkpoint cannot hold")
-        dot = f"{prefix}." if prefix else ""
+        dot = without_parts(f"{prefix}." if prefix else "")
         if isinstance(module, QuantModule):
             owner = seen.setdefault(id(module.packed_data), f"{dot}weight")
             if owner == f"{dot}weight":
@@ -73,6 +76,10 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
                 tied[f"{dot}{name}"] = owner
     weights = {name: _weight(module, *settings.get(name, ("auto", "block"))) for name, module in modules.items()}
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
+    for name, tensor in plain.items():
+        what = tensor.is_floating_point() and non_finite(tensor, name, infinities=not isinstance(tensor, nn.Parameter))
+        if what:
+            raise ArgumentError(f"{what}, which `load` would refuse: repair the model before saving it")
     with replacing(model_path(dir)) as staging:
         writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
         for name, tensor in plain.items():

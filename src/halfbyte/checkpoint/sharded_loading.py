@@ -88,7 +88,7 @@ class _Share(StoredModel):
     def codes(self, name: str) -> Codes:
         return self._whole.part_of_codes(name, *self._runs[name]) if name in self._runs else self._whole.codes(name)
 
-    def tensor(self, name: str) -> Tensor:
+    def _plain_tensor(self, name: str) -> Tensor:
         return self._whole.part_of_tensor(name, *self._runs[name]) if name in self._runs else self._whole.tensor(name)
 
     def nbytes(self, name: str) -> int:

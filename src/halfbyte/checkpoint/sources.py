@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfbyte.checkpoint.architecture import known_architecture
 from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.files import weight_files
 from halfbyte.checkpoint.foreign import read_folder, read_plain, settings_of
 from halfbyte.checkpoint.gguf_model import read_file
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import SETTINGS
+from halfbyte.checkpoint.wrappers import plain_names
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file, is_there
 from halfbyte.io.gguf import is_gguf, read_header
@@ -31,13 +34,21 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     if SECTION in config:
         return None
     if (settings := settings_of(source, config)) is not None:
-        entries = read_folder(Reader(weight_files(source)), {**config, SETTINGS: settings})
+        entries = read_folder(_reader(source, config), {**config, SETTINGS: settings})
         return {key: value for key, value in config.items() if key != SETTINGS}, entries
     if floats:
-        return config, read_plain(Reader(weight_files(source)), config)
+        return config, read_plain(_reader(source, config), config)
     if is_there(source):
         weight_files(source)  # says what is wrong, such as pickles, where there are no weights that could be quantized
     return None
+
+
+def _reader(source: Path, config: Mapping[str, Any]) -> Reader:
+    """The tensors of a folder, by the names that they have in the model itself if it is one of transformers."""
+    reader = Reader(weight_files(source))
+    if known_architecture(config) is not None:
+        reader.rename(plain_names(reader.places))
+    return reader
 
 
 def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from halfbyte.checkpoint.manifest import Weight
+from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.report import Report
 from halfbyte.nn.static import Calibrated
+from halfbyte.quantizers.check import non_finite
 
 
 @dataclass
@@ -43,8 +45,19 @@ class StoredModel(ABC):
         """Reads a weight."""
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
+    def _plain_tensor(self, name: str) -> Tensor:
         """Reads a plain tensor."""
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether a plain tensor is known to be a parameter: not a buffer."""
+        return False
+
+    def tensor(self, name: str, *, parameter: bool = False) -> Tensor:
+        """Reads a plain tensor. Raises CheckpointError where it holds a NaN.
+
+        parameter  refuse infinities, too, which buffers such as masks may hold
+        """
+        return checked_finite(self._plain_tensor(name), name, self.path, parameter=parameter or self.is_parameter(name))
 
     @abstractmethod
     def report(self) -> Report:
@@ -53,6 +66,10 @@ class StoredModel(ABC):
     @abstractmethod
     def nbytes(self, name: str) -> int:
         """Bytes of a weight or plain tensor in the files."""
+
+    def left_out(self) -> Sequence[str]:
+        """Notes about tensors of the files that are not part of the model."""
+        return ()
 
     def form(self, name: str) -> str | None:
         """How the files store a quantized weight or plain tensor, in their project's terms; None where these are dtypes or halfbyte's."""
@@ -75,6 +92,13 @@ class StoredModel(ABC):
         """Of all weights and plain tensors."""
         yield from (weight.shape for weight in self.weights.values())
         yield from (spec.shape for spec in self.plain.values())
+
+
+def checked_finite(tensor: Tensor, name: str, path: Path, *, parameter: bool) -> Tensor:
+    """The tensor; raises CheckpointError where it holds a NaN or, if it is a `parameter`, an infinity."""
+    if tensor.is_floating_point() and (what := non_finite(tensor, f"{path}: {name}", infinities=not parameter)) is not None:
+        raise CheckpointError(f"{what}: the file is damaged, or the model's training or conversion failed: use another copy of the model")
+    return tensor
 
 
 def order_name(weight: str) -> str:

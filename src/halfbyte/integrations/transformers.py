@@ -50,6 +50,7 @@ from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_notes
 from halfbyte.nn.transposed import is_transposed
+from halfbyte.quantizers.check import non_finite
 
 NEW = "{} was in no file, and stays float: it is initialized at random and has to be trained"
 OLDEST = (5, 4)  # older versions cast tensors of a wrong type silently, and static caches counted tokens differently
@@ -279,6 +280,9 @@ class HalfbyteQuantizer(HfQuantizer):
         else:
             self._take_packed(model)
         self.quantization_config.modules = self._modules(model)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and (found := non_finite(parameter, name)) is not None:
+                raise CheckpointError(f"{found}: the file is damaged, or the model's training failed: use another copy of the model")
         _untie(model)
         if self._shared is not None:
             tensor_parallel.share_(model, self._shared)

@@ -90,6 +90,12 @@ def shape_of(packed: tuple[int, ...], shape: Tensor, bits: int, where: str) -> t
     return n, k
 
 
+def bits_of(packed: tuple[int, ...], shape: Tensor) -> list[int]:
+    """The numbers of bits, of 1 to 8, that codes of this shape have in words of this shape: of rows of 32 codes or more there is one."""
+    k = int(shape[1]) if tuple(shape.shape) == (2,) and shape.dtype in (torch.int64, torch.int32) else 0
+    return [bits for bits in range(1, 9) if len(packed) == 2 and k > 0 and packed[1] == -(-k * bits // 32)]
+
+
 def points_of(parts: Mapping[str, Tensor], bits: int, shape: tuple[int, int], where: str) -> Tensor | None:
     """The zero points of unsigned codes, uint8 [N, blocks]; None for a symmetric weight, which stores none."""
     stored = parts.get("weight_zero_point")

@@ -313,14 +313,25 @@ def _parse(path: Path, text: bytes, size: int) -> File:
         if offset % alignment:
             raise cursor.wrong(f"tensor {short(name)} begins at {offset}, no multiple of the alignment {alignment}")
         entries[name] = Entry(kind, shape, Place(path, start + offset, _bytes(path, name, kind, shape)))
-    end = 0
+    _check_places(cursor, entries, start, alignment)
+    return File(path, metadata, entries)
+
+
+def _check_places(cursor: _Cursor, entries: Mapping[str, Entry], start: int, alignment: int) -> None:
+    """Raises CheckpointError unless each tensor begins at the first multiple of the alignment behind the one before it and the file ends
+    with the last: otherwise the type or shape of a tensor in the header is not that of its data."""
+    end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].place.offset, item[1].place.spec.nbytes)):
         if entry.place.offset < end:
             raise cursor.wrong(f"tensor {short(name)} overlaps the one before it")
+        if entry.place.offset > round_up(end, alignment):
+            raise cursor.wrong(f"{entry.place.offset - end} bytes before tensor {short(name)} belong to no tensor")
         end = entry.place.offset + entry.place.spec.nbytes
-        if end > size:
-            raise CheckpointError(f"{path} has {size} bytes, tensor {short(name)} ends at {end}: the file is truncated or damaged")
-    return File(path, metadata, entries)
+        if end > cursor.size:
+            what = f"{cursor.path} has {cursor.size} bytes, tensor {short(name)} ends at {end}"
+            raise CheckpointError(f"{what}: the file is truncated or damaged")
+    if entries and cursor.size > round_up(end, alignment):
+        raise cursor.wrong(f"{cursor.size - end} bytes behind its last tensor belong to no tensor")
 
 
 def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> Spec:

@@ -166,6 +166,11 @@ class Reader:
                     raise CheckpointError(f"tensor {name!r} is in both {self.places[name].path} and {path}: remove one of the files")
                 self.places[name] = place
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors other names: the present one -> the new one, which must be unique."""
+        self.places = {names[name]: place for name, place in self.places.items()}
+        self.metadata = {names.get(name, name): value for name, value in self.metadata.items()}
+
     def spec(self, name: str) -> Spec:
         return self.places[name].spec
 

@@ -28,7 +28,7 @@ from halfbyte.nn.folding import Fold, find_folds
 from halfbyte.nn.kinds import relative_distance
 from halfbyte.nn.runs import Copy, Moments, Progress, Runs
 from halfbyte.quantizers.awq import AWQ, awq, search_scale
-from halfbyte.quantizers.check import check_finite
+from halfbyte.quantizers.check import check_finite, check_scales
 from halfbyte.quantizers.gptq import GPTQ, gptq
 from halfbyte.quantizers.mse import mse
 
@@ -240,6 +240,7 @@ def _quantize(linear: nn.Module, name: str, fmt: Format, method: str, moments: M
     """Quantizes the weight of a float32 Linear called `name`, and replaces it by its dequantized codes."""
     weight, full = linear.get_parameter("weight"), f"{name}.weight"
     codes = _codes(weight, fmt, method, moments, calibration, full)
+    check_scales(codes, weight, full)
     rounded = codes.dequantize()
     error = relative_distance(weight, rounded)
     weight.data = rounded

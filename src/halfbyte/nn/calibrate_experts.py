@@ -23,6 +23,7 @@ from halfbyte.nn.folding import same_outputs
 from halfbyte.nn.kinds import relative_distance
 from halfbyte.nn.runs import Moments, Runs
 from halfbyte.quantizers.awq import AWQ, search_scale
+from halfbyte.quantizers.check import check_scales
 from halfbyte.quantizers.mse import mse
 
 FEW = 32  # tokens: fewer are not representative of an expert's inputs
@@ -61,6 +62,7 @@ def quantize_experts(
             notes: tuple[str, ...] = ("one scale for all experts: mse without calibration is used",)
         else:
             codes, notes = _each(runs, i, block, name, fmt, codes_of, up, options)
+        check_scales(codes, weight, name)
         done.append(Stack(name, codes, relative_distance(weight, codes.dequantize().to(weight.device)), notes))
     for stack in done:  # after all measurements
         weight = block.get_submodule(stack.name).get_parameter("weight")

@@ -14,7 +14,8 @@ it bit for bit. Of a block of weights x (converted to float32 first, which is ex
                  scale  = (hi - lo) / q_max, rounded to the scale dtype
                  point  = clamp(rne(-lo * inverse(scale)))
                  q      = clamp(rne(x * inverse(scale)) + point)
-"int", offset    scale  = (hi - lo) / q_max, rounded to the scale dtype;  offset = lo, rounded to it too
+"int", offset    scale  = (hi - lo) / q_max, rounded to the scale dtype;  offset = lo, rounded to it too, but 0 where inverse(scale)
+                 is 0 and lo < 0 < hi (as lo < 0 and -lo < (hi - lo) / q_max * q_max): such a block becomes zeros
                  q      = clamp(rne((x - offset) * inverse(scale)))
 ggml q4_0        peak   = the x of largest magnitude, the first of several
                  d      = peak / -8;  id = 1 / d, or 0 where d = 0
@@ -26,12 +27,14 @@ ggml q8_0, q8_1, inferllm
                  q      = clamp(away(x * inverse(d)))
 "fp4", bfloat16  scale  = 2^(floor(log2(amax)) - 3), at least 2^-128, and 0 where amax is 0
 "fp4", others    scale  = amax / 12, rounded to the scale dtype
-"iq4"            scale  = peak / -127, rounded to the scale dtype; peak = lo where -lo > hi, else hi
+"iq4"            scale  = peak / -127, rounded to the scale dtype, 0 where inverse(scale) is, as none of its codes is 0;
+                 peak   = lo where -lo > hi, else hi
 both             q      = the nearest of the table to x * inverse(scale); of two that of the even index (fp4), the greater one (iq4)
 
 In the families but ggml's and InferLLM's codes are computed with the scale as stored; these compute them with the unrounded float32 d
-(and lo), and round these to the scale dtype afterwards. A block whose scale underflows to 0 in the scale dtype becomes all
-zeros (or its offset). A scale that overflows is an error.
+(and lo), and round these to the scale dtype afterwards. A block whose scale underflows to 0 in the scale dtype, or so far that its
+reciprocal overflows (below 2^-128), becomes all zeros (or its offset). A scale that overflows is an error, and so is a weight of which
+all scales are that small (check.py).
 
 Sources: ggml's quantize_row_q4_0_ref, q4_1_ref, q8_0_ref (ggml-quants.c), of which the `gguf` package's quants.py has a
 bit-exact copy (it differs from this only where the lo of a q4_1 block is -0: whether that sign is stored there depends on the
@@ -110,10 +113,15 @@ def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def stored_grid(fmt: Format, scale: Tensor, lo: Tensor | None) -> Grid:
     """The grid, rounded for storage, with these scales and, for a format with a zero, lower ends `lo`, float32 [r, nb]."""
     stored = scale.to(fmt.scale)
+    if fmt.family == "iq4":
+        stored = torch.where((_inverse(stored.float()) == 0) & stored.isfinite(), 0.0, stored)
     if lo is None:
         return grid_of(fmt, stored, None)
     if fmt.zero == "point":
         return grid_of(fmt, stored, torch.round(-lo * _inverse(stored.float())).clamp(0, fmt.q_max).to(torch.uint8))
+    if fmt.family not in ("ggml", "inferllm"):
+        vanishes = (_inverse(stored.float()) == 0) & (lo < 0) & (-lo < scale * fmt.q_max)
+        lo = torch.where(vanishes, 0.0, lo)
     return grid_of(fmt, stored, lo.to(fmt.scale))
 
 

@@ -11,6 +11,8 @@ from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 
+_NORMAL = torch.finfo(torch.float32).smallest_normal
+_SMALL = 2.0**-100  # largest scales from here on need no look at the weight
 _CHUNK = 1 << 22  # elements checked at a time: temporaries take a few MB whatever the tensor's size
 
 
@@ -41,28 +43,39 @@ def check_finite(weight: Tensor, name: str) -> None:
 
     weight: floating point, any shape. It is read in pieces; a non-contiguous one is copied.
     """
-    flat = weight.detach().reshape(-1)
+    if (what := non_finite(weight, name)) is not None:
+        raise ArgumentError(f"{what}: only finite weights can be quantized")
+
+
+def non_finite(tensor: Tensor, name: str, *, infinities: bool = False) -> str | None:
+    """Says how many values are NaN or infinite and where the first is: "w [4] holds 1 NaN or infinite value, the first (nan) at [2]".
+    None where there is no such value. One pass over the memory, without a temporary.
+
+    infinities  are allowed
+    """
+    flat = tensor.detach().reshape(-1)
     bad, first = 0, -1
     for start in range(0, flat.numel(), _CHUNK):
         piece = flat[start : start + _CHUNK]
-        # x - x is 0 for finite x and NaN otherwise, and one NaN makes the sum NaN: no mask is allocated.
-        if math.isfinite(float((piece - piece).sum())):
+        piece = piece.float() if piece.dtype.itemsize == 1 else piece  # 8-bit floats have no arithmetic
+        ends = [float(end) for end in torch.aminmax(piece)]  # NaN if there is one
+        if all(map(math.isfinite, ends)) or (infinities and not math.isnan(ends[0])):
             continue
-        wrong = ~torch.isfinite(piece)
+        wrong = piece.isnan() if infinities else ~torch.isfinite(piece)
         bad += int(wrong.sum())
         if first < 0:
             first = start + int(wrong.to(torch.uint8).argmax())
-    if bad:
-        place = [int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), weight.shape)]
-        raise ArgumentError(
-            f"{name} {list(weight.shape)} holds {bad} NaN or infinite value{'s' * (bad > 1)}, the first ({float(flat[first])}) at {place}: "
-            "only finite weights can be quantized"
-        )
+    if not bad:
+        return None
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), tensor.shape)]
+    what = f"NaN{'' if infinities else ' or infinite'} value{'s' * (bad > 1)}"
+    return f"{name} {list(tensor.shape)} holds {bad} {what}, the first ({float(flat[first])}) at {place}"
 
 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
     """Raises FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
-    largest weights by more than half a code. Weights of zeros are accepted, and so are blocks that are small beside others.
+    largest weights by more than half a code, or where that scale, or that of the largest weight, is subnormal in float32: the
+    reciprocals of those a little smaller overflow. Weights of zeros are accepted, and so are blocks that are small beside others.
 
     With offsets the scales may be small since weights are alike. There it counts whether one is moved by more than a code of the largest.
     """
@@ -70,13 +83,16 @@ def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
     if not weight.numel():
         return
     largest, unit = float(codes.scale.abs().max()), limits.smallest_normal * limits.eps
-    if largest < fmt.q_max * unit and (amax := float(weight.abs().max())) > 0:
-        if fmt.zero == "offset" and float((codes.dequantize() - weight).abs().max()) <= 2 * amax / fmt.q_max:
+    if largest < max(fmt.q_max * unit, _SMALL) and (amax := float(weight.abs().max())) > 0:
+        if largest >= max(fmt.q_max * unit, _NORMAL) and amax >= fmt.q_max * _NORMAL:
             return
-        wide = fmt.with_scale(torch.bfloat16)
+        if fmt.zero == "offset" and float((codes.dequantize().to(weight.device) - weight).abs().max()) <= 2 * amax / fmt.q_max:
+            return
+        remedy = "skip it, or multiply it by a power of two and what it computes by the inverse"
+        if fmt.scale == torch.float16 and amax > 4 * fmt.q_max * _NORMAL:
+            remedy = f"use bfloat16 or float32 scales, for example {fmt.with_scale(torch.bfloat16)}, or skip it"
         raise FormatError(
-            f"{name}: its largest value is {amax:.3g}, for which the {str(fmt.scale)[6:]} scales of {fmt} are too coarse: "
-            f"use bfloat16 or float32 scales, for example {wide}, or skip it"
+            f"{name}: its largest value is {amax:.3g}, for which the {str(fmt.scale)[6:]} scales of {fmt} are too coarse: {remedy}"
         )
 
 

@@ -134,7 +134,9 @@ class _Rows(Emitter):
             point = (f.value("float", -0.0) - lo) * inverse
             point = self._rounded(point.max_or(0.0).min_or(float(spec.q_max)))
             return stored, point.to("i8"), functools.partial(self._nearest, inverse, None, point)
-        offset = self._stored(lo)
+        zero = f.value("float", 0.0)
+        vanishes = inverse.equals(0.0) & (lo < 0.0) & ((f.value("float", -0.0) - lo) < exact * float(spec.q_max))
+        offset = self._stored(vanishes.select(zero, lo))
         return stored, offset, functools.partial(self._nearest, inverse, self.isa.to_float(offset, spec.scale), None)
 
     def _extremes(self, x: Value, real: Value) -> tuple[Value, Value, Value]:

@@ -175,6 +175,8 @@ def _quantize(
         point = tl.minimum(tl.maximum((tl.minimum(-lo * inverse, 1024.0) + MAGIC) - MAGIC, 0.0), Q_MAX)
         tl.store(zero + number, point.to(tl.uint8), mask=inside)
     if ZERO == 2:
+        if FAMILY == 0:  # a block of both signs whose scale vanishes becomes zeros
+            lo = tl.where((inverse == 0) & (lo < 0) & (-lo < exact * Q_MAX), 0.0, lo)
         offset = lo.to(kind)
         wrong |= ~(tl.abs(offset.to(tl.float32)) < float("inf"))
         tl.store(zero + number, offset, mask=inside)
