@@ -13,6 +13,7 @@ Files
   gguf_export.py      written: gguf_vocabulary.py
 Models
   architecture.py     what transformers knows of a model; plan.py: which tensor of the files is which of the model
+  generation_settings.py   values of generation_config.json
 """
 
 from halfbyte.checkpoint.converting import convert as convert
