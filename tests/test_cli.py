@@ -481,6 +481,8 @@ def test_explain(run: Run) -> None:
     assert (found["op"], found["experts"], found["weight_bytes"]) == ("grouped_linear", 4, 4 * 2304)
     assert found["measured_seconds"] > 0
     run("explain", "--experts", 0).refuses("got 0")
+    for rows in (1_000_000_000_000, 1 << 70):
+        run("explain", "--m", rows).refuses("activations of", "GB in float32: ask for at most")
     run("explain", "--compute", "guess").refuses("'guess'")
     run("explain", "--format", "q9").refuses("'q9'")
     run("explain", "--m", "-1").refuses("-1")

@@ -277,7 +277,12 @@ def test_garbage_is_collected_again_after_an_error() -> None:
     ("arguments", "said"),
     [
         (("--max-new-tokens", 0), "--max-new-tokens"),
+        (("--max-new-tokens", 1_000_000), "max_new_tokens is at most"),
         (("--temperature", -1), "--temperature"),
+        (("--temperature", "1e-320"), "0 for greedy decoding, or 1e-05 to 100000"),
+        (("--temperature", "1e300"), "--temperature"),
+        (("--temperature", "nan"), "--temperature"),
+        (("--repetition-penalty", "1e-320"), "--repetition-penalty is 1e-05"),
         (("--temperature", 1, "--top-p", 1.5), "--top-p is"),
         (("--temperature", 1, "--seed", 1 << 70), "--seed has 64 bits, got 1180591620717411303424: use a smaller"),
         (("--cache", "int8", "--compile"), "--cache int8 is one that grows"),

@@ -208,7 +208,7 @@ def test_regular_files_are_opened_and_found(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
     (tmp_path / "dead").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to(tmp_path)  # not followed
-    with files.open_file(tmp_path / "link", 0) as file:
+    with files.open_unbuffered(tmp_path / "link") as file:
         assert file.read() == b"text"
     with pytest.raises(IsADirectoryError):
         files.open_file(tmp_path)

@@ -151,6 +151,9 @@ def test_adapters_beside_a_fused_activation_are_refused() -> None:
     assert any(isinstance(module, GeluLinear) for module in model.modules())  # its adapters would be added to the GELU, not to its argument
     with pytest.raises(UnsupportedError, match="adapters first"):
         adapted(model, None, target_modules=["dense"])
+    with pytest.raises(UnsupportedError, match="GeluLinear is fused"):  # nor would a float layer in its place apply the GELU
+        model.dequantize()
+    assert any(isinstance(module, GeluLinear) for module in model.modules())
     hb.fuse_(adapted(bert(), None, target_modules=["dense"]))
 
 

@@ -152,6 +152,6 @@ def test_the_trainer_trains_what_is_beside_quantized_weights(tmp_path: Path) -> 
     assert train(Wrapper(model, nn.Linear(100, 100)), tmp_path).training_loss > 0
     assert train(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")), tmp_path).training_loss > 0
     model = hb.quantize_(llama(), FORMAT)
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model)
     assert train(model, tmp_path).training_loss > 0
     assert train(llama(), tmp_path).training_loss > 0

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from halfbyte.checkpoint.generation_settings import FILE, check_generation
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 from halfbyte.io.tensors import Spec
@@ -122,12 +123,14 @@ def keep_dtypes_(model: Any, dtype: torch.dtype) -> None:
 
 def load_generation_config(model: nn.Module, folder: Path) -> None:
     """Gives a model that generates text the settings in the folder's generation_config.json, if there are any."""
-    if hasattr(model, "generation_config") and is_file(folder / "generation_config.json"):
-        transformers = import_transformers("generation_config.json")
+    if hasattr(model, "generation_config") and is_file(folder / FILE):
+        transformers = import_transformers(FILE)
         try:
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+            config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         except Exception as e:
-            raise CheckpointError(f"transformers cannot read {folder / 'generation_config.json'} ({_why(e)}): repair or remove it") from e
+            raise CheckpointError(f"transformers cannot read {folder / FILE} ({_why(e)}): repair or remove it") from e
+        check_generation(config, folder)
+        model.generation_config = config
 
 
 def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], dict[str, str]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from typing import Any
 
 from halfbyte.cli.device import settle_device
 from halfbyte.cli.generate import add_model, in_words, measured, new_cache, open_asked, show
 from halfbyte.cli.output import Commands, add_command
-from halfbyte.errors import UnsupportedError
+from halfbyte.errors import CheckpointError, UnsupportedError
 
 
 def add(commands: Commands) -> None:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(f"the chat templates of {args.model} are {names}, chat uses the one called default: use halfbyte generate")
 
     from halfbyte.integrations import generating
-    from halfbyte.integrations.text import generate
+    from halfbyte.integrations.text import generate, room
 
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid bytes do not end the chat
@@ -49,13 +50,14 @@ def run(args: argparse.Namespace) -> int:
     cache, seen = None, None
     while line := _next_line():
         messages.append({"role": "user", "content": line})
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        prompt = _as_prompt(tokenizer, messages, args)
         ids = prompt["input_ids"][0]
+        settings["max_new_tokens"] = room(model, len(ids), args.max_new_tokens)
         if seen is None or len(seen) >= len(ids) or not bool((ids[: len(seen)] == seen).all()):
             # At first, or as the template has changed the earlier text: process it again.
             cache = new_cache(args, model) or generating.new_cache(model)
         if args.compile:  # a longer cache would be compiled again
-            settings["max_cache_len"] = max(1024, 1 << (len(ids) + args.max_new_tokens - 1).bit_length())
+            settings["max_cache_len"] = max(1024, 1 << (len(ids) + settings["max_new_tokens"] - 1).bit_length())
         done = generate(model, tokenizer, prompt, show, cache=None if args.compile else cache, **settings)
         seen = done.tokens[:-1]  # the last token is not in the cache yet
         messages.append({"role": "assistant", "content": done.text})
@@ -63,6 +65,16 @@ def run(args: argparse.Namespace) -> int:
         if not args.quiet:
             print(in_words(measured(done)), file=sys.stderr)
     return 0
+
+
+def _as_prompt(tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> Any:
+    """The conversation by the chat template. Raises CheckpointError where the template refuses it, or is no template."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    except Exception as e:  # a template can raise anything
+        why = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        remedy = "leave --system out, or use halfbyte generate" if args.system else "repair it, or use halfbyte generate"
+        raise CheckpointError(f"the chat template of {args.model} does not take this conversation ({why}): {remedy}") from e
 
 
 def _next_line() -> str:

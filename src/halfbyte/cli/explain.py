@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         return _run_model(args)
     check_fits(args.n * max(1, args.experts or 1), args.k)
+    check_fits(args.m, max(args.n, args.k), "activations")
     settings = {
         "experts": args.experts,
         "compute": args.compute,

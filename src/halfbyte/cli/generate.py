@@ -13,6 +13,8 @@ from halfbyte.cli.output import Commands, add_command, path_argument, print_json
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 from halfbyte.io.files import is_file, is_there
 
+_LEAST, _MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
+
 
 def add(commands: Commands) -> None:
     parser = add_command(
@@ -31,7 +33,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=path_argument, help="Hugging Face folder, halfbyte folder or .gguf file")
     parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ... (default: as it is)")
     parser.add_argument(
-        "--max-new-tokens", metavar="N", type=int, default=128, help="maximum number of tokens to generate (default: %(default)s)"
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        help="maximum number of tokens to generate (default: 128, or what fits the model)",
     )
     add_device(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy, above 0: sampling (default: %(default)s)")
@@ -47,7 +52,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 @settling()
 def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
     """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
-    if args.max_new_tokens < 1:
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
     if args.cache and args.compile:
         raise ArgumentError("--compile decodes with a static cache, and --cache int8 is one that grows: leave out one of them")
@@ -79,14 +84,14 @@ def new_cache(args: argparse.Namespace, model: Any) -> Any:
 
 def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling settings for transformers' `generate`. Raises ArgumentError."""
-    if not 0 <= args.temperature < float("inf"):
-        raise ArgumentError(f"--temperature is 0 or more, got {args.temperature}")
+    if args.temperature and not _LEAST <= args.temperature <= _MOST:  # NaN, too
+        raise ArgumentError(f"--temperature is 0 for greedy decoding, or {_LEAST:g} to {_MOST:g}, got {args.temperature}")
     if args.top_k is not None and args.top_k < 1:
         raise ArgumentError(f"--top-k is 1 or more, got {args.top_k}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ArgumentError(f"--top-p is a probability above 0, got {args.top_p}")
-    if args.repetition_penalty is not None and not 0 < args.repetition_penalty < float("inf"):
-        raise ArgumentError(f"--repetition-penalty is above 0, got {args.repetition_penalty}")
+    if args.repetition_penalty is not None and not _LEAST <= args.repetition_penalty <= _MOST:
+        raise ArgumentError(f"--repetition-penalty is {_LEAST:g} to {_MOST:g}, got {args.repetition_penalty}")
     if not args.temperature and (args.top_k or args.top_p):
         raise ArgumentError("--top-k and --top-p have no effect without sampling: add --temperature, such as 0.7")
     asked = {name: getattr(args, name) for name in ("top_k", "top_p", "repetition_penalty") if getattr(args, name) is not None}
@@ -120,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank: int, count: int) -> int:
-    from halfbyte.integrations.text import check_prompt, generate
+    from halfbyte.integrations.text import check_prompt, generate, room
 
     model, tokenizer, settings = opened
     if args.prompt == "-":
@@ -129,6 +134,7 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
         raise ArgumentError(f"--prompt is text in this system's encoding, {sys.getfilesystemencoding()}, got {args.prompt!a}")
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     check_prompt(model, prompt)  # before anything is shown
+    settings["max_new_tokens"] = room(model, prompt["input_ids"].shape[1], args.max_new_tokens)
     shown = rank == 0 and not args.json
     if shown:
         show(args.prompt)

@@ -125,11 +125,11 @@ def progress(args: argparse.Namespace, what: str, unit: Literal["bytes", "steps"
         yield advance
 
 
-def check_fits(n: int, k: int) -> None:
-    """Raises ArgumentError for a weight [n, k] that this machine cannot hold in float32 four times over."""
+def check_fits(n: int, k: int, what: str = "weight") -> None:
+    """Raises ArgumentError for a weight or activations [n, k] that this machine cannot hold in float32 four times over."""
     from halfbyte.machine import machine
 
     memory = machine().memory
     if memory is not None and n > 0 and k > 0 and 16 * n * k > memory:
         got, most = 4 * n * k / 1e9, memory / 4e9
-        raise ArgumentError(f"a float32 weight of {n} x {k} takes {got:.1f} GB: ask for one of at most {most:.1f} GB on this machine")
+        raise ArgumentError(f"{what} of {n} x {k} would take {got:.1f} GB in float32: ask for at most {most:.1f} GB on this machine")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners import tuners_utils
@@ -53,7 +53,7 @@ class _Requantized(nn.Module):
         if not isinstance(base, QuantModule):  # the model was dequantized
             super().merge(safe_merge, adapter_names)  # type: ignore[misc]
             return
-        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self._adapters_here()]
+        names = [name for name in check_adapters_to_merge(cast(Any, self), adapter_names) if name in self._adapters_here()]
         reasons = {
             "its columns are permuted": isinstance(base, PermutedLinear),
             "they are DoRA or similar": any(name in getattr(self, "lora_variant", ()) for name in names),
@@ -95,7 +95,7 @@ class _Requantized(nn.Module):
         base.refresh()
 
 
-class QuantLoraLinear(_Requantized, Linear):  # type: ignore[misc]
+class QuantLoraLinear(_Requantized, Linear):
     """y = QuantLinear(x) + scaling * B(A(dropout(x))), by peft's own `forward`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class QuantLoraLinear(_Requantized, Linear):  # type: ignore[misc]
         return self.lora_A
 
 
-class QuantLoraEmbedding(_Requantized, Embedding):  # type: ignore[misc]
+class QuantLoraEmbedding(_Requantized, Embedding):
     """y = QuantEmbedding(ids) + scaling * B(A[ids]), by peft's own `forward`."""
 
     def _adapters_here(self) -> Any:
@@ -219,6 +219,7 @@ def _knowing_sizes(features: Any) -> Any:
 _lora._create_new_module = staticmethod(_create)
 peft_modules.rebind(tuners_utils._maybe_include_all_linear_layers, _including)
 peft_modules.rebind(tuners_utils._get_in_out_features, _knowing_sizes)
-for _class in (BaseTuner, AdaptionPromptModel):
-    _class.__init__ = _in_words(_class.__init__)
+_models: list[Any] = [BaseTuner, AdaptionPromptModel]
+for _model in _models:
+    _model.__init__ = _in_words(_model.__init__)
 peft_modules.register()

@@ -53,10 +53,10 @@ def register() -> None:
 
 def rebind(function: Any, decorate: Callable[[Any], Any]) -> None:
     """Decorates a function of peft in each of its modules that has imported it; those imported later get it from the first."""
-    decorated = decorate(function)
+    decorated, own_name = decorate(function), str(function.__name__)
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "peft" and vars(module).get(function.__name__) is function:
-            setattr(module, function.__name__, decorated)
+        if name.partition(".")[0] == "peft" and vars(module).get(own_name) is function:
+            setattr(module, own_name, decorated)
 
 
 def _float_copies(update: Any) -> Any:

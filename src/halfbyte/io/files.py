@@ -10,8 +10,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import IO
 
 from halfbyte.errors import CheckpointError, shortened, unreadable
 
@@ -62,13 +62,18 @@ def check_regular(folder: Path) -> None:
         is_there(path)
 
 
-def open_file(path: Path, buffering: int = -1) -> IO[bytes]:
+def open_file(path: Path) -> BufferedReader:
     """Opens a file for reading bytes, as `open` does.
 
     Raises:
         CheckpointError: It is a FIFO, device or socket.
         OSError: It cannot be opened.
     """
+    return BufferedReader(open_unbuffered(path))
+
+
+def open_unbuffered(path: Path) -> FileIO:
+    """Opens a file for reading large pieces; raises as `open_file` does."""
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO would wait for its writer
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
@@ -77,7 +82,7 @@ def open_file(path: Path, buffering: int = -1) -> IO[bytes]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             raise _irregular(path, mode)
-        return os.fdopen(descriptor, "rb", buffering)
+        return FileIO(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise

@@ -36,7 +36,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, unreadable
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.io.files import open_file
+from halfbyte.io.files import open_file, open_unbuffered
 from halfbyte.io.safetensors import is_shape
 from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 from halfbyte.layouts.base import round_up
@@ -353,7 +353,7 @@ def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
     extract  how codes are taken out of blocks
     """
     try:
-        with open_file(entry.place.path, 0) as file:
+        with open_unbuffered(entry.place.path) as file:
             file.seek(entry.place.offset)
             if (kind := entry.blocks) is not None:
                 codes = _read_codes(kind, entry, file, extract)

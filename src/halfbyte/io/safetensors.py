@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError, UnsupportedError, unreadable
-from halfbyte.io.files import open_file
+from halfbyte.io.files import open_file, open_unbuffered
 from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 
 _NAMES = {
@@ -184,7 +184,7 @@ class Reader:
         out = torch.empty(spec.shape, dtype=dtype or spec.dtype, device="cpu")
         flat = out.view(-1)
         try:
-            with open_file(place.path, 0) as file:
+            with open_unbuffered(place.path) as file:
                 file.seek(place.offset)
                 if out.dtype == spec.dtype:
                     fill(file, flat, place.path)
@@ -210,7 +210,7 @@ class Reader:
         )
         rows, width, size = out.view(outer, -1) if out.numel() else out.view(0, 0), shape[axis] * inner, place.spec.dtype.itemsize
         try:
-            with open_file(place.path, 0) as file:
+            with open_unbuffered(place.path) as file:
                 if all((stop - start) * inner * size >= _RUN for start, stop in ranges):
                     for i, row in enumerate(rows):
                         at = 0
