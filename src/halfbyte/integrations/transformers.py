@@ -51,7 +51,7 @@ from halfbyte.nn.report import CONFIG_ATTRIBUTE
 from halfbyte.nn.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.transposed import conv1d, is_transposed
 
-OLDEST = (5, 4)  # older versions cast tensors of a wrong type silently, and static caches counted tokens differently
+OLDEST = (5, 17)  # in older versions layers and configs of some families differ
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
 
