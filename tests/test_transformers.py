@@ -369,7 +369,7 @@ def test_the_section_is_what_it_was() -> None:
 def test_an_old_release_is_named() -> None:
     program = """
 import warnings, transformers
-transformers.__version__ = "5.3.1"
+transformers.__version__ = "5.16.1"
 warnings.simplefilter("error")
 import halfbyte
 try:
@@ -379,5 +379,5 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == (
-        "halfbyte.HalfbyteConfig needs transformers (this is 5.3.1, the oldest that is taken 5.4): pip install 'halfbyte[transformers]'"
+        "halfbyte.HalfbyteConfig needs transformers (this is 5.16.1, the oldest that is taken 5.17): pip install 'halfbyte[transformers]'"
     )

@@ -38,7 +38,7 @@ def test_the_installed_versions_are_tested() -> None:
     assert [why_untested(package) for package in TESTED] == [None] * len(TESTED)
 
 
-@pytest.mark.parametrize("version", ["5.4", "5.4.0", "5.24.9", "5.23.0.dev0"])
+@pytest.mark.parametrize("version", ["5.17", "5.17.0", "5.24.9", "5.23.0.dev0"])
 def test_versions_in_the_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "transformers", version)
     assert why_untested("transformers") is None
@@ -49,13 +49,13 @@ def test_versions_in_the_range(version: str, monkeypatch: pytest.MonkeyPatch) ->
     [
         ("5.99.1", "transformers 5.99.1 is newer than .*, the newest version tested"),
         ("6.0", "newer than"),
-        ("5.3.2", "transformers 5.3.2 is older than 5.4, the oldest version tested"),
+        ("5.16.2", "transformers 5.16.2 is older than 5.17, the oldest version tested"),
         ("unknown", "older than"),
     ],
 )
 def test_versions_outside_of_it_are_named_once(version: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "transformers", version)
-    with pytest.warns(RuntimeWarning, match=f"{message}.*install transformers 5.4 to"):
+    with pytest.warns(RuntimeWarning, match=f"{message}.*install transformers 5.17 to"):
         reason = why_untested("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,7 +14,7 @@ from types import ModuleType
 
 # The module whose import is awaited -> (the module that registers halfbyte with it, the supported versions for the warning).
 _INTEGRATIONS = {
-    "transformers.quantizers.auto": ("halfbyte.integrations.transformers", "transformers, which has to be version 5.4 or newer"),
+    "transformers.quantizers.auto": ("halfbyte.integrations.transformers", "transformers, which has to be version 5.17 or newer"),
     "transformers.modeling_utils": ("halfbyte.integrations.vocabulary", "transformers, whose embeddings are resized in another way"),
     "transformers.trainer": ("halfbyte.integrations.training", "transformers, whose Trainer works in another way"),
     "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, of which version 0.21 is tested"),

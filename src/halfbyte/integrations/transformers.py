@@ -53,7 +53,7 @@ from halfbyte.nn.transposed import is_transposed
 from halfbyte.quantizers.check import non_finite
 
 NEW = "{} was in no file, and stays float: it is initialized at random and has to be trained"
-OLDEST = (5, 4)  # older versions cast tensors of a wrong type silently, and static caches counted tokens differently
+OLDEST = (5, 17)  # in older versions layers and configs of some families differ
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
 
