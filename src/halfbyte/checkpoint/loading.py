@@ -13,36 +13,40 @@ from halfbyte.checkpoint.architecture import load_generation_config, skeleton
 from halfbyte.checkpoint.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.manifest import Weight, dtype_named
 from halfbyte.checkpoint.other_model import OtherModel
+from halfbyte.checkpoint.plan import Misfits
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
-from halfbyte.errors import ArgumentError, CheckpointError, check_type, model_path
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.candidates import candidates, named_tensors, own_tensors
-from halfbyte.nn.config import Config, as_config
+from halfbyte.nn.config import NOTHING, Config, as_config
 from halfbyte.nn.convert import finished
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.nn.report import Report
+from halfbyte.nn.report import Report, add_kept
 from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None) -> StoredModel:
+def open_model(
+    path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NOTHING
+) -> StoredModel:
     """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
     floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
     quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
+    kept      modules that stay in floating point then, and why
     """
     source = model_path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)
-    return Checkpoint(source) if found is None else OtherModel(source, *found, quantize)
+    return Checkpoint(source) if found is None else OtherModel(source, *found, quantize, kept)
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
@@ -84,7 +88,8 @@ def load(
     mesh    torch's DeviceMesh: each of its processes reads and holds its part of the weights (see `parallelize_`, also for `plan` and
             `exact`). A `model` that was passed is filled first and distributed then
 
-    Parameters and buffers that are not quantized take the dtypes of the checkpoint. Memory never holds more than the model and one
+    A module whose weight `format` cannot hold stays in floating point, as with `quantize_`. Parameters and buffers that are not quantized
+    take the dtypes of the checkpoint. Memory never holds more than the model and one
     tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape; a `model` that was passed is
     then unchanged.
     """
@@ -93,8 +98,17 @@ def load(
     check_type(device, (torch.device, str, type(None)), "device is a torch.device or its name", "a model is load(dir, model=model)")
     check_type(model, (nn.Module, type(None)), "model is a torch.nn.Module or None", "leave it out for a model of transformers")
     sharding = None if mesh is None else Sharding(mesh, plan, exact)
-    stored = open_model(dir, quantize=None if format is None else as_config(format))
-    return fill(stored, device_of(mesh, device), model, sharding)
+    if format is None:
+        return fill(open_model(dir), device_of(mesh, device), model, sharding)
+    kept: dict[str, str] = {}
+    while True:
+        try:
+            loaded = fill(open_model(dir, quantize=as_config(format), kept=kept), device_of(mesh, device), model, sharding)
+        except Misfits as e:
+            kept |= e.kept
+        else:
+            add_kept(loaded, kept)
+            return loaded
 
 
 def fill(
@@ -134,7 +148,16 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
     finish = None
     if sharding is not None:
         stored, finish = shard(stored, owners, model, sharding)
-    packed = {owner: pack_weight(module, stored.codes(owner), device) for owner, module in _holders(stored, owners, model).items()}
+    packed, misfits = dict[str, AnyPacked](), dict[str, str]()
+    for owner, module in _holders(stored, owners, model).items():
+        try:
+            packed[owner] = pack_weight(module, stored.codes(owner), device)
+        except Misfits as e:
+            misfits |= e.kept
+    if misfits and not packed:
+        raise FormatError(next(iter(misfits.values())))
+    if misfits:
+        raise Misfits(misfits)
     plain = {name: stored.tensor(name).to(device) for name in stored.plain}
     _fill(model, owners, packed, plain, stored.weights)
     for module in model.modules():
