@@ -177,3 +177,18 @@ def test_sensitivities_are_measured_all_the_same() -> None:
     config = hb.Config.auto(llama(), 12, IDS, formats=["q8_0", "int8_g32_bf16"])
     model = hb.quantize_(llama(), config)
     assert isinstance(model.model.layers[0].mlp.down_proj, QuantModule)
+
+
+def test_stacks_of_experts(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model, name = make_decoder("Mixtral", **sizes, num_local_experts=4).eval(), "model.layers.0.mlp.experts.down_proj"
+    with torch.no_grad():
+        model.get_parameter(name).mul_(1e-4)
+        model.save_pretrained(tmp_path)
+        expected = model(IDS).logits
+        read = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hb.HalfbyteConfig("q8_0"))
+        for made in (read, hb.load(tmp_path, format="q8_0"), hb.quantize_(model, "q8_0")):
+            assert "too coarse" in reason_of(hb.report(made), name)
+            assert isinstance(made.get_submodule("model.layers.0.mlp.experts.gate_up_proj"), QuantModule)
+            assert (made(IDS).logits - expected).norm() < 0.05 * expected.norm()
