@@ -72,3 +72,16 @@ assert any("within the convolutions" in note for note in hb.report(model).notes)
 assert "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@torch.no_grad()
+def test_an_optimized_model_gives_the_dtype_of_autocast(llama: Any) -> None:
+    """Fused kernels cast nothing: under autocast, as with tangents, layers take the steps of the model that is not optimized."""
+    fast, ids = hb.optimize_(copy.deepcopy(llama)), torch.randint(0, 99, (2, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, found = llama(ids, use_cache=True), fast(ids, use_cache=True)
+        assert found.logits.dtype == torch.bfloat16
+        assert torch.equal(found.logits, plain.logits)
+        plain, found = (m(ids[:, :1], past_key_values=before.past_key_values) for m, before in ((llama, plain), (fast, found)))
+        assert torch.equal(found.logits, plain.logits)
+    assert fast(ids).logits.dtype == torch.float32

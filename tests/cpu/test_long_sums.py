@@ -69,9 +69,7 @@ def test_every_layout_is_read(format: str) -> None:
 
 
 @pytest.mark.parametrize("code", [127, -128])
-@pytest.mark.parametrize(
-    ("channels", "outputs", "kernel", "groups"), [(7312, 2, 3, 1), (2 * 7312, 2, 3, 2), (65800, 1, 1, 1)]
-)
+@pytest.mark.parametrize(("channels", "outputs", "kernel", "groups"), [(7312, 2, 3, 1), (2 * 7312, 2, 3, 2), (65800, 1, 1, 1)])
 def test_convolutions_are_exact_beyond_the_bound(channels: int, outputs: int, kernel: int, groups: int, code: int) -> None:
     """Padded with in_zero, in groups, and of one tap."""
     k, window = channels // groups * kernel**2, Window((1, 1), (kernel // 2, kernel // 2, 1, 0))

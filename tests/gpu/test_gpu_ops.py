@@ -300,3 +300,35 @@ def test_opcheck() -> None:
     torch.library.opcheck(
         torch.ops.halfbyte.linear.default, (x, packed.data, None, None, "q4_0", N, K, "auto", "block", -math.inf, math.inf)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_give_the_dtype_of_autocast(dtype: torch.dtype) -> None:
+    """x and the result are rounded."""
+    weight, bias, x = packed_weight("q8_0", 64, 64), torch.randn(64, device="cuda"), torch.randn(4, 64, device="cuda")
+    conv = hb.pack_conv(hb.quantize_conv(torch.randn(64, 16, 3, 3), "int8_channel"), 3, device="cuda")
+    stack, ids = hb.pack(hb.quantize(torch.randn(3, 64, 64), "q8_0"), "cuda"), torch.tensor([0, 2, 1, 1], device="cuda")
+    image = torch.randn(2, 16, 8, 8, device="cuda")
+    for f, given in (
+        (lambda x: hb.linear(x, weight, bias, residual=x), x),
+        (lambda x: hb.conv2d(x, conv, bias), image),
+        (lambda x: hb.grouped_linear(x, stack, ids), x),
+    ):
+        exact, leaf = f(given), given.clone().requires_grad_()
+        with torch.autocast("cuda", dtype):
+            y = f(leaf)
+            with torch.no_grad():
+                assert torch.equal(f(given), y)
+        assert y.dtype == dtype
+        assert torch.allclose(y.float(), exact, rtol=0, atol=8 * torch.finfo(dtype).eps * float(exact.abs().max()))
+        y.float().sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == torch.float32
+
+
+def test_forward_mode() -> None:
+    weight, x = packed_weight("q8_0", 64, 64), torch.randn(4, 64, device="cuda")
+    with torch.autograd.forward_ad.dual_level():
+        tangent = torch.autograd.forward_ad.unpack_dual(hb.linear(torch.autograd.forward_ad.make_dual(x, x), weight)).tangent
+    assert torch.allclose(tangent, x @ hb.dequantize(weight).T, rtol=1e-2, atol=1e-2)  # torch multiplies in TF32, if it is told to
+    assert torch.allclose(torch.func.jvp(lambda x: hb.linear(x, weight), (x,), (x,))[1], tangent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -14,11 +14,11 @@ from halfbyte.checkpoint.architecture import Step, known_architecture
 from halfbyte.checkpoint.files import ADAPTER_COPIED, check_read_by_transformers, companions, copy_companions, has_adapter, journal
 from halfbyte.checkpoint.folder import replacing
 from halfbyte.checkpoint.materialize import Materializer
-from halfbyte.checkpoint.plan import NOT_A_WEIGHT, Plan, Source, plan_by_rule, plan_model, report
+from halfbyte.checkpoint.plan import NOT_A_WEIGHT, Misfits, Plan, Source, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.saving import publish, stored_specs
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.checkpoint.stored_model import checked_finite
-from halfbyte.errors import ArgumentError, model_path
+from halfbyte.errors import ArgumentError, FormatError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
@@ -58,13 +58,33 @@ def convert(
     if resume and calibration is not None:
         raise ArgumentError(f"{config.method} processes all layers one after the other and cannot be resumed: start again")
     source, target = model_path(src), model_path(dst)
+    kept: dict[str, str] = {}
+    while True:
+        try:
+            return _convert(source, target, config, kept, calibration, progress, resume=resume, shard_bytes=shard_bytes)
+        except Misfits as e:
+            kept |= e.kept
+
+
+def _convert(
+    source: Path,
+    target: Path,
+    config: Config,
+    kept: Mapping[str, str],
+    calibration: Calibration | Tensor | None,
+    progress: Callable[[int, int, str], object] | None,
+    *,
+    resume: bool,
+    shard_bytes: int,
+) -> Report:
+    """`convert` with the modules `kept` in floating point. Raises Misfits, and writes nothing, where there are more to keep."""
     described, reader = open_floats(source)
     notes = list(reader.notes)
     if known_architecture(described) is not None:
-        plan = plan_model(described, reader, lambda found, _: choose(found, config))
+        plan = plan_model(described, reader, lambda found, _: choose(found, config, kept))
     else:
         check_read_by_transformers(source)
-        plan = plan_by_rule(reader, lambda found, _: choose(found, config))
+        plan = plan_by_rule(reader, lambda found, _: choose(found, config, kept))
         notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
     if not plan.weights:
         left = sorted(plan.about.items(), key=lambda item: item[1][1] in (NOT_A_KIND, NOT_A_WEIGHT))
@@ -79,20 +99,23 @@ def convert(
     if left_out:
         notes.append(f"not copied: {', '.join(left_out)}")
     with replacing(target, resume=resume) as staging:
-        kept = journal(source, repr(config)) if staging.fresh and calibration is None else None
-        writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=kept)
+        title = journal(source, repr(config)) if staging.fresh and calibration is None else None
+        writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=title)
         done, total = 0, sum(spec.nbytes for spec in reader.specs().values())
         if calibration is None:
             written = _resumed(plan, writer, notes)
         else:
-            written = _calibrated(plan, reader, source, writer, config.method, as_calibration(calibration), progress, notes)
+            written = _calibrated(plan, reader, source, writer, config, as_calibration(calibration), progress, notes)
         method = UNCALIBRATED.get(config.method, config.method)
+        misfits: dict[str, str] | None = None if config.strict else {}
         for step in plan.steps:
             if not written.issuperset(plan.renamed.get(target, target) for target in step.targets):
-                _run(step, plan, reader, writer, method, source, written)
+                _run(step, plan, reader, writer, method, source, misfits, written)
             done += sum(reader.spec(name).nbytes for name in step.sources)
             if progress is not None and calibration is None:
                 progress(done, total, ", ".join(step.targets))
+        if misfits:
+            raise Misfits(misfits)
         copy_companions(source, staging.path, copied)
         notes += gguf_tokenizer.save(source, staging.path)
         publish(staging, writer, described, plan.weights, plan.tied)
@@ -112,7 +135,7 @@ def _calibrated(
     reader: Source,
     source: Path,
     writer: Writer,
-    method: str,
+    config: Config,
     calibration: Calibration,
     progress: Callable[[int, int, str], object] | None,
     notes: list[str],
@@ -120,7 +143,7 @@ def _calibrated(
     """Quantizes and writes what calibration reaches, and the parameters that change with it; returns the names written."""
     if plan.model is None:
         raise ArgumentError(
-            f"{method} runs the model, whose architecture config.json does not name: quantize it in Python, or with mse or hqq"
+            f"{config.method} runs the model, whose architecture config.json does not name: quantize it in Python, or with mse or hqq"
         )
     tied = set(plan.tied.values())
     formats = {
@@ -128,22 +151,31 @@ def _calibrated(
         for name, weight in plan.weights.items()
         if (weight.kind == "Experts" or (name in plan.linears and weight.kind == "Linear")) and name not in tied
     }
-    written = set()
+    written, misfits = set(), dict[str, str]()
     layers = Materializer(plan, reader, source)
-    for result in calibrate(layers.model, formats, method, calibration, materialize=layers.materialize, progress=progress):
+    for result in calibrate(layers.model, formats, config.method, calibration, materialize=layers.materialize, progress=progress):
         if isinstance(result.value, Codes):
             _write_codes(writer, result.name, result.value)
             plan.weights[result.name] = replace(plan.weights[result.name], error=result.error)
+        elif result.reason is not None:
+            misfits[result.name.removesuffix(".weight")] = result.reason
         else:
             writer.write(result.name, result.value)
         written.add(result.name)
         notes += result.notes
+    if misfits and config.strict:
+        raise FormatError(next(iter(misfits.values())))
+    if misfits:
+        raise Misfits(misfits)
     notes += [unreached(name) for name in formats if f"{name}.weight" not in written]
     return written
 
 
-def _run(step: Step, plan: Plan, reader: Source, writer: Writer, method: str, path: Path, written: Set[str]) -> None:
-    """Reads, quantizes and writes the tensors of one step, except those that are `written`."""
+def _run(
+    step: Step, plan: Plan, reader: Source, writer: Writer, method: str, path: Path, misfits: dict[str, str] | None, written: Set[str]
+) -> None:
+    """Reads, quantizes and writes the tensors of one step, except those that are `written`. Modules whose format cannot hold their weight
+    are added to `misfits`; None: they are a FormatError."""
     names = {target: plan.renamed.get(target, target) for target in step.targets}
     dtype = plan.dtype(next(iter(names.values())))
     for target, tensor in step.run(lambda name: reader.read(name, dtype)).items():
@@ -153,7 +185,13 @@ def _run(step: Step, plan: Plan, reader: Source, writer: Writer, method: str, pa
         if (weight := plan.weights.get(name)) is None:
             writer.write(name, checked_finite(tensor, name, path, parameter=plan.is_parameter(name)))
             continue
-        codes = quantize_weight(weight.kind, tensor, weight.format, method, name)
+        try:
+            codes = quantize_weight(weight.kind, tensor, weight.format, method, name)
+        except FormatError as e:
+            if misfits is None:
+                raise
+            misfits[name.removesuffix(".weight")] = str(e)
+            continue
         _write_codes(writer, name, codes)
         plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind))
 

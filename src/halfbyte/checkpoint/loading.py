@@ -14,38 +14,42 @@ from halfbyte.checkpoint.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.files import has_adapter
 from halfbyte.checkpoint.manifest import Weight
 from halfbyte.checkpoint.other_model import OtherModel
+from halfbyte.checkpoint.plan import Misfits
 from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.checkpoint.wrappers import unwrapped
-from halfbyte.errors import ArgumentError, CheckpointError, check_type, model_path
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.candidates import OWN_LOADER, candidates, named_tensors, own_tensors
-from halfbyte.nn.config import Config, as_config
+from halfbyte.nn.config import NOTHING, Config, as_config
 from halfbyte.nn.convert import finished
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.nn.report import Report, add_notes
+from halfbyte.nn.report import Report, add_kept, add_notes
 from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def open_model(path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None) -> StoredModel:
+def open_model(
+    path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NOTHING
+) -> StoredModel:
     """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
     floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
     quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
+    kept      modules that stay in floating point then, and why
     """
     source = model_path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)
-    return Checkpoint(source) if found is None else OtherModel(source, *found, quantize)
+    return Checkpoint(source) if found is None else OtherModel(source, *found, quantize, kept)
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
@@ -87,7 +91,8 @@ def load(
     mesh    torch's DeviceMesh: each of its processes reads and holds its part of the weights (see `parallelize_`, also for `plan` and
             `exact`). A `model` that was passed is filled first and distributed then
 
-    Parameters and buffers that are not quantized take the dtypes of the checkpoint. Memory never holds more than the model and one
+    A module whose weight `format` cannot hold stays in floating point, as with `quantize_`. Parameters and buffers that are not quantized
+    take the dtypes of the checkpoint. Memory never holds more than the model and one
     tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape; a `model` that was passed is
     then unchanged.
     """
@@ -101,9 +106,17 @@ def load(
             f"{dir} holds a model and an adapter, which load does not apply: transformers does, AutoModelForCausalLM.from_pretrained(dir), "
             "or move adapter_* to a folder of its own and apply it, peft.PeftModel.from_pretrained(load(dir), folder)"
         )
-    stored = open_model(dir, quantize=None if format is None else as_config(format))
-    filled = fill(stored, device_of(mesh, device), None if model is None else unwrapped(model), sharding)
-    return filled if model is None else model
+    inner = None if model is None else unwrapped(model)
+    kept: dict[str, str] = {}
+    while True:
+        try:
+            stored = open_model(dir) if format is None else open_model(dir, quantize=as_config(format), kept=kept)
+            filled = fill(stored, device_of(mesh, device), inner, sharding)
+        except Misfits as e:
+            kept |= e.kept
+        else:
+            add_kept(filled, kept)
+            return filled if model is None else model
 
 
 def fill(
@@ -143,8 +156,17 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
     finish = None
     if sharding is not None:
         stored, finish = shard(stored, owners, model, sharding)
-    packed = {owner: pack_weight(module, stored.codes(owner), device) for owner, module in _holders(stored, owners, model).items()}
     parameters = {owners[name] for name, _, tensor in named_tensors(model) if isinstance(tensor, nn.Parameter)}
+    packed, misfits = dict[str, AnyPacked](), dict[str, str]()
+    for owner, module in _holders(stored, owners, model).items():
+        try:
+            packed[owner] = pack_weight(module, stored.codes(owner), device)
+        except Misfits as e:
+            misfits |= e.kept
+    if misfits and not packed:
+        raise FormatError(next(iter(misfits.values())))
+    if misfits:
+        raise Misfits(misfits)
     plain = {name: stored.tensor(name, parameter=name in parameters).to(device) for name in stored.plain}
     _fill(model, owners, packed, plain, stored.weights)
     for module in model.modules():

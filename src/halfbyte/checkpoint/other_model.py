@@ -12,13 +12,13 @@ from torch import Tensor
 
 from halfbyte.checkpoint.architecture import known_architecture
 from halfbyte.checkpoint.entries import Entries, Order
-from halfbyte.checkpoint.plan import plan_by_rule, plan_model, report
+from halfbyte.checkpoint.plan import Misfits, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.tensors import Spec
 from halfbyte.nn.candidates import Candidate
-from halfbyte.nn.config import Config, Decisions, choose, take_calibration
+from halfbyte.nn.config import NOTHING, Config, Decisions, choose, take_calibration
 from halfbyte.nn.kinds import quantize_weight
 from halfbyte.nn.report import Report
 
@@ -27,10 +27,13 @@ class OtherModel(StoredModel):
     """The model that a config describes, from tensors in files; or only the tensors, where it names no architecture.
 
     quantize  how to quantize weights as they are read; all must be floats then
+    kept      modules that stay in floating point then, and why
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None) -> None:
-        self._entries, self._quantize = entries, quantize
+    def __init__(
+        self, path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NOTHING
+    ) -> None:
+        self._entries, self._quantize, self.kept = entries, quantize, kept
         self._notes = list(entries.notes)
         if known_architecture(config) is not None:
             plan = plan_model(config, entries, self._choose)
@@ -57,7 +60,7 @@ class OtherModel(StoredModel):
             return self._entries.choose(found, sources)
         if take_calibration(self._quantize, None, in_memory=False)[1] is not None:
             raise ArgumentError("a model that is quantized while it loads cannot be calibrated: use halfbyte.convert, or quantize_")
-        return choose(found, self._quantize)
+        return choose(found, self._quantize, self.kept)
 
     def _say_what_is_dequantized(self) -> None:
         plan = self._plan
@@ -74,7 +77,12 @@ class OtherModel(StoredModel):
     def codes(self, name: str) -> Codes:
         (step, target), weight = self._steps[name], self.weights[name]
         if self._quantize is not None:
-            return quantize_weight(weight.kind, self._floats(name, weight.dtype), weight.format, self._quantize.method, name)
+            try:
+                return quantize_weight(weight.kind, self._floats(name, weight.dtype), weight.format, self._quantize.method, name)
+            except FormatError as e:
+                if self._quantize.strict:
+                    raise
+                raise Misfits({name.removesuffix(".weight"): str(e)}) from e
         if not step.stacks:
             return self._entries.codes(step.sources[0])
         matrices = {source: self._entries.codes(source).tensors() for source in step.sources}

@@ -28,6 +28,15 @@ NOT_A_WEIGHT = "not a 2-D tensor of float32, bfloat16 or float16 called *.weight
 Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[str, Format | str]]
 
 
+class Misfits(Exception):
+    """Weights that their formats cannot hold, found while a model was read: `kept`, module -> the reason. Whoever quantizes it starts again
+    with these in floating point."""
+
+    def __init__(self, kept: Mapping[str, str]) -> None:
+        super().__init__(*kept.values())
+        self.kept = kept
+
+
 class Source(Files, Protocol):
     """The tensors of a model's files, by their names there."""
 

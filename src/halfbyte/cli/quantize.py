@@ -65,6 +65,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--override", metavar="PATTERN=FORMAT", action="append", default=[], help="another format for some modules; may be repeated"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a weight that its format cannot hold, instead of leaving it in floating point"
+    )
     parser.add_argument("--force", action="store_true", help="replace the halfbyte checkpoint that is in DST")
     parser.add_argument("--resume", action="store_true", help="continue a run to DST that was killed")
 
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.method in CALIBRATED and args.calibration is None:
         raise ArgumentError(f"--method {args.method} needs a calibration text: name one with --calibration, or use {', '.join(METHODS)}")
-    settings: dict[str, Any] = {"method": args.method, "skip": args.skip}
+    settings: dict[str, Any] = {"method": args.method, "skip": args.skip, "strict": args.strict}
     if args.embedding is not None:
         settings["embedding"] = args.embedding
     options = GPTQ(act_order=args.act_order, static_groups=args.static_groups, damping=args.damping)

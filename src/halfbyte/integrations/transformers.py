@@ -48,7 +48,7 @@ from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, 
 from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
-from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_notes
+from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
 from halfbyte.nn.transposed import is_transposed
 from halfbyte.quantizers.check import non_finite
 
@@ -117,6 +117,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._packed: dict[str, tuple[AnyPacked, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
         self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
         self._failure: HalfbyteError | None = None
+        self.kept: dict[str, str] = {}  # modules whose weights their formats cannot hold -> the reason
         self._shared: dict[str, str] | None = None  # the plan of tensor parallelism
 
     # Properties that transformers queries
@@ -258,7 +259,10 @@ class HalfbyteQuantizer(HfQuantizer):
             codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight")
             packed = pack_weight(module, codes, weight.device)
         except HalfbyteError as e:
-            self._failure = self._failure or e
+            if isinstance(e, FormatError) and not config.strict:
+                self.kept[name] = str(e)
+            else:
+                self._failure = self._failure or e
             return
         self._packed[name] = packed, weight.dtype, relative_error(weight, codes, kind_of(module))
 
@@ -307,7 +311,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._leave_new(model)
         for name in self._decisions:
             owner = self._tied.get(name, name)
-            if name not in self._packed and owner not in self._packed:
+            if name not in self._packed and owner not in self._packed and not self.kept.keys() & {name, owner}:
                 # A weight that was split from a fused tensor of the files.
                 if name in self._stacks:
                     self.quantize(name, _experts(model, name), model.get_parameter(name))
@@ -315,12 +319,16 @@ class HalfbyteQuantizer(HfQuantizer):
                     self.quantize(name, module := model.get_submodule(name), module.weight)
                 if self._failure is not None:
                     raise self._failure
-        collapse_(model, expand_(model, self._stacks.__contains__), self._stacks.__contains__)
+        if self.kept and not self._packed:
+            raise FormatError(next(iter(self.kept.values())))
+        stacks = self._stacks - self.kept.keys()
+        collapse_(model, expand_(model, stacks.__contains__), stacks.__contains__)
         for name in self._decisions:
             if name in self._packed:
                 self._put(model, name, *self._packed[name])
         self._packed.clear()
         setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
+        add_kept(model, self.kept)
 
     def _leave_new(self, model: Any) -> None:
         """Takes the modules out of the decisions whose weights were in no file: those of a new head, which has to be trained."""
@@ -425,7 +433,11 @@ class _Quantize(ConversionOps):
                 continue
             name = target.removesuffix(".weight")
             module = _experts(model, name) if target == name else model.get_submodule(name)
-            self._quantizer.quantize(name, module, value[0] if isinstance(value, list) else value)
+            weight = value[0] if isinstance(value, list) else value
+            self._quantizer.quantize(name, module, weight)
+            if name in self._quantizer.kept:
+                left[target] = weight.to(model.get_parameter(target).dtype)
+                continue
             model.get_parameter(target)._is_hf_initialized = True  # so that it is not initialised
             if missing_keys is not None:
                 missing_keys.discard(target)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.errors import ArgumentError, check_type
+from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate_experts import FEW, quantize_experts
@@ -118,12 +118,14 @@ class Result:
 
     error   ||float weight - quantized weight|| / ||float weight|| (Frobenius), of the scaled weight
     notes   remarks for the report
+    reason  why a weight that was to be quantized stays in floating point
     """
 
     name: str
     value: Codes | Tensor
     error: float | None = None
     notes: tuple[str, ...] = ()
+    reason: str | None = None
 
 
 def calibrated_names(model: nn.Module, formats: Mapping[str, Format]) -> dict[str, Format]:
@@ -237,10 +239,14 @@ def _scale(
 
 @torch.no_grad()
 def _quantize(linear: nn.Module, name: str, fmt: Format, method: str, moments: Moments, calibration: Calibration) -> Result:
-    """Quantizes the weight of a float32 Linear called `name`, and replaces it by its dequantized codes."""
+    """Quantizes the weight of a float32 Linear called `name`, and replaces it by its dequantized codes; one that its format cannot hold
+    stays."""
     weight, full = linear.get_parameter("weight"), f"{name}.weight"
-    codes = _codes(weight, fmt, method, moments, calibration, full)
-    check_scales(codes, weight, full)
+    try:
+        codes = _codes(weight, fmt, method, moments, calibration, full)
+        check_scales(codes, weight, full)
+    except FormatError as e:
+        return Result(full, weight.detach().cpu(), reason=str(e))  # AWQ may have scaled it
     rounded = codes.dequantize()
     error = relative_distance(weight, rounded)
     weight.data = rounded

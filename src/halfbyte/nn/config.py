@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ from halfbyte.quantizers.mixed import allocate
 _Class = TypeVar("_Class")
 
 Decisions = Mapping[str, Format | str]  # of each module its format, or the reason why it is not quantized
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 # How the range of a result on codes is chosen.
 OBSERVERS = ("minmax", "percentile", "mse")
@@ -68,6 +71,8 @@ class Config:
     activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
                 its first layer to its last, with activation scales chosen in advance from calibration images
     calibration  as for `quantize_`, if that is given none
+    strict      whether a weight that its format cannot hold, such as one that is nearly zero, is an error; otherwise its module stays in
+                floating point, and `report` says why
     observer    for "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
                 the least squared error of the codes
 
@@ -84,6 +89,7 @@ class Config:
     activations: str = "dynamic"
     calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
     observer: str = "minmax"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         check_type(self.overrides, Mapping, "overrides are a dict of patterns and formats", 'write overrides={"*.down_proj": "q8_0"}')
@@ -201,10 +207,10 @@ def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> t
     return replace(config, calibration=None), calibration
 
 
-def choose(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
+def choose(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NOTHING) -> dict[str, Format | str]:
     """`decide`, after `check_patterns`."""
     check_patterns(config, found)
-    return decide(found, config)
+    return decide(found, config, kept)
 
 
 def formats_of(decisions: Decisions) -> dict[str, Format]:
@@ -212,19 +218,22 @@ def formats_of(decisions: Decisions) -> dict[str, Format]:
     return {name: fmt for name, fmt in decisions.items() if isinstance(fmt, Format)}
 
 
-def decide(found: Sequence[Candidate], config: Config) -> dict[str, Format | str]:
-    """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision."""
+def decide(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NOTHING) -> dict[str, Format | str]:
+    """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision.
+
+    kept  modules whose weight turned out not to fit its format -> the reason
+    """
     groups: dict[Hashable, list[Candidate]] = defaultdict(list)
     for candidate in found:
         groups[candidate.weight].append(candidate)
     decisions: dict[str, Format | str] = {}
     for group in groups.values():
-        reasons = {c.name: reason for c in group if (reason := c.reason or _skipped(c.name, config))}
+        reasons = {c.name: reason for c in group if (reason := c.reason or _skipped(c.name, config) or kept.get(c.name))}
         overrides = [fmt for c in group if (fmt := _override(c.name, config))]
         for candidate in group:
             if reasons:
-                kept, why = next(iter(reasons.items()))
-                decisions[candidate.name] = reasons.get(candidate.name, f"shares its weight with {kept}, which stays ({why})")
+                stays, why = next(iter(reasons.items()))
+                decisions[candidate.name] = reasons.get(candidate.name, f"shares its weight with {stays}, which stays ({why})")
             else:
                 decisions[candidate.name] = (
                     overrides[0] if overrides else config.default_for(group[0].kind, narrow=any(c.narrow for c in group))

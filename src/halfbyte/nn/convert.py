@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.errors import ArgumentError, check_type
+from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
@@ -19,7 +19,7 @@ from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules import QuantModule
-from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_notes
+from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
 from halfbyte.nn.runs import Progress
 from halfbyte.nn.static import LayerWeight, calibrated, on_codes, replace_
 
@@ -51,7 +51,9 @@ def quantize_(
     `report(model)` tells what was not quantized, and why. Weights that modules share stay shared. Layers that are quantized already keep
     their codes: a model in which nothing is left to quantize is returned unchanged if each layer is as `config` asks. Raises
     ArgumentError (a layer of such a model has another format, method, compute or activation, nothing can be quantized, a pattern matches
-    nothing, a NaN in a weight, a method without its calibration) or FormatError; then nothing has changed.
+    nothing, a NaN in a weight, a method without its calibration) or FormatError; then nothing has changed. A module whose weight its
+    format cannot hold (nearly zero, or beyond the range of the scales) stays in floating point, unless the config is strict or it is the
+    only one: then it is a FormatError.
     """
     config, calibration = take_calibration(as_config(config), calibration)
     check_in_place(model)
@@ -99,10 +101,12 @@ def _quantize_expanded_(
         result, weight = results.get(f"{name}.weight"), module.get_parameter("weight")
         if result is not None and isinstance(result.value, Codes):
             return result.value, result.error
+        if result is not None and result.reason is not None:
+            raise FormatError(result.reason)
         codes = quantize_weight(kind_of(module), weight, fmt, method, name=f"{name}.weight")
         return codes, relative_error(weight, codes, kind_of(module))
 
-    put_quantized_(model, formats, config, codes_of)
+    add_kept(model, put_quantized_(model, formats, config, codes_of))
     with torch.no_grad():
         for name, result in results.items():
             if isinstance(result.value, Tensor):
@@ -119,11 +123,15 @@ def put_quantized_(
     formats: Mapping[str, Format],
     config: Config,
     codes_of: Callable[[str, nn.Module, Format], tuple[Codes, float | None]],
-) -> None:
-    """Replaces each module that `formats` names by its quantized form; `codes_of` returns its codes and their error.
+) -> dict[str, str]:
+    """Replaces each module that `formats` names by its quantized form; `codes_of` returns its codes and their error, or raises FormatError.
 
-    A module with several names stays one module, and weights that modules share stay shared.
+    A module with several names stays one module, and weights that modules share stay shared. Returns the modules that stay in floating
+    point, as their formats cannot hold their weights, and the reasons. Raises FormatError instead where the config is strict, or where no
+    module of the model would be quantized; then nothing has changed.
     """
+    kept: dict[str, str] = {}
+    unfit: dict[int, FormatError] = {}  # by weight
     by_weight: dict[int, QuantModule] = {}
     by_module: dict[int, QuantModule] = {}
     replacements: list[tuple[str, QuantModule]] = []
@@ -135,14 +143,25 @@ def put_quantized_(
             if (tied := by_weight.get(id(weight))) is not None:
                 packed, error = tied.packed, tied.error
             else:
-                codes, error = codes_of(name, module, formats[name])
+                try:
+                    if id(weight) in unfit:
+                        raise unfit[id(weight)]
+                    codes, error = codes_of(name, module, formats[name])
+                except FormatError as e:
+                    if config.strict:
+                        raise
+                    kept[name], unfit[id(weight)] = str(e), e
+                    continue
                 packed = pack_weight(module, codes, weight.device)
             made = quantized_module(module, packed, weight.dtype, config.compute, config.activation, error)
             by_module[id(module)] = made
             by_weight.setdefault(id(weight), made)
         replacements.append((name, by_module[id(module)]))
+    if unfit and not replacements and not any(isinstance(module, QuantModule) for module in model.modules()):
+        raise next(iter(unfit.values()))
     for name, replacement in replacements:
         model.set_submodule(name, replacement)
+    return kept
 
 
 def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, images: Any) -> nn.Module:
@@ -155,11 +174,19 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
                 f'activations="static" takes weights with a scale per channel or tensor and no zero, got {fmt} for {name}: use int8_channel'
             )
 
+    kept: dict[str, str] = {}
+
     def weight_of(name: str, layer: nn.Conv1d | nn.Conv2d | nn.Linear) -> LayerWeight | str:
         fmt = decisions[name]
         if isinstance(fmt, str):
             return fmt
-        codes = quantize_weight(kind_of(layer), layer.weight, fmt, config.method, name=f"{name}.weight")
+        try:
+            codes = quantize_weight(kind_of(layer), layer.weight, fmt, config.method, name=f"{name}.weight")
+        except FormatError as e:
+            if config.strict:
+                raise
+            kept[name] = str(e)
+            return kept[name]
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
@@ -169,6 +196,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
     replace_(model, made)
     setattr(model, CONFIG_ATTRIBUTE, config)
     setattr(model, NOTES, from_.notes)
+    add_kept(model, kept)
     for tell in finished:
         tell(model)
     return model

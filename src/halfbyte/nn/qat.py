@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -80,7 +82,7 @@ def convert_qat_(model: nn.Module) -> nn.Module:
         codes = module.codes()
         return codes, relative_error(module.weight.T if is_transposed(module) else module.weight, codes, kind_of(module))
 
-    put_quantized_(model, formats, config, codes_of)
+    put_quantized_(model, formats, replace(config, strict=True), codes_of)  # what was trained for its format is not left in another
     for tell in finished:
         tell(model)
     return model

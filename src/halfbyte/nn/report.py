@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,6 +22,7 @@ from halfbyte.nn.modules import AnyPacked, QuantModule
 
 CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute of a model with the Config that it was quantized by
 NOTES = "_halfbyte_notes"  # and the attribute with further notes for the report
+KEPT = "_halfbyte_kept"  # and that with its modules whose weights their formats cannot hold -> the reason
 REMARK = "halfbyte_remark"  # the attribute of a module with a remark for the report, such as what computes it
 
 
@@ -146,13 +147,20 @@ def report(model: nn.Module) -> Report:
 def _report(model: nn.Module, config: Config | None) -> Report:
     found = candidates(model)
     reasons: dict[str, str] = {}
+    kept: dict[str, str] = getattr(model, KEPT, {})
     for name, decision in (decide(found, config) if config else {c.name: c.reason for c in found}).items():
         static = config is not None and config.activations == "static"
-        reasons[name] = decision if isinstance(decision, str) else "there is no such layer on codes" if static else "not quantized yet"
+        other = kept.get(name, "there is no such layer on codes" if static else "not quantized yet")
+        reasons[name] = decision if isinstance(decision, str) else other
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
     return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_held_otherwise(model), *_zeros_left_out(model)))
+
+
+def add_kept(model: nn.Module, kept: Mapping[str, str]) -> None:
+    """Adds the reasons why modules stay in floating point, which `report` prints."""
+    setattr(model, KEPT, {**getattr(model, KEPT, {}), **kept})
 
 
 def add_notes(model: nn.Module, notes: Sequence[str]) -> None:

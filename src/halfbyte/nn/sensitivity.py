@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
-from halfbyte.errors import UnsupportedError
+from halfbyte.errors import FormatError, UnsupportedError
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration
 from halfbyte.nn.runs import Progress, in_evaluation, takes_tokens
@@ -29,11 +29,11 @@ def measure_losses(
     losses = []
     for done, (name, weight) in enumerate(weights.items()):
         kept = weight.detach().clone()
-        rounded = [ops.quantize(kept, fmt, name=name) for fmt in formats]
-        errors = [float((kept.float() - codes.dequantize()).square().sum(dtype=torch.float64)) for codes in rounded]
+        rounded = [_rounded(kept, fmt, name) for fmt in formats]
+        errors = [float((kept.float() - values).square().sum(dtype=torch.float64)) for values in rounded]
         worst = max(range(len(formats)), key=errors.__getitem__)
         try:
-            weight.copy_(rounded[worst].dequantize(weight.dtype))
+            weight.copy_(rounded[worst])
             divergence = _divergence(model, original, calibration)
         finally:
             weight.copy_(kept)
@@ -41,6 +41,14 @@ def measure_losses(
         if progress is not None:
             progress(done + 1, len(weights), name)
     return losses
+
+
+def _rounded(weight: Tensor, fmt: Format, name: str) -> Tensor:
+    """The weight in a format, float32; zeros where that cannot hold it."""
+    try:
+        return ops.quantize(weight, fmt, name=name).dequantize()
+    except FormatError:
+        return torch.zeros_like(weight, dtype=torch.float32)
 
 
 def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:

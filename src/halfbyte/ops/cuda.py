@@ -220,8 +220,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     if long_sums.overflows(k):
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         packed = Packed(geo.format, (n, k), geo.layout, weight)
-        codes = gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed)
-        return long_sums.qlinear(x, codes, table, low, high)
+        return long_sums.qlinear(x, gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed), table, low, high)
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qlinear needs Triton: {trouble}, or use the CPU")
     from halfbyte.kernels.gpu import qlinear as kernel

@@ -376,8 +376,8 @@ def _qconv2d(
         return _image(y, plan), None
     if long_sums.overflows(plan.sizes.k):
         layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
-        codes = convolution.unpack(PackedConv(plan.sizes, layout, weight))
-        return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high), None
+        unpacked = convolution.unpack(PackedConv(plan.sizes, layout, weight))
+        return long_sums.qconv2d(x, unpacked, plan.sizes, plan.window, table, in_zero, low, high), None
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qconv2d needs Triton: {trouble}, or use the CPU")
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv

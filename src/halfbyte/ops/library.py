@@ -238,9 +238,7 @@ def refuses_derivatives(library: torch.library.Library, name: str) -> None:
         library.impl(name, run, f"Autograd{device}")
 
 
-_gradients = Gradients(
-    OPS.linear.default, _linear_product, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0), (-1,)
-)
+_gradients = Gradients(OPS.linear.default, _linear_product, _linear_gradient, lambda grad: grad.reshape(-1, grad.shape[-1]).sum(0), (-1,))
 transformed_linear = transformation(_gradients)
 
 
