@@ -229,7 +229,7 @@ def qconv2d(
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
         _check_weight(weight, plan)
         if plan.kernel is None:
-            return x.new_empty(plan.out_shape)
+            return channels_last(x.new_empty(plan.out_shape))
         ready = _ready.entries[key] = _prepared(x, weight, table, plan, in_zero)
     if x.stride() != ready.strides:
         x = channels_last(x)

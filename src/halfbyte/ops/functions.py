@@ -21,6 +21,7 @@ from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_requantization, code_range
+from halfbyte.ops.ends import optional
 from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
@@ -185,7 +186,7 @@ def linear(
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
             return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
         run = transformed_linear if transformed() else OPS.linear.default
-        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
+        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, *optional(low, high))
     except Exception:
         check_operands(x, packed, Packed, bias, residual, clamp)
         raise

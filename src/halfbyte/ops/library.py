@@ -17,13 +17,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops import cpu, cuda
-
-_INFINITE = float("inf")
+from halfbyte.ops.ends import bounded, ends
 
 _library = torch.library.Library("halfbyte", "DEF")
 _library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int n, int k, str compute, str activation, "
-    "float low, float high) -> Tensor"
+    "float? low, float? high) -> Tensor"
 )
 _library.define("linear_gelu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation) -> Tensor")
 _library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
@@ -65,7 +64,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 
 class Gradients(NamedTuple):
     """An op and its gradients: op(x, weight, bias, residual, *settings) -> y = clamp(x · W + bias + residual), a linear layer or a
-    convolution, whose settings end with the clamp's low and high.
+    convolution, whose settings end with the clamp's low and high, None where it has none (`ends.py`).
 
     of_x     (dy, packed weight, shape of x, *settings) -> dx, with the dequantized weight, whatever the op's compute
     of_bias  dy -> its sum for each output
@@ -90,12 +89,12 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         gradients, x, weight, bias, _, *settings = inputs
         ctx.gradients, ctx.shape, ctx.bias_dtype, ctx.settings = gradients, x.shape, None if bias is None else bias.dtype, tuple(settings)
-        ctx.save_for_backward(weight, output if ctx.settings[-2:] != (-_INFINITE, _INFINITE) else None)
+        ctx.save_for_backward(weight, output if ctx.settings[-2:] != (None, None) else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, output = ctx.saved_tensors
-        low, high = ctx.settings[-2:]
+        low, high = ends(*ctx.settings[-2:])
         if output is not None:  # clamped outputs have no gradient
             grad = torch.where((output > low) & (output < high), grad, 0)
         _, x_too, _, bias_too, residual_too = ctx.needs_input_grad[:5]
@@ -113,7 +112,7 @@ def differentiable(
     residual: Tensor | None,
     *settings: Any,
 ) -> Tensor:
-    """The op under autograd; `run` is the op on the device of x."""
+    """The op under autograd; `run` is the op on the device of x, `bounded`."""
     if differentiated(x, bias, residual):
         return _Differentiable.apply(gradients, x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
     if plain(x, bias, residual):  # a second dispatch would take as long as a small kernel
@@ -142,7 +141,7 @@ transformed_linear = transformation(_gradients)
 
 
 def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, -_INFINITE, _INFINITE))
+    return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, None, None))
 
 
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
@@ -171,8 +170,8 @@ _library.impl("linear_gelu", cpu.linear_gelu, "CPU")
 _library.impl("linear_gelu", _linear_then_gelu, "CUDA")
 for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
     _library.impl("linear_gelu", _linear_gelu, f"Autograd{_device}")
-    _library.impl("linear", _home.linear, _device)
-    _library.impl("linear", partial(differentiable, _gradients, _home.linear), f"Autograd{_device}")
+    _library.impl("linear", bounded(_home.linear), _device)
+    _library.impl("linear", partial(differentiable, _gradients, bounded(_home.linear)), f"Autograd{_device}")
     _library.impl("qlinear", _home.qlinear, _device)
     _library.impl("embedding", _home.embedding, _device)
     _library.impl("dequantize", _home.dequantize, _device)
