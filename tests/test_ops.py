@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte import ops
@@ -437,3 +439,30 @@ def test_the_advice_for_scales_that_are_too_coarse_helps() -> None:
         with pytest.raises(FormatError, match=r"use bfloat16 or float32 scales, for example (\w+), or skip it") as e:
             hb.quantize(tiny, "int4_g32_zp")
         assert relative(hb.quantize(tiny, str(e.value).split("for example ")[1].split(",")[0]).dequantize(), tiny) < 0.2
+
+
+def test_exported_programs_hold_finite_numbers() -> None:
+    """AOTInductor writes the arguments of ops as JSON, which has no infinity."""
+    torch.manual_seed(0)
+    x, static = torch.randn(2, 3, 8, 8), hb.Config("int8_channel", activations="static")
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.SiLU(), nn.Flatten(), nn.Linear(144, 4)
+    for config, images in (("int8_channel", None), (static, [x])):
+        model = hb.quantize_(copy.deepcopy(nn.Sequential(*layers)).eval(), config, images)
+        with torch.no_grad():
+            exported = torch.export.export(model, (x,))
+            assert torch.equal(exported.module()(x), model(x))
+        ops = [node for node in exported.graph.nodes if "halfbyte" in str(node.target)]
+        assert len(ops) == (3 if images is None else 7)
+        for node in ops:
+            json.dumps([a for a in node.args if isinstance(a, float | int)], allow_nan=False)
+
+
+def test_clamps_with_one_end() -> None:
+    packed, x = hb.pack(hb.quantize(torch.randn(8, 16), "int8_channel")), torch.randn(4, 16, requires_grad=True)
+    y = hb.linear(x, packed)
+    for low, high in ((0.0, math.inf), (-math.inf, 0.5), (-math.inf, math.inf), (-0.1, 0.1)):
+        got, wanted = hb.linear(x, packed, clamp=(low, high)), y.clamp(low, high)
+        assert torch.equal(got, wanted)
+        for weights in torch.randn(2, 4, 8):
+            found = [torch.autograd.grad((out * weights).sum(), x, retain_graph=True)[0] for out in (got, wanted)]
+            torch.testing.assert_close(found[0], found[1])

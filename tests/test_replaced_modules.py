@@ -56,6 +56,10 @@ class _Converting(nn.Linear):
 
 
 class _Scaled(nn.Linear):
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         return value * 2 if name == "bias" else value

@@ -89,7 +89,8 @@ def test_conv2d(setting: tuple[str, int, int, int, int, int, int], compute: str)
     wanted, error = expected + residual.double(), error + 2.0**-22 * (expected.abs() + residual.double().abs())
     for image in (x.cuda(), *(x.cuda().to(memory_format=torch.channels_last) for _ in range(2))):  # one call is like another
         y = hb.conv2d(image, packed, bias.cuda(), stride, padding, compute=compute, clamp=(0, 6), residual=residual.cuda())
-        assert y.stride()[1] == 1
+        assert y.is_contiguous(memory_format=torch.channels_last) == (image.stride()[1] == 1)
+        assert y.is_contiguous() == image.is_contiguous()
         assert reference.agrees(y.cpu(), wanted.clamp(0, 6), error).all()
 
 

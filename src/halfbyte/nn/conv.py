@@ -14,7 +14,7 @@ from halfbyte.ops import conv
 
 
 class QuantConv2d(QuantModule):
-    """A convolution like nn.Conv2d, with a quantized weight. Its output is channels_last.
+    """A convolution like nn.Conv2d, with a quantized weight. Its output is channels_last where its input is, else contiguous.
 
     packed      the weight, [out_channels, in_channels / groups, Kh, Kw]
     like        the nn.Conv2d or QuantConv2d that it replaces: stride, padding, dilation and bias are copied from it. The bias stays in
@@ -63,17 +63,19 @@ class QuantConv2d(QuantModule):
         bias = like.bias
         self.register_parameter("bias", bias if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
-    def forward(self, x: Tensor, added: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, clamp: tuple[float, float] | None = None, channels_last: bool = False
+    ) -> Tensor:
         """x [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16 -> [B, Co, Ho, Wo] of the same dtype; with `added` to it, of whatever
-        shape, and then clamped."""
+        shape, and then clamped; `channels_last`: in this memory format whatever x has, which saves a copy."""
         if added is None or self._is_residual(added, x):
-            return self._convolve(x, residual=added, clamp=clamp)
-        y = self._convolve(x) + added
+            return self._convolve(x, channels_last, residual=added, clamp=clamp)
+        y = self._convolve(x, channels_last) + added
         return y if clamp is None else y.clamp(*clamp)
 
-    def _convolve(self, x: Tensor, **more: Any) -> Tensor:
-        window = self.stride, self.padding, self.dilation
-        return conv.conv2d(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)
+    def _convolve(self, x: Tensor, channels_last: bool, **more: Any) -> Tensor:
+        convolve, window = conv.conv2d_channels_last if channels_last else conv.conv2d, (self.stride, self.padding, self.dilation)
+        return convolve(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)
 
     def _is_residual(self, added: Tensor, x: Tensor) -> bool:
         """Whether it is as large as the result and of its type, so that the convolution itself adds it."""
@@ -99,7 +101,7 @@ class QuantConv1d(QuantConv2d):
         out, channels, _, width = self.packed.shape
         return out, channels, width
 
-    def _convolve(self, x: Tensor, **more: Any) -> Tensor:
+    def _convolve(self, x: Tensor, channels_last: bool, **more: Any) -> Tensor:
         padding = self.padding if isinstance(self.padding, str) else self.padding[0]
-        window = self.stride[0], padding, self.dilation[0]
-        return conv.conv1d(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)
+        convolve, window = conv.conv1d_channels_last if channels_last else conv.conv1d, (self.stride[0], padding, self.dilation[0])
+        return convolve(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)

@@ -18,6 +18,7 @@ from halfbyte.nn.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.nn.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv import module_window
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
+from halfbyte.ops.images import in_memory_format_of
 from halfbyte.quantizers import quantize_to_grid
 
 
@@ -136,9 +137,10 @@ class _FakeQuantConvolution(FakeQuantized):
             one_scale = not isinstance(sizes.format.block, int) and sizes.format.zero == "none"
             if activation != "image" or not one_scale:  # as Config says
                 y = self._on_patches(images, sizes, "row" if activation == "image" else activation)
-                return y.reshape(*x.shape[: -len(self.kernel_size) - 1], sizes.out, *y.shape[-len(self.kernel_size) :])
-            x = fake_quantize_images(images).reshape(x.shape)
-        return self._conv_forward(x, self.rounded(), self.bias)  # type: ignore[operator,no-any-return]
+                y = y.reshape(*x.shape[: -len(self.kernel_size) - 1], sizes.out, *y.shape[-len(self.kernel_size) :])
+                return in_memory_format_of(y, x)
+            x = in_memory_format_of(fake_quantize_images(images).reshape(x.shape), x)
+        return self._conv_forward(x, in_memory_format_of(self.rounded(), None), self.bias)  # type: ignore[operator,no-any-return]
 
     def _sizes(self) -> Filter:
         height, width = (1, *self.kernel_size)[-2:]

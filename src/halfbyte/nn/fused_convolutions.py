@@ -1,8 +1,9 @@
 """Additions and ReLUs after a convolution in floating point, computed by the convolution before it writes its result.
 
 The largest modules that torch.fx can trace are given a forward of their own: the same operations in the same order, but that a
-convolution whose result is read by an addition or a ReLU alone does both itself. Modules, their names and classes stay. A sum is rounded
-once instead of twice; nothing else changes. In training, and where inner modules have hooks, the forward of before is called.
+convolution whose result is read by an addition or a ReLU alone does both itself, and images stay in channels_last between convolutions.
+Modules, their names and classes stay. A sum is rounded once instead of twice; nothing else changes. In training, and where inner modules
+have hooks, the forward of before is called.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from halfbyte.nn.conv import QuantConv2d
+from halfbyte.nn.memory_format import Formats
 from halfbyte.nn.modules import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.traced import ADDS, RELUS, Inner, Tracer, erase_identities, module_of, replace
@@ -37,10 +39,12 @@ def fuse_convolutions_(model: nn.Module) -> None:
         return
     modules = dict(model.named_modules())
     sums, activations = _with_sums(graph, modules), _with_activations(graph, modules)
-    if not sums + activations:
+    chained = _in_channels_last(graph, modules)
+    if not sums + activations + chained:
         return
     _with_pools(graph, modules)
-    setattr(model, REMARK, f"within the convolutions before them: {sums} additions, {activations} activations")
+    fused = f"within the convolutions before them: {sums} additions, {activations} activations"
+    setattr(model, REMARK, fused if sums + activations else f"in channels_last from one convolution to the next: {chained} convolutions")
     forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
     members = {"fused": forward, "inner": Inner.of(model), "__module__": type(model).__module__}
     model.__class__ = type(type(model).__name__, (_Fused, type(model)), members)
@@ -128,6 +132,22 @@ def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
             replace(node, node.args[0])
             count += 1
     return count
+
+
+def _in_channels_last(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
+    """Lets convolutions hand images on to each other in channels_last; returns how many take them so."""
+
+    def gives(node: fx.Node) -> bool:
+        return isinstance(module_of(node, modules), QuantConv2d)
+
+    formats = Formats(graph, modules, gives)
+    if not (chained := formats.chained()) or formats.writes_shared():
+        return 0
+    formats.restore()
+    for node in graph.nodes:
+        if gives(node):
+            node.kwargs = {**node.kwargs, "channels_last": True}
+    return chained
 
 
 def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:

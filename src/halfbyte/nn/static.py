@@ -36,6 +36,7 @@ from halfbyte.nn.integer import (
     nearest,
 )
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
+from halfbyte.nn.memory_format import Formats
 from halfbyte.nn.modules import AnyPacked, keep_hooks, why_not_hooks
 from halfbyte.nn.network import IntegerNetwork
 from halfbyte.nn.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_not_torch
@@ -330,9 +331,25 @@ class _Rewriter:
     def result(self, notes: tuple[str, ...]) -> fx.GraphModule:
         for node in self.traced.graph.nodes:
             self._node(node)
+        self._restore_formats()
         made = IntegerNetwork(self.root, self.graph, type(self.traced).__name__)
         made.meta[_META] = Calibrated(dict(self.scales), tuple(self.floats), (*notes, *self.notes))
         return made.eval()
+
+    def _restore_formats(self) -> None:
+        """Gives what leaves the integer layers, which give channels_last, the memory format of torch."""
+        modules = {name: module for name, module in self.root.items() if isinstance(module, nn.Module)}
+
+        def gives(node: fx.Node) -> bool:
+            return isinstance(module_of(node, modules), IntegerConv2d | MaxPool | AveragePool)
+
+        def passes(node: fx.Node) -> bool:
+            return node.target is nearest or isinstance(module_of(node, modules), Quantize | Dequantize | Requantize)
+
+        def reads_any(node: fx.Node) -> bool:
+            return isinstance(module_of(node, modules), IntegerLinear)
+
+        Formats(self.graph, modules, gives, passes, reads_any).restore()
 
     # Either form of a node's result, made where it is first needed
 

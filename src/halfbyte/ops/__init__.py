@@ -14,6 +14,7 @@ encoder.py    whole encoder layers; embed.py: what is before them; layers.py: wh
 attention.py  attention of whole sequences on a CPU
 fake_quantize.py    quantized and dequantized, with gradients
 checks.py     validation of arguments, on every device; images.py: of convolutions; tensors.py: tensors where kernels want them
+ends.py       the ends of clamps
 """
 
 from halfbyte.ops import library as library

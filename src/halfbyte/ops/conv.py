@@ -1,6 +1,7 @@
 """Convolution: the functions on Codes and PackedConv, and the custom ops `halfbyte::conv2d` and `halfbyte::qconv2d` below them.
 
-Images and outputs are channels_last in memory: an image in another layout is copied.
+Kernels read and write images in channels_last. An image in another memory format is copied, and so is its result, which has the memory
+format that torch's own convolution gives: contiguous for a contiguous image. `conv2d_channels_last` leaves it as the kernel wrote it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import cpu_conv, cuda_conv, elementwise, functions
 from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization, code_range
-from halfbyte.ops.images import filter_from_numbers, from_numbers, out_shape
+from halfbyte.ops.ends import bounded, optional
+from halfbyte.ops.images import filter_from_numbers, from_numbers, in_memory_format_of, out_shape
 from halfbyte.ops.library import Gradients, casts, differentiable, differentiated, loops, plain, transformation, transformed
 from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers.check import check_weight
@@ -81,7 +83,8 @@ def conv2d(
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """The convolution of x [B, C, H, W] (or [C, H, W]), + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype.
+    """The convolution of x [B, C, H, W] (or [C, H, W]), + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype, channels_last where x
+    is, else contiguous.
 
     packed      the weight, from `pack_conv`, with the number of groups
     padding     one number, (height, width), ((top, bottom), (left, right)), "valid" or "same" (stride 1)
@@ -95,19 +98,40 @@ def conv2d(
 
     x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
     """
+    settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
+    y = conv2d_channels_last(x, packed, bias, stride, padding, dilation, **settings)
+    return in_memory_format_of(y, x) if x.dim() == 4 else in_memory_format_of(y.unsqueeze(0), x.unsqueeze(0))[0]
+
+
+def conv2d_channels_last(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: _Sizes = 1,
+    padding: _Padding = 0,
+    dilation: _Sizes = 1,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """`conv2d`, whose result is channels_last whatever x is."""
     try:
         if x.dim() == 3:
             image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
             settings = {"compute": compute, "activation": activation, "clamp": clamp}
-            return conv2d(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
+            return conv2d_channels_last(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
         window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
-        run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cuda:
                 return cuda_conv.conv2d_again(x, packed, bias, residual, window_numbers, compute, activation, low, high)
-            run = cpu_conv.conv2d
-        return run(x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, compute, activation, low, high)  # type: ignore[no-any-return]
+            settings = (packed.name, packed.numbers, window_numbers, compute, activation)
+            return cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
+        run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
+        settings = (packed.name, packed.numbers, window_numbers, compute, activation)
+        return run(x, packed.data, bias, residual, *settings, *optional(low, high))  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise
@@ -126,7 +150,25 @@ def conv1d(
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """x [B, C, L] (or [C, L]) -> [B, Co, Lo]: `conv2d` of an image of height 1, with a kernel (1, Kw)."""
+    """x [B, C, L] (or [C, L]) -> [B, Co, Lo], contiguous: `conv2d` of an image of height 1, with a kernel (1, Kw)."""
+    settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
+    return in_memory_format_of(conv1d_channels_last(x, packed, bias, stride, padding, dilation, **settings), None)
+
+
+def conv1d_channels_last(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: _Padding = 0,
+    dilation: int = 1,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """`conv1d`, whose result has its channels together in memory."""
     try:
         if x.dim() not in (2, 3):
             raise ArgumentError(f"conv1d takes [B, C, L] or [C, L], got {list(x.shape)}")
@@ -137,7 +179,7 @@ def conv1d(
             padding = (0, 0), (sides[0], sides[-1])
         settings: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
         settings["residual"] = None if residual is None else residual.unsqueeze(-2)
-        return conv2d(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **settings).squeeze(-2)
+        return conv2d_channels_last(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **settings).squeeze(-2)
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise
@@ -157,12 +199,13 @@ def qconv2d(
     out_zero: int,
     clamp: tuple[int, int] | None = None,
 ) -> Tensor:
-    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch. x is padded with `in_zero`,
-    the code of 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
+    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch; channels_last where x is, else
+    contiguous. x is padded with `in_zero`, the code of 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
     try:
         low, high = code_range(clamp)
         table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
-        return qconv2d_with(x, packed, table, _window_numbers(packed.sizes.kernel, stride, padding, dilation), in_zero, (low, high))
+        numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
+        return in_memory_format_of(qconv2d_with(x, packed, table, numbers, in_zero, (low, high)), x)
     except Exception:
         check_operands(x, packed, PackedConv, bias, clamp=clamp)
         raise
@@ -171,7 +214,7 @@ def qconv2d(
 def qconv2d_with(
     x: Tensor, packed: PackedConv, table: Tensor, window_numbers: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
 ) -> Tensor:
-    """`qconv2d` with the invariants of repeated calls precomputed: `conv_requantization_table` and `Window.numbers`."""
+    """`qconv2d` with the invariants of repeated calls precomputed: `conv_requantization_table` and `Window.numbers`. -> channels_last"""
     run: Any = _ops.qconv2d.default
     if plain(x):
         if x.is_cuda:
@@ -275,7 +318,7 @@ def _window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int[] sizes, int[] window, str compute, str activation, "
-    "float low, float high) -> Tensor"
+    "float? low, float? high) -> Tensor"
 )
 _library.define(
     "qconv2d(Tensor x, Tensor weight, Tensor table, str format, int[] sizes, int[] window, int in_zero, int low, int high) -> Tensor"
@@ -297,7 +340,8 @@ def _dequantize_fake(weight: Tensor, format: str, filter_numbers: Sequence[int],
 
 def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     format, filter_numbers, window_numbers = next(arguments[i : i + 3] for i, a in enumerate(arguments) if isinstance(a, str))
-    return x.new_empty(out_shape(x, *from_numbers(format, filter_numbers, window_numbers))).contiguous(memory_format=torch.channels_last)
+    _, out, height, width = shape = out_shape(x, *from_numbers(format, filter_numbers, window_numbers))
+    return x.new_empty_strided(shape, (height * width * out, 1, width * out, out))
 
 
 def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: Any) -> Tensor:
@@ -325,8 +369,8 @@ def _image_product(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
 _gradients = Gradients(_ops.conv2d.default, _image_product, _image_gradient, lambda grad: grad.sum((0, 2, 3)), (-1, 1, 1))
 _transformed_conv2d = transformation(_gradients)
 for _device, _home in (("CPU", cpu_conv), ("CUDA", cuda_conv)):
-    _library.impl("conv2d", _home.conv2d, _device)
-    _library.impl("conv2d", partial(differentiable, _gradients, _home.conv2d), f"Autograd{_device}")
+    _library.impl("conv2d", bounded(_home.conv2d), _device)
+    _library.impl("conv2d", partial(differentiable, _gradients, bounded(_home.conv2d)), f"Autograd{_device}")
     _library.impl("qconv2d", _home.qconv2d, _device)
     _library.impl("dequantize_conv", _dequantize, _device)
 casts(_library, "conv2d", 0, 3)

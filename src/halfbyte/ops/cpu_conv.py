@@ -229,7 +229,7 @@ def qconv2d(
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
         _check_weight(weight, plan)
         if plan.kernel is None:
-            return x.new_empty(plan.out_shape)
+            return channels_last(x.new_empty(plan.out_shape))
         if long_sums.overflows(plan.sizes.k):
             codes = convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight))  # no depthwise one has so many taps
             return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high)

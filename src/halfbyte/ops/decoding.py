@@ -162,8 +162,7 @@ def activated_in_torch(y: Tensor, gates: str, factor: float, *, gated: bool, bes
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
-    infinite = float("inf")
-    y: Tensor = OPS.linear.default(x, weight, bias, None, format, n, k, "float", "block", -infinite, infinite)
+    y: Tensor = OPS.linear.default(x, weight, bias, None, format, n, k, "float", "block", None, None)
     return y
 
 

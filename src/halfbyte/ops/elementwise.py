@@ -11,6 +11,7 @@ from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Combination
 from halfbyte.ops import cuda
+from halfbyte.ops.ends import bounded, optional
 from halfbyte.ops.library import loops, plain, refuses_derivatives
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "combine(Tensor a, float scale_a, float offset, ScalarType dtype, Tensor? b, float scale_b, float low, float high) -> Tensor"
+    "combine(Tensor a, float scale_a, float offset, ScalarType dtype, Tensor? b, float scale_b, float? low, float? high) -> Tensor"
 )
 
 
@@ -31,7 +32,7 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     dtype, scale_a, offset, scale_b, low, high = how
     if plain(a, b):
         return _combine(a, scale_a, offset, dtype, b, scale_b, low, high)
-    return torch.ops.halfbyte.combine.default(a, scale_a, offset, dtype, b, scale_b, low, high)  # type: ignore[no-any-return]
+    return torch.ops.halfbyte.combine.default(a, scale_a, offset, dtype, b, scale_b, *optional(low, high))  # type: ignore[no-any-return]
 
 
 def _combine(
@@ -47,7 +48,7 @@ def _combine(
         raise ArgumentError(f"clamp takes (low, high) with low <= high, in -128 … 127 for int8, got ({low}, {high})")
     if a.numel() == 0:
         return a.to(dtype)
-    a = a if a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last) else a.contiguous()
+    a = a if _is_dense(a) else a.contiguous()
     if b is not None and b.stride() != a.stride():
         b = torch.empty_like(a, dtype=b.dtype).copy_(b)
     how = Combination(dtype, scale_a, offset, scale_b, low, high)
@@ -67,13 +68,21 @@ def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step |
     """`combine` of tensors on the CPU of the sizes and strides of a and b, as a step of a program; None where it is none."""
     from halfbyte.kernels.cpu import elementwise as cpu
 
-    dense = a.is_contiguous() or a.is_contiguous(memory_format=torch.channels_last)
     alike = b is None or (b.shape, b.stride()) == (a.shape, a.stride())
-    return cpu.step(a, how, b) if a.numel() and dense and alike else None
+    return cpu.step(a, how, b) if a.numel() and _is_dense(a) and alike else None
 
 
-_library.impl("combine", _combine, "CPU")
-_library.impl("combine", _combine, "CUDA")
+def _is_dense(a: Tensor) -> bool:
+    """Whether the result has the memory format of a, which it takes in the order of its elements in memory."""
+    return a.is_contiguous() or (a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last))
+
+
+def _fake(a: Tensor, scale_a: float, offset: float, dtype: torch.dtype, *_: object) -> Tensor:
+    return torch.empty_like(a if _is_dense(a) else a.contiguous(), dtype=dtype)
+
+
+_library.impl("combine", bounded(_combine), "CPU")
+_library.impl("combine", bounded(_combine), "CUDA")
 refuses_derivatives(_library, "combine")
 loops(_library, "combine")
-torch.library.register_fake("halfbyte::combine", lambda a, scale_a, offset, dtype, *_: torch.empty_like(a, dtype=dtype), lib=_library)
+torch.library.register_fake("halfbyte::combine", _fake, lib=_library)

@@ -22,6 +22,7 @@ from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu, cuda
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_here, check_operands, check_requantization, code_range
+from halfbyte.ops.ends import optional
 from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
 from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers import CALIBRATED, METHODS
@@ -187,7 +188,7 @@ def linear(
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
             return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
         run = transformed_linear if transformed() else OPS.linear.default
-        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
+        return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, *optional(low, high))
     except Exception:
         check_operands(x, packed, Packed, bias, residual, clamp)
         raise

@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.ops import cpu, cuda
-
-_INFINITE = float("inf")
+from halfbyte.ops.ends import bounded, ends
 
 _library = torch.library.Library("halfbyte", "DEF")
 _library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int n, int k, str compute, str activation, "
-    "float low, float high) -> Tensor"
+    "float? low, float? high) -> Tensor"
 )
 _library.define("linear_gelu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation) -> Tensor")
 _library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
@@ -81,7 +80,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 
 class Gradients(NamedTuple):
     """An op and its gradients: op(x, weight, bias, residual, *settings) -> y = clamp(x · W + bias + residual), a linear layer or a
-    convolution, whose settings end with the clamp's low and high.
+    convolution, whose settings end with the clamp's low and high, None where it has none (`ends.py`).
 
     product  (x, packed weight, *settings) -> x · W, in torch's operations with the dequantized weight, whatever the op's compute
     of_x     (dy, packed weight, shape of x, *settings) -> dx, with the same weight
@@ -110,7 +109,7 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         gradients, x, weight, bias, _, *settings = inputs
         ctx.gradients, ctx.shape, ctx.bias_dtype, ctx.settings = gradients, x.shape, None if bias is None else bias.dtype, tuple(settings)
-        clamped = output if ctx.settings[-2:] != (-_INFINITE, _INFINITE) else None
+        clamped = output if ctx.settings[-2:] != (None, None) else None
         ctx.save_for_backward(weight, clamped)
         ctx.save_for_forward(weight, clamped)
 
@@ -135,7 +134,7 @@ class _Differentiable(torch.autograd.Function):
 
 def _unclamped(derivative: Tensor, output: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
     """A derivative, 0 where the output is clamped; `output`: None where it has no clamp."""
-    low, high = settings[-2:]
+    low, high = ends(*settings[-2:])
     return derivative if output is None else torch.where((output > low) & (output < high), derivative, 0)
 
 
@@ -148,7 +147,7 @@ def differentiable(
     residual: Tensor | None,
     *settings: Any,
 ) -> Tensor:
-    """The op under autograd; `run` is the op on the device of x."""
+    """The op under autograd; `run` is the op on the device of x, `bounded`."""
     if differentiated(x, bias, residual):
         return _Differentiable.apply(gradients, x, weight, bias, residual, *settings)  # type: ignore[no-any-return,no-untyped-call]
     if plain(x, bias, residual):  # a second dispatch would take as long as a small kernel
@@ -243,7 +242,7 @@ transformed_linear = transformation(_gradients)
 
 
 def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, -_INFINITE, _INFINITE))
+    return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, None, None))
 
 
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
@@ -272,8 +271,8 @@ _library.impl("linear_gelu", cpu.linear_gelu, "CPU")
 _library.impl("linear_gelu", _linear_then_gelu, "CUDA")
 for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
     _library.impl("linear_gelu", _linear_gelu, f"Autograd{_device}")
-    _library.impl("linear", _home.linear, _device)
-    _library.impl("linear", partial(differentiable, _gradients, _home.linear), f"Autograd{_device}")
+    _library.impl("linear", bounded(_home.linear), _device)
+    _library.impl("linear", partial(differentiable, _gradients, bounded(_home.linear)), f"Autograd{_device}")
     _library.impl("qlinear", _home.qlinear, _device)
     _library.impl("embedding", _home.embedding, _device)
     _library.impl("dequantize", _home.dequantize, _device)

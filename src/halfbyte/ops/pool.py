@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.kernels.problem import Window
 from halfbyte.ops import cuda
-from halfbyte.ops.images import channels_last
+from halfbyte.ops.images import channels_last, in_memory_format_of
 from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def _pair(size: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def largest(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
-    """pool(x)"""
+    """pool(x), in the memory format of x"""
     ours = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not pool.return_indices
     if ours and plain(x) and not (x.requires_grad and torch.is_grad_enabled()) and (found := pooling(x, pool)):
-        return found(x)
+        return in_memory_format_of(found(x), x)
     return cast(Tensor, pool(x))
 
 
