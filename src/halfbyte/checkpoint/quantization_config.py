@@ -8,7 +8,6 @@ from reprlib import repr as short
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.spec import Format, as_format
@@ -109,11 +108,3 @@ def parse(section: Mapping[str, Any]) -> dict[str, Module]:
         except (ArgumentError, FormatError, TypeError) as e:
             raise CheckpointError(f"{short(name)} in the quantization_config: {e}: the checkpoint is damaged") from e
     return modules
-
-
-def guard() -> Tensor:
-    """The tensor stored under the name of a quantized weight itself: a reader that takes it for the weight fails because of its shape.
-
-    Without it a reader that does not know halfbyte finds no weight, and transformers then initializes one randomly with only a warning.
-    """
-    return torch.zeros(1, dtype=torch.uint8, device="cpu")

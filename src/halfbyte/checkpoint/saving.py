@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.manifest import Manifest, Weight
-from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, dtype_named, guard
+from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, dtype_named
 from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
 from halfbyte.formats.dense import to_dense
@@ -26,7 +26,7 @@ from halfbyte.nn.conv import QuantConv2d
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.kinds import CONVOLUTIONS
-from halfbyte.nn.modules import QuantLinear, QuantModule
+from halfbyte.nn.modules import QuantLinear, QuantModule, guard
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.static import Calibrated, calibrated

@@ -30,7 +30,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.architecture import keep_dtypes_
-from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, guard, parse
+from halfbyte.checkpoint.quantization_config import METHOD, Module, describe, parse
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
@@ -365,8 +365,8 @@ class HalfbyteQuantizer(HfQuantizer):
                 if name in modules:
                     if module.packed.codes_format.tight:
                         state |= {f"{name}.weight.{part}": tensor for part, tensor in to_dense(module.codes()).items()}
-                    state[f"{name}.weight"] = guard()
                 else:
+                    del state[f"{name}.weight"]
                     for part in stored_tensors(module.packed.codes_format, module.codes_shape):
                         del state[f"{name}.weight.{part}"]
         return state, {}

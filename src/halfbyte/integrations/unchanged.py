@@ -94,10 +94,9 @@ def _packed(part: Any) -> Any:
 
 
 def _tensors(part: Any) -> Iterator[tuple[dict[str, Any] | None, str, Tensor]]:
-    """A part's tensors with their places, where these are not counted; but for biases that others have joined."""
+    """A part's tensors with their places."""
     if isinstance(part, QuantModule):
-        yield None, "", _packed(part).data
+        yield part._buffers, "packed_data", part.packed_data
     else:
         yield from ((part._buffers, name, tensor) for name, tensor in part._buffers.items() if tensor is not None)
-    if not isinstance(part, FusedLinear):
-        yield from ((part._parameters, name, tensor) for name, tensor in part._parameters.items() if tensor is not None)
+    yield from ((part._parameters, name, tensor) for name, tensor in part._parameters.items() if tensor is not None)

@@ -25,7 +25,7 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
-from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, version, why_not_hooks
+from halfbyte.nn.modules import AnyPacked, DerivedLinear, QuantLinear, QuantModule, WeightView, digest, version, why_not_hooks
 from halfbyte.nn.report import REMARK
 
 # Children of one module that transformers calls in this order with the same tensor.
@@ -117,6 +117,7 @@ class _Group:
     sizes   rows of each
     biases  the layers' own
     held    (an input, the outputs for it); one tuple, so that threads do not mix theirs
+    check   the packed_check of all layers
     """
 
     packed: Packed
@@ -125,6 +126,10 @@ class _Group:
     held: tuple[Tensor, tuple[Tensor, ...]] | None = None
     _bias: Tensor | None = None
     _seen: list[object] = field(default_factory=list)
+    check: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.check = digest(self.packed.data)
 
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
@@ -166,6 +171,7 @@ class _Group:
     def move(self, device: torch.device) -> None:
         if self.packed.device != device:
             self.packed = ops.pack(ops.unpack(self.packed), device, sparse=self.packed.sparse)
+            self.check = digest(self.packed.data)
 
     def put(self, index: int, codes: Codes) -> None:
         """Gives one of the layers other codes, of the same format and shape. They are written over the old ones, of which each layer has a
@@ -183,6 +189,7 @@ class _Group:
             )
         with torch.inference_mode():  # where weights packed in this mode may be written to, too
             self.packed.data.copy_(made.data)
+            self.check.copy_(digest(made.data))
 
 
 class FusedLinear(DerivedLinear):
@@ -191,6 +198,7 @@ class FusedLinear(DerivedLinear):
     def __init__(self, group: _Group, index: int, linear: QuantLinear) -> None:
         super().__init__(linear, _part(group, index))
         self._group, self._index = group, index
+        self.packed_check = group.check
 
     @property
     def index(self) -> int:
@@ -209,19 +217,45 @@ class FusedLinear(DerivedLinear):
 
     @property
     def together(self) -> tuple[Packed, Tensor | None]:
-        """The concatenated weight and bias of all layers that it is fused with."""
-        return self._group.packed, self._group.bias
+        """The concatenated weight and bias of all layers that it is fused with, in one object for all as long as none has other tensors."""
+        whole = self._whole
+        if not torch.compiler.is_compiling() and self._parameters["bias"] is not self._group.biases[self._index]:
+            whole = replace(whole)
+        return whole, self._group.bias
 
     def codes(self) -> Codes:
-        return ops.unpack(self._group.packed).select(self._group.rows(self._index))
+        return ops.unpack(self._whole).select(self._group.rows(self._index))
+
+    @property
+    def _whole(self) -> Packed:
+        """The weight of the group, or one that other code has put in its place for this layer."""
+        whole = self._group.packed
+        if torch.compiler.is_compiling() or (data := self.packed.data).data_ptr() == whole.data.data_ptr():
+            return whole
+        return replace(whole, data=data.view(whole.data.shape))
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight [N, K]; computed when it is read."""
-        return ops.dequantize(self._group.packed, self.dtype)[self._group.rows(self._index)]
+        """The dequantized weight [N, K]; computed when it is used."""
+        rows = self._group.rows(self._index)
+        if torch.compiler.is_compiling():
+            return ops.dequantize(self._group.packed, self.dtype)[rows]
+        return WeightView(self._whole, self.dtype, self.weight_shape, rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._group.part(x, self)
+        whole, bias = self._whole, self._parameters["bias"]
+        if whole is self._group.packed and bias is self._group.biases[self._index]:
+            return self._group.part(x, self)
+        # Other code has put tensors in the places of this layer's, for this call perhaps.
+        rows, biases = self._group.rows(self._index), None
+        if bias is not None:
+            biases = functional.pad(bias.float(), (rows.start, whole.shape[0] - rows.stop))
+        return ops.linear(x, whole, biases, compute=self.compute, activation=self.activation)[..., rows]
+
+    def _set_packed(self, packed: AnyPacked) -> None:
+        super()._set_packed(packed)
+        if packed.data.data_ptr() == self._group.packed.data.data_ptr():
+            self.packed_check = self._group.check
 
     def _set_codes(self, codes: Codes) -> None:
         self._group.put(self._index, codes)

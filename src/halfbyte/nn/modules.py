@@ -1,7 +1,8 @@
 """Modules whose weight is packed: QuantLinear in place of nn.Linear, QuantEmbedding and QuantEmbeddingBag in place of torch's.
 
 The weight is frozen. Gradients flow to the activations. In a state_dict it appears in canonical order, as `weight.data`,
-`weight.scale` and, where the format has one, `weight.zero` (see `Codes`), so that it means the same on every machine.
+`weight.scale` and, where the format has one, `weight.zero` (see `Codes`), so that it means the same on every machine. `weight` itself is a
+guard there, on which loading into a float module fails.
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ def version(bias: Tensor | None) -> tuple[int, int] | None:
     return None if bias is None else (bias.data_ptr(), 0 if bias.is_inference() else bias._version)
 
 
+def _version_of(data: Tensor) -> int | None:
+    return None if data.is_inference() else data._version
+
+
 class Changes:
     """Counts how often an attribute of a quantized module, or of another class that calls `add`, was set in this process: as long as
     `count` is the same, none has changed."""
@@ -89,6 +94,24 @@ class Changes:
         cls.count = next(cls._numbers)
 
 
+def guard(device: torch.device | str = "cpu") -> Tensor:
+    """The tensor stored under the name of a quantized weight itself: a reader that takes it for the weight fails because of its shape.
+
+    Without it a reader that does not know halfbyte finds no weight, and leaves one that was initialized randomly, with a warning at most.
+    """
+    return torch.zeros(1, dtype=torch.uint8, device=device)
+
+
+_SAMPLES = 4096  # bytes of a packed weight that `digest` reads
+
+
+def digest(data: Tensor) -> Tensor:
+    """Sum of squares of evenly spaced bytes, int64 [1]: not that of bytes that were averaged or scaled, as it is not linear."""
+    bytes_ = data.reshape(-1).view(torch.uint8)
+    sample = bytes_[:: max(1, len(bytes_) // _SAMPLES) | 1].long()
+    return (sample * sample).sum().view(1)
+
+
 _FROZEN = "a quantized weight is frozen"
 _NOT_SET = f"{_FROZEN}, and cannot be set: change the float weight and quantize again"
 
@@ -97,19 +120,37 @@ class WeightView(Tensor):
     """A packed weight that behaves like a float tensor: it has shape, dtype and device, and is dequantized when it is used.
 
     Each operation dequantizes the weight again: code that reads `module.weight.dtype` costs nothing, code that multiplies by
-    `module.weight` gets the correct product slowly. It is read-only.
+    `module.weight` gets the correct product slowly. It is read-only. `scale` and `zero` are those of the codes, as a state_dict names them.
+
+    rows   those of `packed` that are the weight, if not all
     """
 
     packed: AnyPacked
+    rows: slice | None
 
     @staticmethod
-    def __new__(cls, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...]) -> WeightView:
+    def __new__(cls, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...], rows: slice | None = None) -> WeightView:
         view: WeightView = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
-        view.packed = packed
+        view.packed, view.rows = packed, rows
         return view
 
-    def __init__(self, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(self, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...], rows: slice | None = None) -> None:
         super().__init__()
+
+    @property
+    def scale(self) -> Tensor:
+        return self._part_of_codes("scale")
+
+    @property
+    def zero(self) -> Tensor:
+        return self._part_of_codes("zero")
+
+    def _part_of_codes(self, name: str) -> Tensor:
+        codes = ops.unpack(self.packed)
+        tensors = (codes if self.rows is None else codes.select(self.rows)).tensors()
+        if name not in tensors:
+            raise AttributeError(f"a weight in {self.packed.codes_format} has no {name}")
+        return tensors[name]
 
     @property
     def data(self) -> Tensor:
@@ -120,6 +161,8 @@ class WeightView(Tensor):
         raise UnsupportedError(_NOT_SET)
 
     def _numbers(self) -> Tensor:
+        if self.rows is not None:
+            return ops.dequantize(self.packed, self.dtype)[self.rows]
         return ops.dequantize(self.packed, self.dtype).view(self.shape)
 
     @classmethod
@@ -134,7 +177,7 @@ class WeightView(Tensor):
         if func._schema.is_mutable:
             raise UnsupportedError(f"{_FROZEN}, and {func} would write to it: change the float weight and quantize again")
         if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
-            return cls(args[0].packed, args[0].dtype, args[0].shape)
+            return cls(args[0].packed, args[0].dtype, args[0].shape, args[0].rows)
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -196,7 +239,9 @@ class QuantModule(nn.Module):
     dimensions: ClassVar[int] = 2
     transposed: bool = False
     packed_data: Tensor
+    packed_check: Tensor
     dtype_mark: Tensor
+    _version: int | None = -1  # of packed_data when it was last checked: None where it has none, -1 where it was not checked
 
     def __init__(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         super().__init__()
@@ -206,11 +251,41 @@ class QuantModule(nn.Module):
         self.error = error
         # A buffer, so that torch counts and compiles it as part of the module; not persistent, as a layout is never stored.
         self.register_buffer("packed_data", packed.data, persistent=False)
+        self.register_buffer("packed_check", digest(packed.data), persistent=False)
         self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
         self._packed = packed
+        self._version = _version_of(packed.data)
 
     @property
     def packed(self) -> AnyPacked:
+        """The weight: the bytes in `packed_data`, also where other code has put them there. Raises ArgumentError if they were computed."""
+        if torch.compiler.is_compiling():
+            return self._packed
+        data: Any = self._buffers["packed_data"]
+        packed = self._packed
+        if data is packed.data and (self._version is None or data._version == self._version):
+            return packed
+        return self._follow(data)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._version = -1  # a copy's tensors count from the beginning
+
+    def _follow(self, data: Any) -> AnyPacked:
+        """Takes over `packed_data` after it was replaced or written to."""
+        if type(data) is not Tensor or data.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(data):
+            return replace(self._packed, data=data)  # for this call only
+        was, check = self._packed.data, self._buffers.get("packed_check")
+        if (data.dtype, data.shape, data.device) != (was.dtype, was.shape, was.device):
+            got, wanted = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (data, was))
+            raise ArgumentError(f"packed_data of a {type(self).__name__} is {wanted}, got {got}: move and load the module, not its bytes")
+        if check is not None and not torch.equal(digest(data), check):
+            raise ArgumentError(
+                f"packed_data of a {type(self).__name__} does not match packed_check: packed codes cannot be averaged or computed with, "
+                "and both are copied together: average parameters alone (use_buffers=False), or float models, and quantize the result"
+            )
+        self._set_packed(replace(self._packed, data=data))
+        self.refresh()
         return self._packed
 
     @property
@@ -232,7 +307,7 @@ class QuantModule(nn.Module):
         """The dequantized weight, for code that reads it; computed when it is used."""
         if torch.compiler.is_compiling():
             return ops.dequantize(self._packed, self.dtype).view(self.weight_shape)
-        return WeightView(self._packed, self.dtype, self.weight_shape)
+        return WeightView(self.packed, self.dtype, self.weight_shape)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # torch's own errors do not say why
@@ -242,11 +317,13 @@ class QuantModule(nn.Module):
 
     def codes(self) -> Codes:
         """The weight in canonical order."""
-        return ops.unpack(self._packed)
+        return ops.unpack(self.packed)
 
     def _set_packed(self, packed: AnyPacked) -> None:
         self.packed_data = packed.data
+        self.packed_check = digest(packed.data)
         self._packed = packed
+        self._version = _version_of(packed.data)
 
     def _set_codes(self, codes: Codes) -> None:
         """Replaces the weight by codes of the same format and shape."""
@@ -266,6 +343,7 @@ class QuantModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = guard(self._packed.device)
         for name, tensor in self.codes().tensors().items():
             destination[f"{prefix}weight.{name}"] = tensor
 
@@ -282,12 +360,16 @@ class QuantModule(nn.Module):
         fmt, shape = self._packed.codes_format, self.codes_shape
         names = {name: f"{prefix}weight.{name}" for name in stored_tensors(fmt, shape)}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        unexpected_keys[:] = [key for key in unexpected_keys if key not in names.values()]
-        found = {name: state_dict[key] for name, key in names.items() if key in state_dict}  # after hooks, which may change them
+        # After hooks, which may change it.
+        found = {name: state_dict[key] for name, key in names.items() if key in state_dict}
+        given, whole = state_dict.get(f"{prefix}weight"), f"{prefix}weight"
+        guarded = isinstance(given, Tensor) and given.shape == guard().shape
+        mine = {*names.values(), *([whole] if guarded else ())}
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in mine]
         if len(found) < len(names):
-            if not found and f"{prefix}weight" in state_dict:
-                given = f"{prefix}weight is in floating point there, and this module takes {fmt} codes"
-                error_msgs.append(f"{given}: load the state into the float model, and quantize that")
+            if not found and given is not None and not guarded:
+                what = f"{whole} is in floating point there, and this module takes {fmt} codes"
+                error_msgs.append(f"{what}: load the state into the float model, and quantize that")
             missing_keys.extend(key for name, key in names.items() if name not in found)
             return
         try:
