@@ -48,6 +48,7 @@ from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantMod
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE
+from halfbyte.nn.rescaled import as_trained
 from halfbyte.nn.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.transposed import conv1d, is_transposed
 from halfbyte.quantizers.check import non_finite
@@ -320,7 +321,13 @@ class HalfbyteQuantizer(HfQuantizer):
         if is_parallel(model):
             raise UnsupportedError(PARTS_ONLY)
         self.quantization_config.modules = modules = self._modules(model)
-        state = model.state_dict()
+        with as_trained(model) as rescaled:
+            state = self._state(model, modules)
+            return {name: tensor.clone() for name, tensor in state.items()} if rescaled else state, {}
+
+    @staticmethod
+    def _state(model: Any, modules: Mapping[str, Module]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = model.state_dict()
         if any(isinstance(module, QuantExperts) for module in model.modules()):
             _keep_stacked(model)
         for name, module in model.named_modules(remove_duplicate=False):
@@ -332,7 +339,7 @@ class HalfbyteQuantizer(HfQuantizer):
                 else:
                     for part in stored_tensors(module.packed.codes_format, module.codes_shape):
                         del state[f"{name}.weight.{part}"]
-        return state, {}
+        return state
 
     def _modules(self, model: nn.Module) -> dict[str, Module]:
         """The quantized modules, without those whose weight is tied in transformers."""
