@@ -40,6 +40,7 @@ _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
 _SPARSE = (".compressed", ".bitmask", ".row_offsets", ".scale_packed", ".meta")
 # Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
+_GPTQ_FORMS = ("gptq", "gptq_v2")
 _MOST_POINTS = 1 << 22  # zero points that are read to determine a version
 # The remedy for folders whose tensors only their project's own classes can interpret.
 _ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_pretrained), or start from the float model"
@@ -118,6 +119,10 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
 
 def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     bits, _ = _of_module(settings, "")
+    form = settings.get("checkpoint_format") or ("marlin" if settings.get("is_marlin_format") is True else "gptq")
+    if form not in _GPTQ_FORMS:
+        what = f"config.json says checkpoint_format {short(form)}, halfbyte reads {', '.join(_GPTQ_FORMS)}"
+        raise CheckpointError(f"{what}: convert it with GPTQModel, or start from the float model")
     claimed = 2 if settings.get("checkpoint_format") == "gptq_v2" else 1
     modules, rest = modules_of(reader, gptq.PARTS)
     version = _judge(modules, bits, bool(settings.get("sym", False)), claimed)
@@ -231,7 +236,7 @@ def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype, notes:
     else:
         found = parts.spec("weight").shape
         if len(found) != 2:
-            raise CheckpointError(f"{parts.module}.weight is int8 {list(found)}, not a matrix: the checkpoint is damaged")
+            raise CheckpointError(f"{parts.module}.weight is int8 {list(found)}, halfbyte reads matrices: start from the float model")
         shape = (found[0], found[1])
     scale = parts.spec("weight_scale")
     blocks = scale.shape[1] if len(scale.shape) == 2 else 1
@@ -325,7 +330,7 @@ def _words_shape(parts: Parts) -> tuple[int, int]:
     parts.require("qweight", "qzeros", "scales")
     shape = parts.spec("qweight").shape
     if len(shape) != 2 or min(shape) < 1:
-        raise CheckpointError(f"{parts.module}.qweight has shape {list(shape)}, not a matrix's: the checkpoint is damaged")
+        raise CheckpointError(f"{parts.module}.qweight has shape {list(shape)}, halfbyte reads matrices: start from the float model")
     return shape[0], shape[1]
 
 

@@ -57,6 +57,8 @@ OLDEST = (5, 4)  # older versions cast tensors of a wrong type silently, and sta
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
 
+_REMEDY = "use the transformers that saved them, and their config.json"
+
 
 @register_quantization_config(METHOD)
 @with_known_settings
@@ -184,7 +186,7 @@ class HalfbyteQuantizer(HfQuantizer):
             module = model.get_submodule(name)
             if not isinstance(module, FLOAT_MODULES) or not isinstance(module.weight, Tensor):
                 what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
-                raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: config.json is damaged")
+                raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: {_REMEDY}")
             if (shape := codes_shape(kind_of(module), module.weight.shape, settings.format)) != settings.shape:
                 raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(shape)} in the model")
             self._make_room(module, settings)
@@ -214,7 +216,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if place is not None:
                 found[place] = settings
             elif type(model).__name__ in (model.config.architectures or ()):
-                raise CheckpointError(f"{type(model).__name__} has no {name}, which is quantized in the files: config.json is damaged")
+                raise CheckpointError(f"{type(model).__name__} has no {name}, which is quantized in the files: {_REMEDY}")
         return found
 
     @staticmethod
