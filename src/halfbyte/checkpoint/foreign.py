@@ -179,11 +179,7 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
     if (place := _turned_online(settings.get("transform_config"))) is not None:
         raise CheckpointError(f"its transform_config changes values at {short(place)} as the model runs, which halfbyte does not read: "
                               "start from the float model")  # fmt: skip
-    if (odd := next((name for name in reader.places if name.endswith(_SPARSE)), None)) is not None:
-        said = settings.get("sparsity_config")
-        form = said.get("format") if isinstance(said, dict) else None
-        what = f"{odd} belongs to a weight in the sparse layout {form or settings.get('format')!s:.40}"
-        raise CheckpointError(f"{what}, which halfbyte does not read: take the float model, or one that is pack-quantized")
+    _check_dense(reader, settings)
     small, rest = modules_of(reader, _FLOAT4, None, lambda spec: spec.dtype == torch.uint8)
     packed, rest = modules_of(reader, compressed_tensors.PACKED, rest)
     integer, rest = modules_of(reader, compressed_tensors.INTEGER, rest, lambda spec: spec.dtype == torch.int8)
@@ -212,6 +208,16 @@ def _classes(
     # Eight codes of 4 bits in a word: the sizes by which a config is judged must not be smaller than those of the floats.
     sizes = [(*spec.shape, 8) for spec in reader.specs().values()]
     return module_classes(config, list(modules), sizes)
+
+
+def _check_dense(reader: Reader, settings: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for compressed-tensors' layouts of sparse weights."""
+    for name in reader.places:
+        if name.endswith(_SPARSE):
+            said = settings.get("sparsity_config")
+            form = said.get("format") if isinstance(said, dict) else None
+            what = f"{name} belongs to a weight in the sparse layout {form or settings.get('format')!s:.40}"
+            raise CheckpointError(f"{what}, which halfbyte does not read: take the float model, or one that is pack-quantized")
 
 
 def _turned_online(transforms: object) -> object:
