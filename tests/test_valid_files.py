@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.checkpoint import convert, describe, export, load, load_tensors, save
 from halfbyte.errors import CheckpointError
+from halfbyte.io import gguf
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.modules import QuantEmbedding
 
@@ -198,3 +199,57 @@ def test_wrapped_models_are_saved_without_the_wrapper(tmp_path: Path) -> None:
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
     save(model, tmp_path / "layer")
     assert torch.equal(logits(load(tmp_path / "layer")), expected)
+
+
+# What is said of settings that other projects write
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "tensors", "message"),
+    [
+        (
+            "gptq",
+            {"checkpoint_format": "marlin"},
+            {},
+            "checkpoint_format 'marlin', halfbyte reads gptq, gptq_v2: convert it with GPTQModel",
+        ),
+        ("gptq", {"is_marlin_format": True, "checkpoint_format": None}, {}, "checkpoint_format 'marlin', halfbyte reads"),
+        ("gptq", {}, {f"{UP}.qweight": torch.zeros(2, 4, 64, dtype=torch.int32)}, "halfbyte reads matrices: start from the float model"),
+        ("gptq", {}, {f"{UP}.scales": torch.ones(1, 64).to(torch.float8_e4m3fn)}, "halfbyte reads scales of float16, bfloat16 and float32"),
+    ],
+)
+def test_forms_that_are_not_read(
+    kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], message: str, folders: Path, tmp_path: Path
+) -> None:
+    folder = rewritten(folders / kind, tmp_path / "m", load_file(folders / kind / "model.safetensors") | tensors, **settings)
+    with pytest.raises(CheckpointError, match=message) as e:
+        load(folder)
+    assert "damaged" not in str(e.value)
+
+
+def test_counts_of_what_was_trained(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "float", tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    more = {"num_parameters": 7 * 10**9, "n_train_tokens": 10**12, "n_positions": 1 << 24}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | more))
+    assert load(tmp_path / "m", format="q8_0")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"num_experts": 1 << 24}))
+    with pytest.raises(CheckpointError, match="num_experts: 16777216, over 2097152: the file is damaged"):
+        load(tmp_path / "m", format="q8_0")
+
+
+def test_numbers_for_each_layer_of_a_gguf_file(folders: Path, tmp_path: Path) -> None:
+    convert(folders / "float", tmp_path / "h", "q4_0")
+    export(tmp_path / "h", tmp_path / "m.gguf", "gguf")
+    file = gguf.read_header(tmp_path / "m.gguf")
+    tensors = {name: (entry.kind, entry.shape) for name, entry in file.entries.items()}
+    raw = (tmp_path / "m.gguf").read_bytes()
+    for heads in ([2, 2], [2, 4]):
+        writer = gguf.Writer(tmp_path / f"{heads[1]}.gguf", {**file.metadata, "llama.attention.head_count": heads}, tensors)
+        for name, entry in file.entries.items():
+            data = bytearray(raw[entry.place.offset : entry.place.offset + entry.place.spec.nbytes])
+            writer.write(name, torch.frombuffer(data, dtype=entry.place.spec.dtype).reshape(entry.place.spec.shape))
+        writer.finish()
+    assert torch.equal(logits(load(tmp_path / "2.gguf")), logits(load(tmp_path / "m.gguf")))
+    with pytest.raises(CheckpointError, match=r"says \[2, 4\] for llama.attention.head_count, halfbyte reads one number for all layers"):
+        load(tmp_path / "4.gguf")

@@ -30,7 +30,8 @@ from halfbyte.nn.candidates import named_tensors
 
 # A config.json from elsewhere must not make Python build huge lists: no model has as many layers, heads or labels.
 _COUNT_LIMIT = 1 << 21
-_COUNT_NAME = re.compile(r"(num|n)_.*")
+# Numbers that say what was trained, or how long a sequence may be, are as large as they like.
+_COUNT_NAME = re.compile(r"(num|n)_(?!.*(param|token|step|sample|flop|ctx|position|embeddings$)).*")
 # The most that a model may have in buffers that are in no file, such as masks and tables.
 _BUFFER_ELEMENTS = 1 << 27
 _BUFFERS = 1000
@@ -99,7 +100,8 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequ
     except CheckpointError:
         raise
     except Exception as e:  # transformers raises errors of any type for an invalid config
-        raise CheckpointError(f"transformers cannot build {name} from config.json ({_why(e)}): the file is damaged") from e
+        remedy = "install what it needs" if isinstance(e, ImportError) else "it is damaged, or of another release of transformers"
+        raise CheckpointError(f"transformers cannot build {name} from config.json ({_why(e)}): {remedy}") from e
     keep_dtypes_(model, dtype)
     return model.eval()
 
@@ -266,7 +268,8 @@ class _Skeleton(TorchFunctionMode):
             self.elements_left -= on_meta.numel()
             self.tensors_left -= 1
             if min(self.elements_left, self.tensors_left) < 0:
-                raise CheckpointError("config.json describes a model far larger than the tensors in the files: one of them is damaged")
+                what = "config.json describes a model far larger than the tensors in the files"
+                raise CheckpointError(f"{what}: name the folder of the whole model, or restore what is damaged of it")
             if func is torch.empty:
                 return on_meta
         return func(*args, **kwargs)

@@ -41,6 +41,7 @@ _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
 _SPARSE = (".compressed", ".bitmask", ".row_offsets", ".scale_packed", ".meta")
 # Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
+_GPTQ_FORMS = ("gptq", "gptq_v2")
 _MOST_POINTS = 1 << 22  # zero points that are read to determine a version
 # The remedy for folders whose tensors only their project's own classes can interpret.
 _ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_pretrained), or start from the float model"
@@ -119,6 +120,10 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
 
 def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     bits, _ = _of_module(settings, "")
+    form = settings.get("checkpoint_format") or ("marlin" if settings.get("is_marlin_format") is True else "gptq")
+    if form not in _GPTQ_FORMS:
+        what = f"config.json says checkpoint_format {short(form)}, halfbyte reads {', '.join(_GPTQ_FORMS)}"
+        raise CheckpointError(f"{what}: convert it with GPTQModel, or start from the float model")
     claimed = 2 if settings.get("checkpoint_format") == "gptq_v2" else 1
     modules, rest = modules_of(reader, gptq.PARTS)
     version = _judge(modules, bits, bool(settings.get("sym", False)), claimed)
@@ -175,11 +180,7 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
     if (place := _turned_online(settings.get("transform_config"))) is not None:
         raise CheckpointError(f"its transform_config changes values at {short(place)} as the model runs, which halfbyte does not read: "
                               "start from the float model")  # fmt: skip
-    if (odd := next((name for name in reader.places if name.endswith(_SPARSE)), None)) is not None:
-        said = settings.get("sparsity_config")
-        form = said.get("format") if isinstance(said, dict) else None
-        what = f"{odd} belongs to a weight in the sparse layout {form or settings.get('format')!s:.40}"
-        raise CheckpointError(f"{what}, which halfbyte does not read: take the float model, or one that is pack-quantized")
+    _check_dense(reader, settings)
     small, rest = modules_of(reader, _FLOAT4, None, lambda spec: spec.dtype == torch.uint8)
     packed, rest = modules_of(reader, compressed_tensors.PACKED, rest)
     integer, rest = modules_of(reader, compressed_tensors.INTEGER, rest, lambda spec: spec.dtype == torch.int8)
@@ -210,6 +211,16 @@ def _classes(
     return module_classes(config, list(modules), sizes)
 
 
+def _check_dense(reader: Reader, settings: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for compressed-tensors' layouts of sparse weights."""
+    for name in reader.places:
+        if name.endswith(_SPARSE):
+            said = settings.get("sparsity_config")
+            form = said.get("format") if isinstance(said, dict) else None
+            what = f"{name} belongs to a weight in the sparse layout {form or settings.get('format')!s:.40}"
+            raise CheckpointError(f"{what}, which halfbyte does not read: take the float model, or one that is pack-quantized")
+
+
 def _turned_online(transforms: object) -> object:
     """The first place of transforms that are applied as the model runs, not to the stored weights; None where there is none."""
     groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
@@ -232,7 +243,7 @@ def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype, notes:
     else:
         found = parts.spec("weight").shape
         if len(found) != 2:
-            raise CheckpointError(f"{parts.module}.weight is int8 {list(found)}, not a matrix: the checkpoint is damaged")
+            raise CheckpointError(f"{parts.module}.weight is int8 {list(found)}, halfbyte reads matrices: start from the float model")
         shape = (found[0], found[1])
     scale = parts.spec("weight_scale")
     blocks = scale.shape[1] if len(scale.shape) == 2 else 1
@@ -326,7 +337,7 @@ def _words_shape(parts: Parts) -> tuple[int, int]:
     parts.require("qweight", "qzeros", "scales")
     shape = parts.spec("qweight").shape
     if len(shape) != 2 or min(shape) < 1:
-        raise CheckpointError(f"{parts.module}.qweight has shape {list(shape)}, not a matrix's: the checkpoint is damaged")
+        raise CheckpointError(f"{parts.module}.qweight has shape {list(shape)}, halfbyte reads matrices: start from the float model")
     return shape[0], shape[1]
 
 

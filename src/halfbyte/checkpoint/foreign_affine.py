@@ -113,7 +113,8 @@ def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     blocks = scale.shape[1] if len(scale.shape) == 2 else 0
     if not blocks or k % blocks:
         raise CheckpointError(
-            f"{name} of shape {list(shape)} has scales {list(scale.shape)}, which do not divide its rows: the checkpoint is damaged"
+            f"{name} of shape {list(shape)} has scales {list(scale.shape)}, halfbyte reads [N, blocks] that divide its rows: "
+            "start from the float model"
         )
     bits = 8 if kind == _INT8 else _bits_of(about, name)
     symmetric = bool((torchao.zeros(parts.only(["zero_point"]).tensors(), (n, blocks), name) == 0).all())

@@ -54,7 +54,8 @@ class Parts:
     def scale_dtype(self, part: str) -> torch.dtype:
         dtype = self.spec(part).dtype
         if dtype not in zero_points.SCALES:
-            raise CheckpointError(f"{self.names[part]} is {dtype}: scales are float16, bfloat16 or float32, the checkpoint is damaged")
+            what = f"{self.names[part]} is {dtype}"
+            raise CheckpointError(f"{what}, halfbyte reads scales of float16, bfloat16 and float32: start from the float model")
         return dtype
 
     def entry(

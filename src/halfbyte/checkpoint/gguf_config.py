@@ -284,6 +284,11 @@ def _number(metadata: Metadata, key: str, kind: type, needed: bool) -> Any:
     value = metadata.get(key)
     if value is None and not needed:
         return None
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:  # one for each layer
+        if any(each != value[0] for each in value):
+            what = f"the GGUF file says {short(list(value[:8]))} for {key}"
+            raise CheckpointError(f"{what}, halfbyte reads one number for all layers there: use its safetensors")
+        value = value[0]
     sound = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
     if not sound or not isinstance(value, int | float) or abs(value) > 1 << 40:
         what = "has no" if value is None else f"says {short(value)} for"

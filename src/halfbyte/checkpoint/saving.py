@@ -29,6 +29,7 @@ from halfbyte.nn.kinds import CONVOLUTIONS
 from halfbyte.nn.modules import QuantLinear, QuantModule, guard
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER
+from halfbyte.nn.rescaled import as_trained
 from halfbyte.nn.static import Calibrated, calibrated
 from halfbyte.quantizers.check import non_finite
 
@@ -48,7 +49,11 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
     if is_parallel(model):
         raise UnsupportedError(PARTS_ONLY)
-    model = unwrapped(model)
+    with as_trained(model := unwrapped(model)):
+        _save(model, dir, shard_bytes)
+
+
+def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
     plain: dict[str, Tensor] = {}
     modules: dict[str, QuantModule] = {}
     tied: dict[str, str] = {}

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from halfbyte.bounded import Bounded
@@ -31,7 +30,7 @@ from halfbyte.integrations.families import borrows, known, lender, nearest, per_
 from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_hooked
 from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.modules import QuantEmbedding, QuantLinear, version
+from halfbyte.nn.modules import QuantEmbedding, QuantLinear, has_global_hooks, version
 from halfbyte.nn.parallel import part_of
 from halfbyte.nn.scaled import ATTRIBUTE, Factor, factor_of
 from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer
@@ -180,7 +179,7 @@ def one_token(model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor | 
     """The logits [B, 1, N] for ids [B, 1], which enter the cache; None where this is not for it."""
     if ids.dim() != 2 or ids.shape[1] != 1 or not ids.is_cpu or torch.is_grad_enabled() or model.training:
         return None
-    if not plain(ids) or _has_any_global_hook() or not 0 < (batch := ids.shape[0]) <= MOST_SEQUENCES:
+    if not plain(ids) or has_global_hooks() or not 0 < (batch := ids.shape[0]) <= MOST_SEQUENCES:
         return None
     layers = getattr(past, "layers", None)
     if not layers or type(layers[0]) not in growing.LAYERS or (held := _held(model)) is None:

@@ -49,6 +49,7 @@ from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
+from halfbyte.nn.rescaled import as_trained
 from halfbyte.nn.transposed import is_transposed
 from halfbyte.quantizers.check import non_finite
 
@@ -56,6 +57,8 @@ NEW = "{} was in no file, and stays float: it is initialized at random and has t
 OLDEST = (5, 17)  # in older versions layers and configs of some families differ
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
+
+_REMEDY = "use the transformers that saved them, and their config.json"
 
 
 @register_quantization_config(METHOD)
@@ -186,7 +189,7 @@ class HalfbyteQuantizer(HfQuantizer):
             module = model.get_submodule(name)
             if not isinstance(module, FLOAT_MODULES) or not isinstance(module.weight, Tensor):
                 what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
-                raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: config.json is damaged")
+                raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: {_REMEDY}")
             if (shape := codes_shape(kind_of(module), module.weight.shape, settings.format)) != settings.shape:
                 raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(shape)} in the model")
             self._make_room(module, settings)
@@ -228,7 +231,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if place is not None:
                 found[place] = settings
             elif type(model).__name__ in (model.config.architectures or ()):
-                raise CheckpointError(f"{type(model).__name__} has no {name}, which is quantized in the files: config.json is damaged")
+                raise CheckpointError(f"{type(model).__name__} has no {name}, which is quantized in the files: {_REMEDY}")
         return found
 
     @staticmethod
@@ -357,7 +360,13 @@ class HalfbyteQuantizer(HfQuantizer):
         if is_parallel(model):
             raise UnsupportedError(PARTS_ONLY)
         self.quantization_config.modules = modules = self._modules(model)
-        state = model.state_dict()
+        with as_trained(model) as rescaled:
+            state = self._state(model, modules)
+            return {name: tensor.clone() for name, tensor in state.items()} if rescaled else state, {}
+
+    @staticmethod
+    def _state(model: Any, modules: Mapping[str, Module]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = model.state_dict()
         if any(isinstance(module, QuantExperts) for module in model.modules()):
             _keep_stacked(model)
         for name, module in model.named_modules(remove_duplicate=False):
@@ -369,7 +378,7 @@ class HalfbyteQuantizer(HfQuantizer):
                     del state[f"{name}.weight"]
                     for part in stored_tensors(module.packed.codes_format, module.codes_shape):
                         del state[f"{name}.weight.{part}"]
-        return state, {}
+        return state
 
     def _modules(self, model: Any) -> dict[str, Module]:
         """The quantized modules, without those whose weight is tied in transformers."""

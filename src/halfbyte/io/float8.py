@@ -66,7 +66,8 @@ def rectangle(
             rows, columns = _run(n, scale[-2], block and block[0]), _run(k, scale[-1], block and block[1])
     if rows is None or columns is None:
         what = f"{str(dtype).removeprefix('torch.')} {list(scale)}"
-        raise CheckpointError(f"{where} of shape {list(shape)} has scales {what}, which do not fit it: the checkpoint is damaged")
+        remedy = "halfbyte reads one for all, for each row or for each block, start from the float model"
+        raise CheckpointError(f"{where} of shape {list(shape)} has scales {what}, which do not fit it: {remedy}")
     return max(1, rows), max(1, columns)
 
 

@@ -259,6 +259,8 @@ class _Cursor:
             start = self.skip(count * dtype.itemsize)
             return Numbers(np.frombuffer(self.text, dtype, count, start).copy())
         if kind != _STRING:
+            if kind == _ARRAY:
+                raise CheckpointError(f"{self.path}: {short(key)} is an array of arrays, which halfbyte does not read: use its safetensors")
             raise self.wrong(f"{short(key)} is an array of type {kind}, neither numbers nor strings")
         if 8 * count > self.size - self.at:
             raise self.wrong(f"{short(key)} has {count} strings, more than the file has room for")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_file
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -48,6 +49,12 @@ _HOOK_SETTINGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks that run before or after its forward or its gradient."""
     return any(getattr(module, name) for name in CALLED)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks of all modules are registered, as by torch.nn.modules.module.register_module_forward_hook."""
+    found = module_file._global_forward_pre_hooks, module_file._global_forward_hooks
+    return any((*found, module_file._global_backward_pre_hooks, module_file._global_backward_hooks))
 
 
 def why_not_hooks(module: nn.Module) -> str | None:
@@ -120,7 +127,9 @@ class WeightView(Tensor):
     """A packed weight that behaves like a float tensor: it has shape, dtype and device, and is dequantized when it is used.
 
     Each operation dequantizes the weight again: code that reads `module.weight.dtype` costs nothing, code that multiplies by
-    `module.weight` gets the correct product slowly. It is read-only. `scale` and `zero` are those of the codes, as a state_dict names them.
+    `module.weight` gets the correct product slowly. It is read-only, except that it can be multiplied or divided in place by a number,
+    which acts on its scales and offsets: RWKV does that when it first runs. `scale` and `zero` are those of the codes, as a state_dict
+    names them.
 
     rows   those of `packed` that are the weight, if not all
     """
@@ -158,7 +167,12 @@ class WeightView(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise UnsupportedError(_NOT_SET)
+        if not self.is_same(value):  # as after `weight.data *= 2`
+            raise UnsupportedError(_NOT_SET)
+
+    def is_same(self, other: object) -> bool:
+        """Whether `other` is a view of the same weight."""
+        return isinstance(other, WeightView) and other.packed.data is self.packed.data
 
     def _numbers(self) -> Tensor:
         if self.rows is not None:
@@ -175,7 +189,11 @@ class WeightView(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable:
-            raise UnsupportedError(f"{_FROZEN}, and {func} would write to it: change the float weight and quantize again")
+            whole = getattr(args[0], "rows", None) is None  # not one of several fused weights
+            if (factor := _factor(func, args)) is None or not whole or not isinstance(packed := args[0].packed, Packed):
+                raise UnsupportedError(f"{_FROZEN}, and {func} would write to it: change the float weight and quantize again")
+            _multiply(packed, factor)
+            return args[0]
         if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
             return cls(args[0].packed, args[0].dtype, args[0].shape, args[0].rows)
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs or {}))
@@ -195,6 +213,40 @@ class WeightView(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.codes_format})"
+
+
+def _factor(func: Any, args: Sequence[Any]) -> float | None:
+    """The number by which an operation multiplies a quantized weight in place; None for any other operation."""
+    name = func._schema.name
+    if name not in ("aten::mul_", "aten::div_") or func._overloadname not in ("Tensor", "Scalar") or not isinstance(args[0], WeightView):
+        return None
+    if isinstance(args[1], Tensor) and (args[1].dim() or args[1].is_meta):
+        return None
+    number = float(args[1])
+    if name == "aten::mul_":
+        return number
+    return 1 / number if number else None
+
+
+def _multiply(packed: Packed, factor: float) -> None:
+    """Multiplies a weight in place, for all modules that share it. Raises UnsupportedError where its scales cannot hold the result."""
+    codes = ops.unpack(packed)
+    tensors = codes.tensors()
+    for name in ("scale", "zero") if codes.format.zero == "offset" else ("scale",):
+        exact = tensors[name].double() * factor
+        tensors[name] = exact.to(tensors[name].dtype)
+        # A rounding to bfloat16 changes a number by 2^-9 of it at most; more is lost where it becomes subnormal or overflows.
+        if not bool(((tensors[name].double() - exact).abs() <= exact.abs() * 2**-8).all()):
+            kind = str(codes.format.scale).removeprefix("torch.")
+            raise UnsupportedError(
+                f"a weight in {codes.format} cannot be multiplied by {factor:.6g} in place, as its {kind} scales cannot hold the result: "
+                "quantize it with float32 scales, or leave it in floating point with skip"
+            )
+    changed = pack_like(packed, Codes.from_tensors(codes.format, codes.shape, tensors), packed.device)
+    packed.data.copy_(changed.data)
+    for cache in (_moved, _loaded):
+        cache.pop(packed.data, None)
+    Changes.add()
 
 
 # Weights that have moved to another device or got other codes, by their bytes before: modules that share one still share it afterwards.
@@ -311,6 +363,8 @@ class QuantModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # torch's own errors do not say why
+            if isinstance(value, WeightView) and value.packed.data is self._packed.data:  # as after `module.weight *= 2`
+                return
             raise UnsupportedError(_NOT_SET)
         super().__setattr__(name, value)
         Changes.add()

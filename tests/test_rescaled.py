@@ -1,0 +1,145 @@
+"""Arithmetic in place by numbers on quantized weights, and models that do it as they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import RwkvConfig, RwkvForCausalLM
+
+import halfbyte as hb
+from halfbyte.checkpoint import load, save
+from halfbyte.errors import UnsupportedError
+from halfbyte.integrations.transformers import HalfbyteConfig
+from halfbyte.nn.conv import QuantConv2d
+from halfbyte.nn.modules import QuantLinear
+
+IDS = torch.arange(2, 14).reshape(2, 6)
+
+
+def linear(fmt: str, bias: bool = False) -> Any:
+    torch.manual_seed(0)
+    return hb.quantize_(nn.Sequential(nn.Linear(64, 16, bias=bias)), fmt)[0]  # type: ignore[index]
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_1", "q8_0", "int4_g32_zp", "int8_channel_offset", "mxfp4", "nvfp4", "iq4_nl", "int6_g16"])
+def test_powers_of_two_are_exact(fmt: str) -> None:
+    module = linear(fmt)
+    before, x = module.weight.clone(), torch.randn(3, 64)
+    y = module(x)
+    module.weight.div_(4)
+    assert torch.equal(module.weight + 0, before / 4)
+    assert torch.equal(module(x), y / 4)
+    module.weight.mul_(torch.tensor(2.0))
+    module.weight.data.mul_(2)
+    module.weight *= 2
+    module.weight.data *= -1.0
+    module.weight /= 2
+    assert torch.equal(module.weight + 0, -before)
+    assert torch.equal(module(x), -y)
+
+
+def test_other_numbers_are_rounded_once() -> None:
+    module = linear("q4_0")
+    before = module.weight.clone()
+    module.weight.mul_(0.3)
+    assert relative(module.weight + 0, before * 0.3) < 2**-11  # half a unit of float16
+    module.weight.mul_(0)
+    assert not bool((module.weight + 0).any())
+
+
+def test_all_modules_that_share_a_weight_have_it() -> None:
+    model: Any = nn.Module()
+    model.embedding, model.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
+    model.head.weight = model.embedding.weight
+    hb.quantize_(model, "q8_0")
+    before = model.embedding(torch.arange(32))
+    model.head.weight.div_(2)
+    assert torch.equal(model.embedding(torch.arange(32)), before / 2)
+    assert isinstance(model.head, QuantLinear)
+
+
+def test_what_scales_can_not_hold() -> None:
+    module = linear("q4_0")
+    before = module.weight.clone()
+    for factor in (1e-8, 1e9, float("nan"), float("inf")):
+        with pytest.raises(UnsupportedError, match="as its float16 scales cannot hold the result: quantize it with float32 scales"):
+            module.weight.mul_(factor)
+    assert torch.equal(module.weight + 0, before)
+    wide = linear("int4_g32_f32")
+    before = wide.weight.clone()
+    wide.weight.mul_(2.0**-30)
+    assert torch.equal(wide.weight + 0, before * 2.0**-30)
+
+
+def test_what_stays_refused() -> None:
+    module = linear("q8_0")
+    conv = hb.quantize_(nn.Sequential(nn.Conv2d(16, 16, 3)), "int8_channel")[0]  # type: ignore[index]
+    assert isinstance(conv, QuantConv2d)
+    for act in (
+        lambda: module.weight.mul_(torch.ones(64)),
+        lambda: module.weight.add_(1),
+        lambda: module.weight.div_(0),
+        lambda: module.weight.div_(2, rounding_mode="floor"),
+        lambda: conv.weight.mul_(2),
+    ):
+        with pytest.raises(UnsupportedError, match="a quantized weight is frozen"):
+            act()
+    with pytest.raises(UnsupportedError, match="cannot be set"):
+        module.weight = linear("q8_0").weight
+
+
+# RWKV
+
+
+def rwkv() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32, "intermediate_size": 64}
+    model = RwkvForCausalLM(RwkvConfig(**sizes, rescale_every=2)).eval()
+    model.rwkv.embeddings.weight.data.normal_(0, 0.5)
+    return model
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("fmt", ["q8_0", "int6_g16"])
+@pytest.mark.parametrize("run_first", [False, True])
+def test_rwkv_quantized_saved_and_loaded(run_first: bool, fmt: str, tmp_path: Path) -> None:
+    """Its weights are divided by 2 in place in half of the layers when it first runs: each time that it is built anew."""
+    expected, model = logits(rwkv()), rwkv()
+    if run_first:
+        logits(model)
+    hb.quantize_(model, hb.Config(fmt, compute="float"))
+    quantized = logits(model)
+    assert relative(quantized, expected) < 0.05
+    save(model, tmp_path / "m")
+    assert torch.equal(logits(load(tmp_path / "m")), quantized)
+    assert torch.equal(logits(model), quantized)
+    model.train()
+    assert torch.allclose(logits(model), quantized, rtol=0, atol=1e-4 * float(quantized.abs().max()))
+    save(model, tmp_path / "m")
+    assert torch.equal(logits(load(tmp_path / "m")), quantized)
+
+
+@pytest.mark.parametrize("fmt", ["q8_0", "int6_g16"])
+def test_rwkv_of_transformers(fmt: str, tmp_path: Path) -> None:
+    rwkv().save_pretrained(tmp_path / "float")
+    config = HalfbyteConfig(fmt, compute="float")
+    model = RwkvForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config).eval()
+    quantized = logits(model)
+    assert relative(quantized, logits(rwkv())) < 0.05
+    model.save_pretrained(tmp_path / "m")
+    assert torch.equal(logits(model), quantized)
+    for again in (RwkvForCausalLM.from_pretrained(tmp_path / "m").eval(), load(tmp_path / "m")):
+        assert torch.equal(logits(again), quantized)
