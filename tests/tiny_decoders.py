@@ -21,7 +21,7 @@ def make_config(kind: str, **settings: Any) -> Any:
 
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 SIZES |= {"num_hidden_layers": 3, "vocab_size": 99, "initializer_range": 0.2, **TOKENS}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
@@ -30,11 +30,11 @@ GEMMA = {**SIZES, "query_pre_attn_scalar": 10}
 GEMMA4 = {**SIZES, "global_head_dim": 24, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5, "num_hidden_layers": 4}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
 OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)]}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)]}
 LONGROPE |= {"long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 70}
 GLM = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
-YARN |= {"original_max_position_embeddings": 100}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN |= {"original_max_position_embeddings": 100, "llama_4_scaling_beta": 0.7}
 KINDS: dict[str, Callable[[], Any]] = {
     "gemma": partial(make_config, "Gemma", **SIZES),
     "gemma2": partial(make_config, "Gemma2", **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
@@ -108,7 +108,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
 }
 
-MIXTURE_SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
+MIXTURE_SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
 SPARSE = {**MIXTURE_SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 GPT_OSS = {**MIXTURE_SIZES, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64}
 SCORED = {
@@ -160,7 +160,7 @@ MIXTURES: dict[str, Callable[..., Any]] = {
 def from_kind(kind: str) -> Any:
     # Gemma 2's attention: older versions of transformers have another default, which leaves the cap out.
     attention = {"attn_implementation": "eager"} if kind.startswith("gemma2") else {}
-    return transformers.AutoModelForCausalLM.from_config(KINDS[kind](), **attention)
+    return transformers.AutoModelForCausalLM.from_config(KINDS[kind](), **attention)  # type: ignore[no-untyped-call]
 
 
 def vary_(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ from halfbyte.io import awq, compressed_tensors, gptq, zero_points
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import Spec
+from halfbyte.nn.modules import guard
 from halfbyte.nn.permuted import ORDER
 
 _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -303,14 +304,14 @@ def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
 def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
     """A model that halfbyte quantized and transformers saved: codes as in a checkpoint, and a guard under the weight's own name."""
     found, rest = modules_of(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
-    known, guard = quantization_config.parse(settings), quantization_config.guard()
+    known, guarded = quantization_config.parse(settings), guard()
 
     def entry(parts: Parts) -> Entry:
         if (module := known.get(parts.module)) is None:
             raise CheckpointError(f"config.json does not say what format {parts.module} has: the checkpoint is damaged")
         if module.ordered:
             parts.require(ORDER)
-        if "weight" in parts and parts.spec("weight") != Spec(guard.dtype, tuple(guard.shape)):
+        if "weight" in parts and parts.spec("weight") != Spec(guarded.dtype, tuple(guarded.shape)):
             raise CheckpointError(f"the files hold {parts.module}.weight twice, plain and quantized: remove the tensors of one of them")
         stored = [f"weight.{part}" for part in stored_tensors(module.format, module.shape)]
 

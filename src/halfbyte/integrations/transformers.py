@@ -211,7 +211,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts."""
-        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
         if not self.pre_quantized:
             return conversions
         names = [f"{name}.weight.data" for name in self.quantization_config.modules]

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_file
 from torch.nn import functional
+from torch.nn.modules import module as module_file
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -74,6 +74,7 @@ def keep_hooks(module: nn.Module, replacement: nn.Module) -> None:
     if why_not_hooks(module) is None:
         return
     share_hooks(module, replacement)
+    hook: Any
     for hook in replacement._load_state_dict_pre_hooks.values():
         if getattr(hook, "with_module", False):  # which torch calls with the module that it was registered for
             hook.module = weakref.ref(replacement)
@@ -293,7 +294,7 @@ class QuantModule(nn.Module):
     packed_data: Tensor
     packed_check: Tensor
     dtype_mark: Tensor
-    _version: int | None = -1  # of packed_data when it was last checked: None where it has none, -1 where it was not checked
+    _data_version: int | None = -1  # of packed_data when it was last checked: None where it has none, -1 where it was not checked
 
     def __init__(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         super().__init__()
@@ -306,7 +307,7 @@ class QuantModule(nn.Module):
         self.register_buffer("packed_check", digest(packed.data), persistent=False)
         self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
         self._packed = packed
-        self._version = _version_of(packed.data)
+        self._data_version = _version_of(packed.data)
 
     @property
     def packed(self) -> AnyPacked:
@@ -315,13 +316,13 @@ class QuantModule(nn.Module):
             return self._packed
         data: Any = self._buffers["packed_data"]
         packed = self._packed
-        if data is packed.data and (self._version is None or data._version == self._version):
+        if data is packed.data and (self._data_version is None or data._version == self._data_version):
             return packed
         return self._follow(data)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._version = -1  # a copy's tensors count from the beginning
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._data_version = -1  # a copy's tensors count from the beginning
 
     def _follow(self, data: Any) -> AnyPacked:
         """Takes over `packed_data` after it was replaced or written to."""
@@ -377,7 +378,7 @@ class QuantModule(nn.Module):
         self.packed_data = packed.data
         self.packed_check = digest(packed.data)
         self._packed = packed
-        self._version = _version_of(packed.data)
+        self._data_version = _version_of(packed.data)
 
     def _set_codes(self, codes: Codes) -> None:
         """Replaces the weight by codes of the same format and shape."""

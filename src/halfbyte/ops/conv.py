@@ -120,17 +120,16 @@ def conv2d_channels_last(
     try:
         if x.dim() == 3:
             image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
-            settings = {"compute": compute, "activation": activation, "clamp": clamp}
-            return conv2d_channels_last(image, packed, bias, stride, padding, dilation, residual=more, **settings)[0]  # type: ignore[arg-type]
+            others: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
+            return conv2d_channels_last(image, packed, bias, stride, padding, dilation, residual=more, **others)[0]
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
         window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
+        settings = (packed.name, packed.numbers, window_numbers, compute, activation)
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cuda:
                 return cuda_conv.conv2d_again(x, packed, bias, residual, window_numbers, compute, activation, low, high)
-            settings = (packed.name, packed.numbers, window_numbers, compute, activation)
             return cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
         run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
-        settings = (packed.name, packed.numbers, window_numbers, compute, activation)
         return run(x, packed.data, bias, residual, *settings, *optional(low, high))  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
