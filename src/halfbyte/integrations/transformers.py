@@ -44,7 +44,7 @@ from halfbyte.nn.convert import finished, quantize_
 from halfbyte.nn.expanded import collapse_, expand_, expanded
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE
@@ -359,7 +359,8 @@ class HalfbyteQuantizer(HfQuantizer):
                 key = module.packed.data.data_ptr()
                 if key not in weights:
                     weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
-                model.set_submodule(name, _float_form(module, weights[key]))
+                keep_hooks(module, floats := _float_form(module, weights[key]))
+                model.set_submodule(name, floats)
         collapse_(model, {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)})
         for part in model.modules():
             vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there

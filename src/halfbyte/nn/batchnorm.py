@@ -54,7 +54,7 @@ def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]
         if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(pairs, used, strict=True)):
             before, after = (modules[name] for name in names)
             fuse = fuse_linear_bn_eval if isinstance(before, nn.Linear) else fuse_conv_bn_eval
-            model.set_submodule(names[0], fuse(before, after))  # type: ignore[type-var]
+            model.set_submodule(names[0], fuse(before, after))
             model.set_submodule(names[1], nn.Identity())
             folded.append(names)
     return folded

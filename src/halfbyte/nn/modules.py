@@ -66,6 +66,7 @@ def keep_hooks(module: nn.Module, replacement: nn.Module) -> None:
     if why_not_hooks(module) is None:
         return
     share_hooks(module, replacement)
+    hook: Any
     for hook in replacement._load_state_dict_pre_hooks.values():
         if getattr(hook, "with_module", False):  # which torch calls with the module that it was registered for
             hook.module = weakref.ref(replacement)

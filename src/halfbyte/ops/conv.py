@@ -125,11 +125,12 @@ def conv2d_channels_last(
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cuda:
                 return cuda_conv.conv2d_again(x, packed, bias, residual, window_numbers, compute, activation, low, high)
-            settings = (packed.name, packed.numbers, window_numbers, compute, activation)
-            return cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
+            return cpu_conv.conv2d(
+                x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, compute, activation, low, high
+            )
         run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
-        settings = (packed.name, packed.numbers, window_numbers, compute, activation)
-        return run(x, packed.data, bias, residual, *settings, *optional(low, high))  # type: ignore[no-any-return]
+        how = packed.name, packed.numbers, window_numbers, compute, activation
+        return run(x, packed.data, bias, residual, *how, *optional(low, high))  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise
