@@ -210,3 +210,18 @@ def test_attention_with_hooks_stays(place: str) -> None:
     hb.quantize_(model, "int8_channel")
     assert type(model["attention"]) is nn.MultiheadAttention
     assert isinstance(model["other"], Attention)
+
+
+def test_a_model_of_transformers_that_is_dequantized_keeps_hooks() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 20}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    hb.quantize_(model, "int8_channel")
+    runs = list[int]()
+    handle = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: runs.append(1))
+    model.dequantize()
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    model(torch.arange(4)[None])
+    handle.remove()
+    model(torch.arange(4)[None])
+    assert runs == [1]

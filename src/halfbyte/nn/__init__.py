@@ -13,6 +13,7 @@ Calibration
 Networks on int8 codes
   static.py         from a traced network; traced.py: what is looked for there; batchnorm.py: folded before
   integer.py        their modules; network.py: all of them as one call
+  memory_format.py  channels_last within a network, here and in `fuse_`
 Faster
   fused.py, fused_convolutions.py       `fuse_`
 Training and pruning

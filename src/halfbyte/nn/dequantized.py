@@ -13,7 +13,7 @@ from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.expanded import collapse_
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule
+from halfbyte.nn.modules import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.permuted import PermutedLinear
 from halfbyte.nn.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.transposed import conv1d
@@ -92,6 +92,7 @@ def _float_module(module: QuantModule, weights: dict[int, nn.Parameter], dtype: 
         made.weight = weight
         if not isinstance(module, QuantEmbedding | QuantEmbeddingBag):
             made.bias = module.bias
+    keep_hooks(module, made)
     return made.train(module.training)  # type: ignore[no-any-return]
 
 
