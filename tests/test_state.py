@@ -250,6 +250,16 @@ def test_copies_and_pickles_are_checked_anew() -> None:
                 twin(x)
 
 
+def test_tensors_without_versions() -> None:
+    """Those that were made in inference mode."""
+    with torch.inference_mode():
+        model = made("linear")
+        twin = copy.deepcopy(model)
+        x = torch.randn(3, 64)
+        assert torch.equal(twin(x), model(x))
+    assert torch.equal(swapped(model, made("linear", 1), x), made("linear", 1)(x))
+
+
 def test_an_optimized_model_follows_its_buffers() -> None:
     """Its fast paths hold weights that they have read before."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -315,8 +315,8 @@ class QuantModule(nn.Module):
         if torch.compiler.is_compiling():
             return self._packed
         data: Any = self._buffers["packed_data"]
-        packed = self._packed
-        if data is packed.data and (self._data_version is None or data._version == self._data_version):
+        packed, version = self._packed, self._data_version
+        if data is packed.data and (version is None or (version >= 0 and data._version == version)):
             return packed
         return self._follow(data)
 
