@@ -210,6 +210,28 @@ def test_codes_in_floating_point_without_gradients_are_refused() -> None:
         static.get_submodule("a")(images())
 
 
+@torch.no_grad()
+def test_images_without_a_batch() -> None:
+    model, static = made(lambda self, x: F.avg_pool2d(self.a(x) + self.b(x), 2))
+    line = nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU()).eval()
+    lines = hb.quantize_(copy.deepcopy(line), STATIC, [images()[:, :, 0]])
+    for _ in range(3):
+        assert torch.equal(static(images()[0]), static(images())[0])
+        assert static(images()[0]).stride() == model(images()[0]).stride()
+        assert torch.equal(lines(images()[0, :, 0]), lines(images()[:, :, 0])[0])
+
+
+@torch.no_grad()
+def test_results_keep_their_dtypes() -> None:
+    model = _With(lambda self, x: (torch.relu(self.a(x).float()), torch.relu(self.b(x)))).eval().bfloat16()
+    x = images().bfloat16()
+    static = hb.quantize_(copy.deepcopy(model), STATIC, [x])
+    for wanted, got in zip(model(x), static(x), strict=True):
+        assert got.dtype == wanted.dtype
+        assert float((got - wanted).norm() / wanted.norm()) < 0.05  # 8 bits an activation, and as many of bfloat16
+    assert any("relu" in note for note in hb.report(static).notes)
+
+
 class _Folded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

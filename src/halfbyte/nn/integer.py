@@ -301,13 +301,15 @@ class IntegerModule(QuantModule):
 
 
 class IntegerConv2d(IntegerModule):
-    """A convolution of codes [B, C, H, W]."""
+    """A convolution of codes [B, C, H, W] or [C, H, W]."""
 
     kind = "Conv2d"
     packed: PackedConv
 
     def _multiply(self, x: Tensor) -> Tensor:
         assert self.window is not None
+        if x.dim() == 3:
+            return self._multiply(x.unsqueeze(0)).squeeze(0)
         return conv.qconv2d_with(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp)
 
     def _sums(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -320,10 +322,14 @@ class IntegerConv2d(IntegerModule):
     def added(self, x: Tensor, addition: Addition) -> Tensor:
         """The same, added to other codes at once."""
         assert self.window is not None
+        if x.dim() == 3:
+            return elementwise.combine(*addition.of(self._multiply(x)))
         return conv.qconv2d_added(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp, addition)
 
     def step(self, x: Tensor) -> Step | None:
         assert self.window is not None
+        if x.dim() == 3:
+            return None
         return qconv2d_step(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp)
 
     def extra_repr(self) -> str:
@@ -332,7 +338,7 @@ class IntegerConv2d(IntegerModule):
 
 
 class IntegerConv1d(IntegerConv2d):
-    """The same of lines [B, C, L]: images of one line."""
+    """The same of lines [B, C, L] or [C, L]: images of one line."""
 
     kind = "Conv1d"
 

@@ -255,6 +255,7 @@ class _Watcher(fx.Interpreter):
         self.observer, self.folded = observer, folded
         self.modules = dict(traced.named_modules())
         self.boundless: set[str] = set()
+        self.dtype = _dtype(traced)
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
 
@@ -272,6 +273,8 @@ class _Watcher(fx.Interpreter):
             )
         if isinstance(value, Tensor) and value.dtype in FLOATS and value.numel() and n.op != "output":
             low, high = (float(end) for end in torch.aminmax(value))
+            if value.dtype != self.dtype:  # that of all results that codes stand for
+                self.boundless.add(n.name)
             if not -_LARGEST < low <= high < _LARGEST:
                 if n.op == "placeholder":
                     raise ArgumentError(f"the calibration images hold numbers from {low} to {high}: pass those that the network meets")
@@ -308,6 +311,10 @@ class _Watcher(fx.Interpreter):
         return min(choices, key=lambda scale: _squared_error(samples, scale))
 
 
+def _dtype(traced: fx.GraphModule) -> torch.dtype:
+    return next((p.dtype for p in traced.parameters()), torch.float32)
+
+
 def _squared_error(x: Tensor, scale: Scale) -> float:
     codes = (x / scale.step + scale.zero).round().clamp(LEAST, MOST)
     return float(((codes - scale.zero) * scale.step - x).square().sum())
@@ -320,7 +327,7 @@ class _Rewriter:
         self.traced, self.scales, self.weights = traced, scales, weights
         self.modules = dict(traced.named_modules())
         self.read = {str(node.target).rpartition(".")[0] for node in traced.graph.nodes if node.op == "get_attr"}
-        self.dtype = next((p.dtype for p in traced.parameters()), torch.float32)
+        self.dtype = _dtype(traced)
         self.graph = fx.Graph()
         self.root: dict[str, Any] = {}
         self.float_of: dict[fx.Node, fx.Node] = {}
