@@ -22,7 +22,7 @@ from halfbyte import ops
 from halfbyte.cli import explain, main
 from halfbyte.cli.output import print_table
 from halfbyte.errors import UnsupportedError
-from halfbyte.versions import TESTED, Tested, why_untested
+from halfbyte.versions import TESTED, VersionRange, why_untested
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXT = "a bug is an unwanted property of code that makes it fail while the hacker who wrote it sleeps and dreams"
@@ -543,7 +543,7 @@ def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_tells_untested_versions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("doctor", "--no-test", "--json").json["versions"]["untested"] == []
     why_untested.cache_clear()
-    monkeypatch.setitem(TESTED, "transformers", Tested("5.0", "5.1", ""))
+    monkeypatch.setitem(TESTED, "transformers", VersionRange("5.0", "5.1", ""))
     assert "private fast paths are off: transformers" in run("doctor", "--no-test").out
     why_untested.cache_clear()
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 
-class Tested(NamedTuple):
+class VersionRange(NamedTuple):
     """Minor versions, such as "5.24": the oldest and the newest that were tested, and what is off outside of these."""
 
     oldest: str
@@ -24,8 +24,8 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "transformers": Tested("5.17", "5.24", "its models and `generate` run unchanged, without halfbyte's fused decoder and encoder layers"),
-    "triton": Tested("3.6", "3.8", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
+    "transformers": VersionRange("5.17", "5.24", "its models and `generate` run unchanged, without halfbyte's fused decoder and encoder layers"),
+    "triton": VersionRange("3.6", "3.8", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
 }
 
 
