@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,18 @@ def made(name: str, seed: int = 0, fmt: str = "int8_channel") -> Any:
     return hb.quantize_(nn.Sequential(LAYERS[name][0]()), hb.Config(fmt, embedding=fmt))
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+
+
 def siblings(seed: int) -> Any:
     """An attention whose three layers are fused."""
     torch.manual_seed(seed)
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 32) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-
     return hb.fuse_(hb.quantize_(nn.Sequential(Attention()), "q4_0"))
 
 
@@ -142,6 +143,10 @@ def test_distributed_checkpoints_name_the_state(name: str) -> None:
 # Buffers in the places of others
 
 
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))  # noqa: S301
+
+
 def tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
@@ -173,6 +178,20 @@ def test_codes_are_no_buffers() -> None:
     a, b = made("linear"), made("linear", 1)
     with pytest.raises((HalfbyteError, TypeError)):
         functional_call(a, b.state_dict(), (torch.randn(3, 64),))
+
+
+def test_copies_of_fused_layers() -> None:
+    """They stay fused, and those with other bytes keep them."""
+    a, b, x = siblings(0), siblings(1), torch.randn(3, 64)
+    of_a, of_b = a(x), b(x)
+    for twin in (copy.deepcopy(a), pickled(a)):
+        assert torch.equal(twin(x), of_a)
+        assert len({id(part.together[0]) for part in twin[0].children()}) == 1
+    for place, tensor in tensors(b):
+        module, _, name = place.rpartition(".")
+        setattr(a.get_submodule(module), name, tensor)
+    for twin in (a, copy.deepcopy(a), pickled(a)):
+        assert torch.equal(twin(x), of_b)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -24,7 +24,7 @@ class VersionRange(NamedTuple):
 
 
 TESTED = {
-    "transformers": VersionRange("5.17", "5.24", "its models and `generate` run unchanged, without halfbyte's fused decoder and encoder layers"),
+    "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
     "triton": VersionRange("3.6", "3.8", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
 }
 

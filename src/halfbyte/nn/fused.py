@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ class _Group:
     sizes   rows of each
     biases  the layers' own
     held    (an input, the outputs for it); one tuple, so that threads do not mix theirs
-    check   the packed_check of all layers
+    check   the packed_check of all layers, each of which has a view of it
     """
 
     packed: Packed
@@ -198,7 +199,7 @@ class FusedLinear(DerivedLinear):
     def __init__(self, group: _Group, index: int, linear: QuantLinear) -> None:
         super().__init__(linear, _part(group, index))
         self._group, self._index = group, index
-        self.packed_check = group.check
+        self.packed_check = group.check.view(1)
 
     @property
     def index(self) -> int:
@@ -252,10 +253,16 @@ class FusedLinear(DerivedLinear):
             biases = functional.pad(bias.float(), (rows.start, whole.shape[0] - rows.stop))
         return ops.linear(x, whole, biases, compute=self.compute, activation=self.activation)[..., rows]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        mine, whole = self.packed_data, self._group.packed.data
+        if mine.data_ptr() != whole.data_ptr() and torch.equal(mine, whole.view(-1)):  # a pickle has the bytes once for each layer
+            self._set_packed(_part(self._group, self._index))
+
     def _set_packed(self, packed: AnyPacked) -> None:
         super()._set_packed(packed)
         if packed.data.data_ptr() == self._group.packed.data.data_ptr():
-            self.packed_check = self._group.check
+            self.packed_check = self._group.check.view(1)  # listed for each layer
 
     def _set_codes(self, codes: Codes) -> None:
         self._group.put(self._index, codes)

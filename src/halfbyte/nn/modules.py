@@ -294,7 +294,7 @@ class QuantModule(nn.Module):
     packed_data: Tensor
     packed_check: Tensor
     dtype_mark: Tensor
-    _data_version: int | None = -1  # of packed_data when it was last checked: None where it has none, -1 where it was not checked
+    _checked: int | None = -1  # of packed_data when it was last checked: None where it has none, -1 where it was not checked
 
     def __init__(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class QuantModule(nn.Module):
         self.register_buffer("packed_check", digest(packed.data), persistent=False)
         self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
         self._packed = packed
-        self._data_version = _version_of(packed.data)
+        self._checked = _version_of(packed.data)
 
     @property
     def packed(self) -> AnyPacked:
@@ -315,14 +315,14 @@ class QuantModule(nn.Module):
         if torch.compiler.is_compiling():
             return self._packed
         data: Any = self._buffers["packed_data"]
-        packed, version = self._packed, self._data_version
-        if data is packed.data and (version is None or (version >= 0 and data._version == version)):
+        packed, checked = self._packed, self._checked
+        if data is packed.data and (checked is None or (checked >= 0 and data._version == checked)):
             return packed
         return self._follow(data)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._data_version = -1  # a copy's tensors count from the beginning
+        self._checked = -1  # a copy's tensors count from the beginning
 
     def _follow(self, data: Any) -> AnyPacked:
         """Takes over `packed_data` after it was replaced or written to."""
@@ -378,7 +378,7 @@ class QuantModule(nn.Module):
         self.packed_data = packed.data
         self.packed_check = digest(packed.data)
         self._packed = packed
-        self._data_version = _version_of(packed.data)
+        self._checked = _version_of(packed.data)
 
     def _set_codes(self, codes: Codes) -> None:
         """Replaces the weight by codes of the same format and shape."""
