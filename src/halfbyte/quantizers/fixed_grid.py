@@ -10,7 +10,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import encode, grid_of
 from halfbyte.quantizers.builder import Builder, as_blocks
-from halfbyte.quantizers.check import check_finite
+from halfbyte.quantizers.check import check_finite, check_weight
 
 
 @torch.no_grad()
@@ -24,6 +24,7 @@ def quantize_to_grid(weight: Tensor, fmt: Format, scale: Tensor, zero: Tensor | 
     if tuple(scale.shape) != shape or (zero is None) != (fmt.zero == "none") or (zero is not None and tuple(zero.shape) != shape):
         got = f"scales {list(scale.shape)} and " + ("no zeros" if zero is None else f"zeros {list(zero.shape)}")
         raise ArgumentError(f"the grid of {fmt} codes of {name} {list(weight.shape)} is {list(shape)}, got {got}")
+    check_weight(weight, name)
     check_finite(weight, name)
     builder = Builder(weight, fmt, name)
     flat = builder.scale.shape
