@@ -22,6 +22,8 @@ compat: compat-newest compat-oldest ## the compatibility suite with the newest a
 compat-newest: ## the same with the newest versions, which are installed as soon as an index has them
 	test -x $(VENV)-newest/bin/python || $(PYTHON) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e '.[compat]'
+	$(VENV)-newest/bin/python -m pip list --outdated --disable-pip-version-check 2>/dev/null | grep -E '^(torch|transformers|triton) ' \
+		&& echo 'newer than the tested versions above: CONTRIBUTING.md says how an upper bound is raised' || true
 	$(VENV)-newest/bin/python $(COMPAT)
 
 compat-oldest: $(VENV)-oldest/.compat ## the same with the oldest versions that pyproject.toml allows
