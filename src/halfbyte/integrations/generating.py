@@ -4,7 +4,7 @@ logits processors and the stopping criteria and reads the prompt; then the token
 On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
 before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone.
 
-The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers 5.17 to
+The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers up to
 5.24 do not pass the streamer on to such a function, and forget the tokenizer that stop strings need.) What this loop does not do is
 transformers' own: beams, assistants, encoder-decoders, and calls that ask for scores, attentions or hidden states.
 """
