@@ -209,9 +209,14 @@ class HalfbyteQuantizer(HfQuantizer):
         ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
         model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts."""
-        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts.
+
+        Args:
+            weight_conversions: how transformers makes a model's tensors of those in the files.
+            model: the model, which older versions of transformers do not pass.
+        """
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
         if not self.pre_quantized:
             return conversions
         names = [f"{name}.weight.data" for name in self.quantization_config.modules]
