@@ -419,7 +419,7 @@ def test_eval_an_encoder(run: Run, quantized: Path, bert: Path, text: Path) -> N
 
 
 def test_eval_refuses(run: Run, quantized: Path, bert: Path, text: Path, tmp_path: Path) -> None:
-    run("eval", quantized, "--against", bert, "--text", tmp_path / "nowhere").refuses("nowhere is not there: name a file with UTF-8 text")
+    run("eval", quantized, "--against", bert, "--text", tmp_path / "nowhere").refuses("nowhere is missing: name a file with UTF-8 text")
     run("eval", quantized, "--against", bert, "--text", tmp_path).refuses(f"{tmp_path} is a folder: name a file with UTF-8 text")
     run("eval", quantized, "--against", tmp_path, "--text", text).refuses("config.json")
     run("eval", tmp_path, "--against", bert, "--text", text).refuses("no *.safetensors files")

@@ -202,3 +202,13 @@ def test_the_tolerance_follows_from_the_arithmetic() -> None:
     """Far below what a wrong path gives, and in the order of what is rounded."""
     assert tolerance(llama()) < 1e-4 < tolerance(llama(dtype=torch.bfloat16)) < 0.5
     assert tolerance(llama()) < tolerance(llama("int8")) < 0.5
+
+
+def test_a_model_that_it_cannot_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any, **settings: Any) -> None:
+        raise ValueError("it takes other inputs")
+
+    monkeypatch.setattr(self_check, "_outputs", refuses)
+    model = hb.optimize_(llama())
+    assert isinstance(model, Shortened)
+    assert any("not compared with the plain model" in note for note in hb.report(model).notes)

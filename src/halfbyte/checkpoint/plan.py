@@ -29,8 +29,11 @@ Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[st
 
 
 class Misfits(Exception):
-    """Weights that their formats cannot hold, found while a model was read: `kept`, module -> the reason. Whoever quantizes it starts again
-    with these in floating point."""
+    """Raised while a model is read, for weights that their formats cannot hold. The caller quantizes again, with these in floating point.
+
+    Attributes:
+        kept: module -> the reason.
+    """
 
     def __init__(self, kept: Mapping[str, str]) -> None:
         super().__init__(*kept.values())

@@ -88,7 +88,7 @@ def path_argument(text: str) -> Path:
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file. Raises ArgumentError for anything else."""
     if not is_file(path):
-        raise ArgumentError(f"{path} is {'a folder' if is_folder(path) else 'not there'}: name a file with UTF-8 text")
+        raise ArgumentError(f"{path} is {'a folder' if is_folder(path) else 'missing'}: name a file with UTF-8 text")
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
             return file.read()

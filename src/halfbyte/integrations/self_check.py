@@ -78,7 +78,8 @@ class SelfCheck:
         if known is None:
             try:
                 plain = [_outputs(one) for one in models]
-            except Exception:  # a model that takes other inputs: it is not for this check
+            except Exception as error:  # a model that takes other inputs
+                add_notes(model, [f"not compared with the plain model, which cannot be called as the check does ({type(error).__name__})"])
                 return None
         modules = [
             (parent, name, child)

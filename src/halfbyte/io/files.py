@@ -1,6 +1,6 @@
 """Opens and examines the files and folders that users name: the one place that reads them by `open` or asks whether they are there.
 
-FIFOs, devices and sockets are refused: reading from them may wait or go on for ever. What the system does not allow to examine is an error,
+FIFOs, devices and sockets are refused: reading from them may block or never end. What the system does not allow to examine is an error,
 not absent.
 """
 
