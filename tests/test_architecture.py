@@ -33,6 +33,7 @@ RANKS = {
     "io": 3,
     "dispatch": 4,
     "ops": 5,
+    "decoder": 6,
     "nn": 6,
     "bench": 7,
     "checkpoint": 7,

@@ -17,11 +17,11 @@ from language_model import make_decoder
 from transformers import StaticCache
 
 from halfbyte import ops
+from halfbyte.decoder.families import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.integrations import decoding, decoding_gpu
 from halfbyte.integrations.decoding import is_short, shorten_
-from halfbyte.integrations.families import ACTIVATIONS
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_

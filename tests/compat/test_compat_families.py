@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import halfbyte as hb
+from halfbyte.decoder.families import FAMILIES
 from halfbyte.integrations import decoding_cpu, decoding_step
 from halfbyte.integrations.decoding import is_short
-from halfbyte.integrations.families import FAMILIES, NAMES
+from halfbyte.integrations.families import NAMES
 from halfbyte.integrations.shortened import name_in_transformers
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantModule
@@ -62,7 +63,8 @@ CASES_OF_ALL = [*CASES, *(name for name in NAMES if name not in CASES)]
 @functools.lru_cache(maxsize=2)
 def make_models(case: str, compute: str) -> Models:
     assert case in CASES, f"tests/tiny_decoders.py has no model with a {case}: add one to CASES"
-    (home,) = (name.rpartition(".")[0] for name in FAMILIES if name.endswith(f".{case.partition(',')[0]}"))
+    (package,) = (name for name, family in FAMILIES.items() if family.layer_class == case.partition(",")[0])
+    home = f"{package}.modeling_{package}"
     if Version(transformers.__version__) < NEWEST_FAMILY and find_spec(f"transformers.models.{home.partition('.')[0]}") is None:
         pytest.skip(f"transformers {transformers.__version__} has no {home}")
     torch.manual_seed(7)

@@ -11,7 +11,7 @@ attention.py        an implementation of attention for transformers; cache.py: a
 Layers and steps in few calls (`shorten_`)
   decoding.py       decoder layers; decoding_cpu.py: on a CPU, decoding_step.py: a token through all of the model; growing.py: its cache
   decoding_gpu.py   decoder layers on a GPU, for a token; prompt_gpu.py: for prompts; layer_gpu.py: what both read; rings.py: windows
-  families.py       where decoder layers of each family have their parts; mixtures.py: those that have experts
+  families.py       finds the parts of decoder layers (by decoder/families.py); mixtures.py: those that have experts
   encoding.py       encoder layers; embedding.py: what is before them
   generating.py     writes tokens; steps.py: a model's call for each, without transformers' preparation; graphs.py: as a CUDA graph
   shortened.py      their classes; ahead.py: layers that are computed by the call of the first; unchanged.py: whether that still holds

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
+from halfbyte.decoder.families import ACTIVATIONS
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families, layer_gpu, prompt_gpu
 from halfbyte.integrations.ahead import expect
@@ -103,12 +104,13 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
     attention, mlp, routed = layer.self_attn, families.mlp_of(layer), routed_of(layer)
     if (name := families.other(layer)) is not None:
         return f"its config has {name}"
-    if routed is None and (missing := [name for name in (*family.gates, family.down) if not hasattr(mlp, name)]):
+    if routed is None and (missing := [name for name in (*family.gate_up, family.down_proj) if not hasattr(mlp, name)]):
         return f"its {family.mlp} has no {missing[0]}"
     groups = {name: parts for name, parts in decoding_cpu.groups_of(layer) if parts}
-    alone = {family.o: getattr(attention, family.o)} | ({family.down: getattr(mlp, family.down)} if routed is None else {})
-    if (own := families.per_layer_of(layer)) is not None and family.per_layer is not None:
-        alone |= dict(zip(family.per_layer[:2], own[:2], strict=True))
+    alone = {family.o_proj: getattr(attention, family.o_proj)}
+    alone |= {family.down_proj: getattr(mlp, family.down_proj)} if routed is None else {}
+    if (own := families.per_layer_of(layer)) is not None and family.per_layer_input is not None:
+        alone |= dict(zip(family.per_layer_input[:2], own[:2], strict=True))
     linears = alone | {name: linear for group, parts in groups.items() for name, linear in zip(group.split("+"), parts, strict=True)}
     for name, linear in linears.items():
         if not isinstance(linear, QuantLinear):
@@ -123,7 +125,7 @@ def why_not_short(layer: Any, device: str = "cuda") -> str | None:
         if type(linear) is not QuantLinear:
             return f"its {name} is a {type(linear).__name__}"
     activation = getattr(attention.config, family.activation)
-    taken = [*families.ACTIVATIONS] if routed is None else ["silu", "swish"]
+    taken = [*ACTIVATIONS] if routed is None else ["silu", "swish"]
     if activation not in taken:
         return f"its activation is {activation}, not {' or '.join(taken) if len(taken) > 2 else 'silu'}"
     if routed is not None and (reason := why_not_routed(layer, routed)) is not None:
@@ -144,22 +146,22 @@ def one_call(layer: Any) -> tuple[Step, ...]:
     first = [Step(name, normed) for name in products_of(*qkv) or {}]
     if heads.rows and heads.norms:
         first.append(Step("q_norm, k_norm", "norm, of whole rows"))
-    first += [Step("attention", seen), Step(families.known(layer).o, _added(attention))]
+    first += [Step("attention", seen), Step(families.known(layer).o_proj, _added(attention))]
     if isinstance(second, Dense):
         function = second.gates.removesuffix("_tanh")
         gated = f"with {'the norm and ' if second.before else ''}{f'{function}(gate) * up' if second.gated else function}"
-        return *first, Step(gates, gated), Step(families.known(layer).down, _added(second)), *_of_own_input(layer)
-    routed = families.known(layer).routed
+        return *first, Step(gates, gated), Step(families.known(layer).down_proj, _added(second)), *_of_own_input(layer)
+    routed = families.known(layer).moe
     assert routed is not None
     shared = [] if routed.shared is None else [Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj")]
     gates = "silu(gate) * up" if isinstance(second, Experts) and second.clamped is None else CLAMPED
     experts = Step("experts", f"{gates}, then down_proj, both of the chosen ones, by their weights, with the residual added")
-    return *first, Step(routed.gate, "with the norm"), *shared, experts
+    return *first, Step(routed.router, "with the norm"), *shared, experts
 
 
 def _of_own_input(layer: Any) -> tuple[Step, ...]:
     """The steps of an input of the layer's own, if it has one."""
-    third, names = decoding_cpu.third_of(layer), families.known(layer).per_layer
+    third, names = decoding_cpu.third_of(layer), families.known(layer).per_layer_input
     if third is None or names is None:
         return ()
     gate = f"with {third.function.removesuffix('_tanh')}, times the layer's own input"

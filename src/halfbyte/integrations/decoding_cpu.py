@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from halfbyte.decoder.families import ACTIVATIONS, Family
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.families import (
-    ACTIVATIONS,
-    Family,
     added_by,
     borrows,
     known,
@@ -46,6 +45,7 @@ from halfbyte.ops.decoder import MOST_SEQUENCES, Attention, DecoderLayer, Dense,
 from halfbyte.ops.library import OPS, in_mode
 
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that families.py knows
+_PAIRS = {"": "", "half": "once", "repeated": "twice"}  # `Heads.pairs` by `Family.rope_interleaved`
 _FEW_ROWS = 64  # of more, layers are computed one by one: what they give takes memory
 _CACHES = (*growing.LAYERS, StaticLayer)
 
@@ -131,7 +131,7 @@ class _Entry:
 def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]:
     """The linear layers of queries, keys and values, and of gates, each with their names joined by +; no gates where there are experts."""
     family, attention, mlp = known(layer), layer.self_attn, mlp_of(layer)
-    of_mlp = family.gates if routed_of(layer) is None else ()
+    of_mlp = family.gate_up if routed_of(layer) is None else ()
     of_qkv = family.qkv[: len(made_of(layer))]
     qkv, gates = ([getattr(part, name) for name in names] for part, names in ((attention, of_qkv), (mlp, of_mlp)))
     return ("+".join(of_qkv), qkv), ("+".join(of_mlp), gates)
@@ -140,13 +140,13 @@ def groups_of(layer: Any) -> tuple[tuple[str, list[Any]], tuple[str, list[Any]]]
 def linears_of(layer: Any) -> tuple[tuple[QuantLinear, ...], QuantLinear, tuple[QuantLinear, ...]] | None:
     """One layer for each product: those of queries, keys and values, o, and gates and down, or none where there are experts; None where one
     was replaced by what is computed otherwise."""
-    o, groups, routed = getattr(layer.self_attn, known(layer).o), groups_of(layer), routed_of(layer)
+    o, groups, routed = getattr(layer.self_attn, known(layer).o_proj), groups_of(layer), routed_of(layer)
     qkv, of_own_input = products_of(*groups[0]), (per_layer_of(layer) or ())[:2]
     if qkv is None or any(type(linear) is not QuantLinear for linear in (o, *of_own_input)):
         return None
     if routed is not None:
         return None if why_not_routed(layer, routed) is not None else (tuple(qkv.values()), o, ())
-    gates, down = products_of(*groups[1]), getattr(mlp_of(layer), known(layer).down)
+    gates, down = products_of(*groups[1]), getattr(mlp_of(layer), known(layer).down_proj)
     if gates is None or len(gates) > 1 or type(down) is not QuantLinear:
         return None
     return tuple(qkv.values()), o, (*gates.values(), down)
@@ -167,9 +167,9 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
         key = (sum(weight.packed.shape[0] for weight in qkv) // dim - query) // (len(of_row) - 1)
     norms: Any = tuple(norm_of(norm, family) for norm in _of_heads(layer))
     norms = (*norms, *norms) if len(norms) == 1 else norms  # that of queries alone
-    cap = None if family.cap is None else getattr(attention, family.cap)
+    cap = None if family.softcap is None else getattr(attention, family.softcap)
     sinks = None if family.sinks is None else getattr(attention, family.sinks)
-    of_heads = norms or None, family.rows, turned(layer), cap, sinks, family.pairs, family.turned_first
+    of_heads = norms or None, family.qk_norm_whole, turned(layer), cap, sinks, _PAIRS[family.rope_interleaved], family.norm_after_rope
     heads = Heads(query, key, dim, attention.scaling, *of_heads, of_row, _of_values(layer) is not None)
     factor = added_by(layer)
     half = Attention(qkv, o, first, heads, second, factor)
@@ -179,7 +179,7 @@ def halves_of(layer: Any) -> tuple[Attention, FeedForward]:
     gate_up, down = map(weight_of, linears[2])
     activation = ACTIVATIONS[getattr(attention.config, family.activation)]
     scale = _scale_of(layer) if per_layer_of(layer) is None else None
-    return half, Dense(gate_up, down, third, fourth, factor, activation, family.gated, family.parallel, scale)
+    return half, Dense(gate_up, down, third, fourth, factor, activation, family.gated, family.parallel_residual, scale)
 
 
 def third_of(layer: Any) -> PerLayer | None:
@@ -193,13 +193,13 @@ def third_of(layer: Any) -> PerLayer | None:
 
 
 def _scale_of(layer: Any) -> Tensor | None:
-    name = known(layer).scale
+    name = known(layer).layer_scalar
     return None if name is None else getattr(layer, name)
 
 
 def norm_of(norm: Any, family: Family) -> Norm:
-    shift = getattr(norm, "bias", None) if family.centred else None
-    return Norm(norm.weight, getattr(norm, eps_of(norm)), family.plus_one, family.centred, shift)
+    shift = getattr(norm, "bias", None) if family.layer_norm else None
+    return Norm(norm.weight, getattr(norm, eps_of(norm)), family.unit_offset, family.layer_norm, shift)
 
 
 def eps_of(norm: Any) -> str:
@@ -209,7 +209,7 @@ def eps_of(norm: Any) -> str:
 
 def why_not_one_call(layer: Any) -> str | None:
     """Why tokens are computed by transformers' operations on a CPU; None if by one call."""
-    _, o, second = linears_of(layer) or ((), getattr(layer.self_attn, known(layer).o), ())
+    _, o, second = linears_of(layer) or ((), getattr(layer.self_attn, known(layer).o_proj), ())
     if any(part_of(linear) is not None for linear in (o, *second, *(per_layer_of(layer) or ())[:2])):
         return "its weights are distributed over processes"
     return why_not_shared(layer) or why_not(*halves_of(layer), third_of(layer))
@@ -366,7 +366,7 @@ def visible(mask: Tensor | None) -> Tensor | None:
 def is_eager(layer: Any) -> bool:
     """Whether eager attention alone computes its formula: caps of scores, and sinks."""
     family = known(layer)
-    return family.sinks is not None or (family.cap is not None and getattr(layer.self_attn, family.cap) is not None)
+    return family.sinks is not None or (family.softcap is not None and getattr(layer.self_attn, family.softcap) is not None)
 
 
 def _is_mask(layer: Any, mask: Tensor | None, seen: Tensor | None) -> bool:
@@ -427,7 +427,7 @@ def parts_of(layer: Any) -> tuple[nn.Module, ...]:
     products = () if linears is None else (*linears[0], linears[1], *linears[2])
     experts = () if routed is None else mixtures.parts_of(layer, routed)
     sinks = () if known(layer).sinks is None else (layer.self_attn,)
-    own = () if known(layer).scale is None else (layer,)
+    own = () if known(layer).layer_scalar is None else (layer,)
     return *products, *(per_layer_of(layer) or ())[:2], *experts, *sinks, *own, *all_norms(layer)
 
 
@@ -436,11 +436,11 @@ def settings_of(layer: Any) -> list[tuple[Any, str]]:
     family, attention, routed = known(layer), layer.self_attn, routed_of(layer)
     norms = [(norm, eps_of(norm)) for norm in all_norms(layer)]
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
-    of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.cap) if name is not None]
-    of_attention += () if family.positions is None else family.positions.attributes
-    of_attention += () if family.sharing is None else family.sharing[:3]
-    of_layer = [] if family.factor is None else [(layer, family.factor)]
-    of_config = [(attention.config, name) for name in family.without]
+    of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.softcap) if name is not None]
+    of_attention += () if family.rope_layers is None else family.rope_layers.attributes
+    of_attention += () if family.kv_sharing is None else family.kv_sharing[:3]
+    of_layer = [] if family.residual_multiplier is None else [(layer, family.residual_multiplier)]
+    of_config = [(attention.config, name) for name in family.unsupported]
     return [*of_experts, *norms, *((attention, name) for name in of_attention), *of_layer, *of_config]
 
 
@@ -477,12 +477,12 @@ def has_own_norms(layer: Any) -> bool:
 def _of_heads(layer: Any) -> tuple[Any, ...]:
     """The norms of queries and keys, if it has any, which some configs of a family leave out."""
     attention = layer.self_attn
-    return tuple(getattr(attention, name) for name in known(layer).head_norms or () if hasattr(attention, name))
+    return tuple(getattr(attention, name) for name in known(layer).qk_norm or () if hasattr(attention, name))
 
 
 def _of_values(layer: Any) -> Any:
     """The norm of values, if it has one and makes values."""
-    name = known(layer).values_norm
+    name = known(layer).v_norm
     return None if name is None else getattr(layer.self_attn, name, None)
 
 

@@ -178,23 +178,23 @@ def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
         if gate is not None and isinstance(getattr(mlp_of(layer), gate), QuantLinear):
             own += ", which is dequantized before"
         router = f"with the norm{own}, then a kernel of the choice" if lost is None else _TORCH
-        found += [Step(known(layer).o, _how_added(first)), Step(where.gate, router, lost)]
+        found += [Step(known(layer).o_proj, _how_added(first)), Step(where.router, router, lost)]
         if second.shared is not None and where.shared is not None:
             up = _product(where.shared[0], second.shared.gate_up, None, rows, dtype, here, gates="silu")
             found.append(replace(up, kernel=f"gate_proj+up_proj {up.kernel}, then down_proj"))
         experts = describe(second, rows, dtype, here) if lost is None else "the products alone"
         return *found, Step("experts", experts, lost)
-    found.append(Step(known(layer).o, _how_added(first, second.before)))
+    found.append(Step(known(layer).o_proj, _how_added(first, second.before)))
     before = None if second.parallel or first.after is not None else second.before
     apart, before = _norm_apart(of_layer[2], before, here)
     name = "+".join(products_of(*gates) or {})
     product = _product(name, second.gate_up, before, rows, dtype, here, gates=second.gates, gated=second.gated)
-    return *found, *apart, product, Step(known(layer).down, _how_added(second)), *_of_own_input(layer)
+    return *found, *apart, product, Step(known(layer).down_proj, _how_added(second)), *_of_own_input(layer)
 
 
 def _of_own_input(layer: Any) -> tuple[Step, ...]:
     """The steps of an input of the layer's own, if it has one."""
-    third, names = third_of(layer), known(layer).per_layer
+    third, names = third_of(layer), known(layer).per_layer_input
     if third is None or names is None:
         return ()
     gate = f"the product alone, then a kernel of {third.function.removesuffix('_tanh')}, times the layer's own input"

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from halfbyte.bounded import Bounded
+from halfbyte.decoder.families import SLIDING, Family, family_of_model
 from halfbyte.integrations import growing
 from halfbyte.integrations.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.decoding_cpu import computed, eps_of, is_eager, norm_of, parts_of, settings_of
@@ -38,80 +38,6 @@ from halfbyte.ops.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.library import plain
 
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What a causal model and its `model` do around the layers, logits = f(lm_head(norm(layers(factor * embed_tokens(ids))))).
-
-    window   which layers see `sliding_window` tokens of the config, where it has one: "none", "all", or "some", as its `layer_types` say
-    turns    whether each of `layer_types` has rotary positions of its own
-    factor   the attribute of the `model` that has the factor of embeddings, if any, beside an embedding's own
-    over     the attribute of the config that logits are divided by, if any
-    times    the attribute of the config that logits are multiplied by, if any
-    cap      the attribute of the config that has the cap of logits, cap * tanh(logit / cap), if any
-    experts  whether its output is one of a mixture of experts
-    output   the name of the class of its output in its module, where it has one of its own
-    """
-
-    window: str = "none"
-    turns: bool = False
-    factor: str | None = None
-    over: str | None = None
-    times: str | None = None
-    cap: str | None = None
-    experts: bool = False
-    output: str | None = None
-
-
-_CAP = "final_logit_softcapping"
-# By the names of their classes in transformers.models.
-MODELS = {
-    "arcee.modeling_arcee.ArceeForCausalLM": Around(),
-    "cohere.modeling_cohere.CohereForCausalLM": Around(times="logit_scale"),
-    "cohere2.modeling_cohere2.Cohere2ForCausalLM": Around("some", times="logit_scale"),
-    "cwm.modeling_cwm.CwmForCausalLM": Around("some"),
-    "ernie4_5.modeling_ernie4_5.Ernie4_5ForCausalLM": Around(),
-    "dots1.modeling_dots1.Dots1ForCausalLM": Around("some", experts=True),
-    "ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM": Around(experts=True),
-    "exaone4.modeling_exaone4.Exaone4ForCausalLM": Around("some"),
-    "exaone_moe.modeling_exaone_moe.ExaoneMoeForCausalLM": Around("some", experts=True),
-    "gemma.modeling_gemma.GemmaForCausalLM": Around(),
-    "gemma2.modeling_gemma2.Gemma2ForCausalLM": Around("some", cap=_CAP),
-    "gemma3.modeling_gemma3.Gemma3ForCausalLM": Around("some", turns=True, cap=_CAP),
-    "gemma4.modeling_gemma4.Gemma4ForCausalLM": Around("some", turns=True, cap=_CAP, output="Gemma4CausalLMOutputWithPast"),
-    "glm.modeling_glm.GlmForCausalLM": Around(),
-    "glm4.modeling_glm4.Glm4ForCausalLM": Around(),
-    "glm4_moe.modeling_glm4_moe.Glm4MoeForCausalLM": Around(experts=True),
-    "gpt_oss.modeling_gpt_oss.GptOssForCausalLM": Around("some", experts=True),
-    "granite.modeling_granite.GraniteForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
-    "granitemoe.modeling_granitemoe.GraniteMoeForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
-    "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridForCausalLM": Around(factor="embedding_multiplier", over="logits_scaling"),
-    "helium.modeling_helium.HeliumForCausalLM": Around(),
-    "jais2.modeling_jais2.Jais2ForCausalLM": Around(),
-    "llama.modeling_llama.LlamaForCausalLM": Around(),
-    "hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1ForCausalLM": Around(),
-    "hy_v3.modeling_hy_v3.HYV3ForCausalLM": Around(experts=True),
-    "mellum.modeling_mellum.MellumForCausalLM": Around("some", turns=True, experts=True),
-    "minimax_m2.modeling_minimax_m2.MiniMaxM2ForCausalLM": Around(experts=True),
-    "ministral.modeling_ministral.MinistralForCausalLM": Around("some"),
-    "ministral3.modeling_ministral3.Ministral3ForCausalLM": Around("all"),
-    "mistral.modeling_mistral.MistralForCausalLM": Around("all"),
-    "mixtral.modeling_mixtral.MixtralForCausalLM": Around("all", experts=True),
-    "nemotron.modeling_nemotron.NemotronForCausalLM": Around(),
-    "olmo2.modeling_olmo2.Olmo2ForCausalLM": Around(),
-    "olmo3.modeling_olmo3.Olmo3ForCausalLM": Around("some", turns=True),
-    "olmoe.modeling_olmoe.OlmoeForCausalLM": Around(experts=True),
-    "phi3.modeling_phi3.Phi3ForCausalLM": Around("all"),
-    "qwen2.modeling_qwen2.Qwen2ForCausalLM": Around("some"),
-    "qwen2_moe.modeling_qwen2_moe.Qwen2MoeForCausalLM": Around("some", experts=True),
-    "qwen3.modeling_qwen3.Qwen3ForCausalLM": Around("some"),
-    "qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": Around("all", experts=True),
-    "seed_oss.modeling_seed_oss.SeedOssForCausalLM": Around(),
-    "smollm3.modeling_smollm3.SmolLM3ForCausalLM": Around("some"),
-    "solar_open.modeling_solar_open.SolarOpenForCausalLM": Around(experts=True),
-    "stablelm.modeling_stablelm.StableLmForCausalLM": Around(),
-    "starcoder2.modeling_starcoder2.Starcoder2ForCausalLM": Around("all"),
-}
 # Of a causal model's call.
 ARGUMENTS: Understood = {
     **dict.fromkeys(("input_ids", "attention_mask", "position_ids", CACHE, "use_cache"), any_value),
@@ -121,7 +47,6 @@ ARGUMENTS: Understood = {
     "return_dict": is_true,
 }
 _ATTENTION = ("sdpa", "halfbyte", "eager")  # others have masks of other kinds
-_SLIDES = "sliding_attention"  # of a config's `layer_types`
 _SCALES = "per_layer_model_projection_scale", "per_layer_input_scale"  # of what is projected to layers' own inputs, and of these
 _AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many times so many are kept
 
@@ -129,7 +54,8 @@ _AT_ONCE, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are comput
 def shorten_model(model: nn.Module) -> None:
     """Lets a causal model, all of whose layers are shortened, take a token in one call, in place. Others are left."""
     layers = getattr(getattr(model, "model", None), "layers", ())
-    if not isinstance(model, _OneCall) and name_in_transformers(model) in MODELS and all(isinstance(layer, Shortened) for layer in layers):
+    known = family_of_model(name_in_transformers(model)) is not None
+    if known and not isinstance(model, _OneCall) and all(isinstance(layer, Shortened) for layer in layers):
         shorten(model, _OneCall, "a token takes a call for each layer", why_unknown(original(model), ARGUMENTS))
 
 
@@ -144,21 +70,23 @@ class _OneCall(Shortened):
             if ids is not None and past is not None and call.get("use_cache", self.config.use_cache):
                 logits = one_token(self, ids, call.get("attention_mask"), call.get("position_ids"), past)
                 if logits is not None:
-                    return _output(_output_of(_around(self), type(self).__module__), logits, past)
+                    return _output(_output_of(_family(self), type(self).__module__), logits, past)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _around(model: Any) -> Around:
-    return MODELS[name_in_transformers(model)]
+def _family(model: Any) -> Family:
+    family = family_of_model(name_in_transformers(model))
+    assert family is not None
+    return family
 
 
 @functools.cache
-def _output_of(around: Around, module: str) -> Any:
-    """The class of a model's output."""
-    if around.output is not None:
-        return getattr(sys.modules[module], around.output)
-    return MoeCausalLMOutputWithPast if around.experts else CausalLMOutputWithPast
+def _output_of(family: Family, module: str) -> Any:
+    """Return the class of a model's output."""
+    if family.output_class is not None:
+        return getattr(sys.modules[module], family.output_class)
+    return MoeCausalLMOutputWithPast if family.router_output else CausalLMOutputWithPast
 
 
 @functools.cache
@@ -273,7 +201,7 @@ class _Held:
     def __init__(self, model: Any, layers: list[Any], computed: Sequence[DecoderLayer]) -> None:
         inner, head = model.model, model.lm_head
         embedding, norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
-        around, last_norm = _around(model), norm_of(norm, known(layers[0]))
+        family, last_norm = _family(model), norm_of(norm, known(layers[0]))
         self.most_rows = min((layer.most_rows for layer in computed if layer.most_rows is not None), default=MOST_SEQUENCES)
         self.nearest = nearest(layers[0])
         self.count, self.headed, self.here = len(layers), type(head) is QuantLinear, _Here()
@@ -284,7 +212,7 @@ class _Held:
         last = Weight(head.packed, head.bias, head.compute, head.activation) if self.headed else None
         self.windows, self.logits = _windows(model), _logits(model)
         self._kinds = _kinds(model)
-        turns = [self._kinds.index(kind if around.turns else "") for kind in _types(model)]
+        turns = [self._kinds.index(kind if family.rope_per_type else "") for kind in _types(model)]
         settings = [setting for layer in layers for setting in settings_of(layer)]
         settings += [(norm, eps_of(norm)), *((self._rotary, _of(kind, "attention_scaling")) for kind in self._kinds)]
         # longrope writes to `inv_freq` at each call, one of two, by how far the text reaches
@@ -294,9 +222,9 @@ class _Held:
         frequencies = "inv_freq" if self._switch is None else "original_inv_freq"
         self._tensors = [(self._rotary, _of(kind, frequencies)) for kind in self._kinds]
         table, factor = self._looked_up(embedding, settings)
-        if around.factor is not None:
-            factor *= getattr(inner, around.factor)
-            settings.append((inner, around.factor))
+        if family.embedding_multiplier is not None:
+            factor *= getattr(inner, family.embedding_multiplier)
+            settings.append((inner, family.embedding_multiplier))
         logits = self.logits if self.headed else None
         inputs = self._inputs(inner, layers, settings) if computed[0].beside is not None else None
         self.step = DecodingStep(computed, table, last_norm, last, self.windows, turns, factor=factor, logits=logits, inputs=inputs)
@@ -381,9 +309,9 @@ def _source(layer: Any, index: int) -> int:
 
 def _windows(model: Any) -> tuple[int | None, ...]:
     """The window of each layer's attention, None where it sees all tokens."""
-    config, which = model.config, _around(model).window
-    if which == "some":
-        return tuple(config.sliding_window if kind == _SLIDES else None for kind in config.layer_types)
+    config, which = model.config, _family(model).sliding_window
+    if which == "layer_types":
+        return tuple(config.sliding_window if kind == SLIDING else None for kind in config.layer_types)
     window: int | None = config.sliding_window if which == "all" else None
     return (window,) * len(model.model.layers)
 
@@ -395,7 +323,7 @@ def _types(model: Any) -> list[str]:
 
 def _kinds(model: Any) -> list[str]:
     """The types of layers that have rotary positions of their own; "" where all have the same."""
-    return sorted({*_types(model)}) if _around(model).turns else [""]
+    return sorted({*_types(model)}) if _family(model).rope_per_type else [""]
 
 
 def _of(kind: str, name: str) -> str:
@@ -405,12 +333,12 @@ def _of(kind: str, name: str) -> str:
 
 def _logits(model: Any) -> tuple[str, float] | None:
     """What logits go through, as `DecodingStep` has it."""
-    around, config = _around(model), model.config
-    if around.over is not None:
-        return "over", getattr(config, around.over)
-    if around.times is not None:
-        return "times", getattr(config, around.times)
-    cap = None if around.cap is None else getattr(config, around.cap)
+    family, config = _family(model), model.config
+    if family.logits_divisor is not None:
+        return "over", getattr(config, family.logits_divisor)
+    if family.logits_multiplier is not None:
+        return "times", getattr(config, family.logits_multiplier)
+    cap = None if family.logits_softcap is None else getattr(config, family.logits_softcap)
     return None if cap is None else ("cap", cap)
 
 
@@ -443,7 +371,7 @@ def _is_other(model: Any, layers: list[Any]) -> bool:
         return True
     if any(map(is_eager, layers)) and config._attn_implementation != "eager":
         return True
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention", _SLIDES}:
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention", SLIDING}:
         return True
     if any(window is not None and window < 2 for window in _windows(model)):
         return True

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.bounded import Bounded
+from halfbyte.decoder.families import MoEFamily
 from halfbyte.integrations.ahead import watched
 from halfbyte.integrations.decoding_cpu import halves_of, has_own_norms, linears_of, settings_of, third_of, why_not_shared
 from halfbyte.integrations.decoding_cpu import parts_of as modules_of
-from halfbyte.integrations.families import Routed, known, nearest, other, per_layer_of
+from halfbyte.integrations.families import known, nearest, other, per_layer_of
 from halfbyte.integrations.mixtures import parts_of as modules_of_experts
 from halfbyte.integrations.mixtures import routed_of
 from halfbyte.integrations.unchanged import Unchanged
@@ -278,8 +279,8 @@ def halves(layer: Any) -> tuple[Attention, Dense | Experts]:
     return first, second
 
 
-def routed(layer: Any) -> Routed:
-    routed = known(layer).routed
+def routed(layer: Any) -> MoEFamily:
+    routed = known(layer).moe
     assert routed is not None
     return routed
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.integrations.families import Routed, added_by, known, mlp_of
+from halfbyte.decoder.families import MoEFamily
+from halfbyte.integrations.families import added_by, known, mlp_of
 from halfbyte.integrations.shortened import products_of, why_not_fused
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
@@ -16,12 +17,12 @@ from halfbyte.ops.experts import Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 
 
-def routed_of(layer: Any) -> Routed | None:
+def routed_of(layer: Any) -> MoEFamily | None:
     """Where a layer of a known family has what belongs to experts; None where it has none."""
-    return known(layer).routed if hasattr(mlp_of(layer), "experts") else None
+    return known(layer).moe if hasattr(mlp_of(layer), "experts") else None
 
 
-def why_not_routed(layer: Any, routed: Routed) -> str | None:
+def why_not_routed(layer: Any, routed: MoEFamily) -> str | None:
     """Why `half_of` does not take a layer's mlp; None if it does."""
     mlp = mlp_of(layer)
     if not isinstance(mlp.experts, MixtureOfExperts):
@@ -30,8 +31,8 @@ def why_not_routed(layer: Any, routed: Routed) -> str | None:
         return stacks
     gate = gate_of(layer, routed)
     tensors = {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())}
-    own = {"weight", *(("bias",) if routed.biased else ())}
-    if routed.correction is not None and routed.correction.startswith(prefix := f"{routed.gate}."):
+    own = {"weight", *(("bias",) if routed.router_bias else ())}
+    if routed.correction is not None and routed.correction.startswith(prefix := f"{routed.router}."):
         own.add(routed.correction.removeprefix(prefix))
     if tensors != own or any(not hasattr(owner, name) for owner, name in settings_of(layer, routed)):
         return "its router has other parts than a weight and how many experts it chooses"
@@ -57,7 +58,7 @@ def _why_not_shared(mlp: Any, expert: str, gate: str | None) -> str | None:
     return None if type(linear) in (nn.Linear, QuantLinear) and linear.bias is None else f"its {gate} is no linear layer without a bias"
 
 
-def parts_of(layer: Any, routed: Routed) -> tuple[Any, ...]:
+def parts_of(layer: Any, routed: MoEFamily) -> tuple[Any, ...]:
     """Those whose weights are read."""
     mlp = mlp_of(layer)
     up, down = mlp.experts.get_submodule("gate_up_proj"), mlp.experts.get_submodule("down_proj")
@@ -71,21 +72,21 @@ def parts_of(layer: Any, routed: Routed) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def settings_of(layer: Any, routed: Routed) -> list[tuple[Any, str]]:
+def settings_of(layer: Any, routed: MoEFamily) -> list[tuple[Any, str]]:
     """Attributes that what is computed depends on."""
     gate = gate_of(layer, routed)
     experts = mlp_of(layer).experts
     of_gates = [(experts.float_module, name) for name in experts.gate_settings] if isinstance(experts, MixtureOfExperts) else []
-    of_gate = [name for name in ("top_k", routed.normalized, routed.factor, routed.groups) if name is not None]
+    of_gate = [name for name in ("top_k", routed.norm_topk, routed.scaling_factor, routed.groups) if name is not None]
     return [*((gate, name) for name in of_gate), *of_gates]
 
 
-def gate_of(layer: Any, routed: Routed) -> Any:
+def gate_of(layer: Any, routed: MoEFamily) -> Any:
     """The router."""
-    return getattr(mlp_of(layer), routed.gate)
+    return getattr(mlp_of(layer), routed.router)
 
 
-def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
+def half_of(layer: Any, routed: MoEFamily, before: Norm) -> Experts:
     """Of a layer for which `why_not_routed` has no reason."""
     mlp = mlp_of(layer)
     stacks = mlp.experts.gated()
@@ -100,11 +101,11 @@ def half_of(layer: Any, routed: Routed, before: Norm) -> Experts:
         (both,) = products.values()
         row = None if own is None else _row(getattr(mlp, own), router)
         shared = SharedExpert(weight_of(both), weight_of(expert.down_proj), row)
-    normalized = routed.normalized is None or bool(getattr(gate, routed.normalized))
+    normalized = routed.norm_topk is None or bool(getattr(gate, routed.norm_topk))
     gate_up, down, clamped = stacks
-    bias = gate.bias.detach() if routed.biased else None
+    bias = gate.bias.detach() if routed.router_bias else None
     correction = None if routed.correction is None else attrgetter(routed.correction)(mlp).detach().flatten()
-    factor = added_by(layer) * (1.0 if routed.factor is None else float(getattr(gate, routed.factor)))
+    factor = added_by(layer) * (1.0 if routed.scaling_factor is None else float(getattr(gate, routed.scaling_factor)))
     choice = router, gate.top_k, normalized
     return Experts(gate_up, down, *choice, before, shared, bias, clamped, routed.scores, correction, factor)
 

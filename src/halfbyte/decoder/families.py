@@ -1,0 +1,483 @@
+"""Model families: where each has its parts, and which variant of a decoder it computes.
+
+One entry of FAMILIES describes a family completely, by the names that config.json, checkpoints and transformers' modules use. `build.py`
+reads a specification from it and a checkpoint; `integrations` finds the same parts in live modules. A layer computes
+
+    h = x + m * post_norm(o_proj(attention(qkv(norm(x)))))
+    y = h + m * post_norm(down_proj(act(gate) * up)),  gate, up = gate_up(norm(h))
+
+with m the residual multiplier; or experts in place of the MLP. With `parallel_residual` the MLP reads norm(x), without `gated` it is
+down_proj(act(up)). A family belongs into the table if its layers compute this and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+# Activation functions of configs, by the names that kernels use.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
+SLIDING = "sliding_attention"  # of a config's `layer_types`
+
+
+@dataclass(frozen=True, slots=True)
+class MoEFamily:
+    """A mixture of experts: a router scores the experts of each token, and the top k of them are weighted and summed.
+
+    Attributes:
+        router: Name of the router within the MLP.
+        router_bias: Whether the router has a bias.
+        scores: "sigmoid" or "softmax" where scores are computed before the top k are chosen; "": logits, with a softmax over the chosen.
+        correction: Name within the MLP of the expert bias correction, which is added to scores for the choice alone (DeepSeek-V3).
+        norm_topk: Attribute of the router, and key of the config, that says whether the weights of a token are normalized to a sum of 1;
+            None: they always are.
+        scaling_factor: Attribute of the router, and key of the config, with the factor of the weights.
+        groups: Attribute of the router with the number of groups among which experts are chosen; only 1 is supported.
+        shared: Names of the expert that every token uses and of its gate, if any.
+        top_k: Key of the config with the number of experts per token.
+    """
+
+    router: str = "gate"
+    router_bias: bool = False
+    scores: str = ""
+    correction: str | None = None
+    norm_topk: str | None = "norm_topk_prob"
+    scaling_factor: str | None = None
+    groups: str | None = None
+    shared: tuple[str, str | None] | None = None
+    top_k: str = "num_experts_per_tok"
+
+
+class KVSharing(NamedTuple):
+    """Layers that reuse keys and values of an earlier layer (Gemma 4): attributes of self_attn and keys of the config.
+
+    Attributes:
+        reuses: Attribute: whether the layer reads keys and values of an earlier one.
+        provides: Attribute: whether others may read its keys and values.
+        kind: Attribute with the layer type that both have in common, the key in `shared_kv_states`.
+        modes: Key of the config: "store" or "reuse" for each layer.
+        count: Key of the config: how many layers, the last ones, reuse, where transformers has no `modes`.
+    """
+
+    reuses: str = "is_kv_shared_layer"
+    provides: str = "store_full_length_kv"
+    kind: str = "layer_type"
+    modes: str = "kv_sharing_modes"
+    count: str = "num_kv_shared_layers"
+
+
+class RopeLayers(NamedTuple):
+    """Which layers rotate queries and keys.
+
+    Attributes:
+        attributes: Attributes of self_attn in transformers.
+        rotates: The decision from the values of these.
+        from_config: The same decision from a config and a layer's index.
+    """
+
+    attributes: tuple[str, ...]
+    rotates: Callable[..., bool]
+    from_config: Callable[[Any, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The parts of a model family, by their names, and its variants of a decoder.
+
+    Attributes:
+        layer_class: Class of its decoder layers in transformers.models.
+        model_class: Class of its causal language model, the `architectures` of config.json; None: it is only a part of other models.
+
+        qkv: Names within self_attn of the projections of queries, keys and values, fused or apart.
+        o_proj: Name within self_attn of the output projection.
+        mlp: Name within the layer of the MLP or the mixture of experts.
+        gate_up: Names within the MLP of gate and up, fused or apart; of up alone where the MLP is not gated.
+        gated: Whether the MLP is gated (SwiGLU, GeGLU).
+        down_proj: Name within the MLP.
+        norms: Names within the layer of the norms before attention, after it, before the MLP and after it.
+        final_norm: Name of the norm after the last layer.
+        qk_norm: Names within self_attn of the norms of queries and keys.
+        v_norm: Name within self_attn of the norm of values, which has no weight.
+        sinks: Name within self_attn of the attention sinks.
+        per_layer_input: Names within the layer of the gate, projection and norm of its own input (Gemma 4).
+        layer_scalar: Name of the layer's buffer with the factor of its output.
+
+        parallel_residual: Whether the MLP reads what attention reads.
+        qk_norm_whole: Whether these norms are over all heads of a token together (OLMo 2), not per head.
+        norm_after_rope: Whether they come after rope.
+        unit_offset: Whether norms multiply by 1 + weight.
+        layer_norm: Whether norms are layer norms, not RMS norms.
+        partial_rotary: Whether rope rotates only the config's `partial_rotary_factor` of each head.
+        rope_interleaved: Rotation of adjacent elements: "" for halves; "half" where cosines have rotary_dim / 2 distinct columns first,
+            "repeated" where each column comes twice.
+        rope_layers: Which layers have rope, if not all.
+        rope_per_type: Whether each of the config's `layer_types` has a rope of its own.
+        sliding_window: Which layers have the config's sliding window: "none", "all" or those of `layer_types`.
+        kv_sharing: How layers reuse keys and values of earlier ones.
+        moe: Its mixture of experts. Layers without experts have a plain MLP.
+
+        activation: Key of the config with the activation function.
+        norm_eps: Key of the config with the eps of norms.
+        attention_scale: Factor of attention scores from the config and head_dim.
+        softcap: Key of the config, and attribute of self_attn, with the soft cap of attention scores.
+        query_scale_from: Entry of `rope_parameters` with the position from which on queries have a factor of their own (Llama 4).
+        residual_multiplier: Key of the config, and attribute of the layer, with the factor of what attention and MLP add.
+        embedding_multiplier: Key of the config, and attribute of the model, with the factor of embeddings.
+        sqrt_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        logits_divisor, logits_multiplier, logits_softcap: Keys of the config for the logits.
+        tie_word_embeddings: Whether input and output embeddings are tied where config.json does not say.
+        router_output: Whether the output class of the model has router logits.
+        output_class: Its own output class in its module, if it has one.
+        unsupported: Keys of the config that must be None, False or 0: with them layers compute something else.
+        required: Keys of the config and the values that they must have.
+    """
+
+    layer_class: str
+    model_class: str | None = None
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    o_proj: str = "o_proj"
+    mlp: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
+    down_proj: str = "down_proj"
+    norms: tuple[str | None, str | None, str | None, str | None] = ("input_layernorm", None, "post_attention_layernorm", None)
+    final_norm: str = "norm"
+    qk_norm: tuple[str, str] | None = None
+    v_norm: str | None = None
+    sinks: str | None = None
+    per_layer_input: tuple[str, str, str] | None = None
+    layer_scalar: str | None = None
+
+    parallel_residual: bool = False
+    qk_norm_whole: bool = False
+    norm_after_rope: bool = False
+    unit_offset: bool = False
+    layer_norm: bool = False
+    partial_rotary: bool = False
+    rope_interleaved: Literal["", "half", "repeated"] = ""
+    rope_layers: RopeLayers | None = None
+    rope_per_type: bool = False
+    sliding_window: Literal["none", "all", "layer_types"] = "none"
+    kv_sharing: KVSharing | None = None
+    moe: MoEFamily | None = None
+
+    activation: str = "hidden_act"
+    norm_eps: str = "rms_norm_eps"
+    attention_scale: Callable[[Any, int], float] = lambda config, head_dim: head_dim**-0.5
+    softcap: str | None = None
+    query_scale_from: str | None = None
+    residual_multiplier: str | None = None
+    embedding_multiplier: str | None = None
+    sqrt_embedding: bool = False
+    logits_divisor: str | None = None
+    logits_multiplier: str | None = None
+    logits_softcap: str | None = None
+    tie_word_embeddings: bool = False
+    router_output: bool = False
+    output_class: str | None = None
+    unsupported: tuple[str, ...] = ()
+    required: tuple[tuple[str, object], ...] = ()
+
+
+def _by_scalar(config: Any, head_dim: int) -> float:
+    return float(config.query_pre_attn_scalar) ** -0.5
+
+
+def _by_multiplier(config: Any, head_dim: int) -> float:
+    return float(config.attention_multiplier)
+
+
+_QK_NORM = "q_norm", "k_norm"
+_SANDWICH = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+_POST_ONLY = None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+_PARALLEL = "input_layernorm", None, "input_layernorm", None
+_GLM4_NORMS = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+_CORRECTION = "e_score_correction_bias"
+_GLM_MOE = MoEFamily(
+    scores="sigmoid",
+    correction=f"gate.{_CORRECTION}",
+    scaling_factor="routed_scaling_factor",
+    groups="num_group",
+    shared=("shared_experts", None),
+)
+# Layers without a window have no rope, but where no layer has one.
+_EXAONE_ROPE = RopeLayers(
+    ("sliding_window", "is_sliding"),
+    lambda window, slides: window is None or slides,
+    lambda config, index: config.sliding_window is None or config.layer_types[index] == SLIDING,
+)
+_COHERE2_ROPE = RopeLayers(
+    ("sliding_window",), lambda window: window is not None, lambda config, index: bool(config.layer_types[index] == SLIDING)
+)
+_SMOLLM3_ROPE = RopeLayers(("use_rope",), bool, lambda config, index: bool(config.no_rope_layers[index]))
+_GEMMA: dict[str, Any] = {
+    "unit_offset": True,
+    "norms": _SANDWICH,
+    "activation": "hidden_activation",
+    "sliding_window": "layer_types",
+    "attention_scale": _by_scalar,
+    "sqrt_embedding": True,
+    "logits_softcap": "final_logit_softcapping",
+    "tie_word_embeddings": True,
+}
+_GLM: dict[str, Any] = {"gate_up": ("gate_up_proj",), "partial_rotary": True, "rope_interleaved": "half"}
+_COHERE: dict[str, Any] = {
+    "layer_norm": True,
+    "norm_eps": "layer_norm_eps",
+    "parallel_residual": True,
+    "norms": _PARALLEL,
+    "rope_interleaved": "repeated",
+    "logits_multiplier": "logit_scale",
+    "tie_word_embeddings": True,
+}
+_GRANITE: dict[str, Any] = {
+    "residual_multiplier": "residual_multiplier",
+    "attention_scale": _by_multiplier,
+    "embedding_multiplier": "embedding_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+
+# By the name of the family's package in transformers.models.
+FAMILIES: dict[str, Family] = {
+    "arcee": Family("ArceeDecoderLayer", "ArceeForCausalLM", gate_up=("up_proj",), gated=False),
+    "cohere": Family("CohereDecoderLayer", "CohereForCausalLM", **_COHERE, unsupported=("use_qk_norm",)),
+    "cohere2": Family("Cohere2DecoderLayer", "Cohere2ForCausalLM", **_COHERE, sliding_window="layer_types", rope_layers=_COHERE2_ROPE),
+    "cwm": Family("CwmDecoderLayer", "CwmForCausalLM", sliding_window="layer_types"),
+    "dots1": Family(
+        "Dots1DecoderLayer", "Dots1ForCausalLM", qk_norm=_QK_NORM, moe=_GLM_MOE, sliding_window="layer_types", router_output=True
+    ),
+    "ernie4_5": Family("Ernie4_5DecoderLayer", "Ernie4_5ForCausalLM", rope_interleaved="half", tie_word_embeddings=True),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeDecoderLayer",
+        "Ernie4_5_MoeForCausalLM",
+        rope_interleaved="half",
+        moe=MoEFamily(
+            norm_topk=None,
+            scores="softmax",
+            correction=f"gate.moe_statics.{_CORRECTION}",
+            shared=("shared_experts", None),
+            top_k="moe_k",
+        ),
+        tie_word_embeddings=True,
+        router_output=True,
+    ),
+    "exaone4": Family(
+        "Exaone4DecoderLayer",
+        "Exaone4ForCausalLM",
+        norms=_POST_ONLY,
+        qk_norm=_QK_NORM,
+        rope_layers=_EXAONE_ROPE,
+        sliding_window="layer_types",
+    ),
+    "exaone_moe": Family(
+        "ExaoneMoeDecoderLayer",
+        "ExaoneMoeForCausalLM",
+        qk_norm=_QK_NORM,
+        rope_layers=_EXAONE_ROPE,
+        sliding_window="layer_types",
+        moe=_GLM_MOE,
+        router_output=True,
+    ),
+    "gemma": Family("GemmaDecoderLayer", "GemmaForCausalLM", unit_offset=True, sqrt_embedding=True, tie_word_embeddings=True),
+    "gemma2": Family("Gemma2DecoderLayer", "Gemma2ForCausalLM", **_GEMMA, softcap="attn_logit_softcapping"),
+    "gemma3": Family("Gemma3DecoderLayer", "Gemma3ForCausalLM", **_GEMMA, qk_norm=_QK_NORM, rope_per_type=True),
+    "gemma4": Family(
+        "Gemma4TextDecoderLayer",
+        "Gemma4ForCausalLM",
+        **{**_GEMMA, "unit_offset": False, "attention_scale": lambda config, head_dim: 1.0},
+        qk_norm=_QK_NORM,
+        v_norm="v_norm",
+        rope_per_type=True,
+        kv_sharing=KVSharing(),
+        per_layer_input=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        layer_scalar="layer_scalar",
+        output_class="Gemma4CausalLMOutputWithPast",
+        unsupported=("enable_moe_block",),
+    ),
+    "glm": Family("GlmDecoderLayer", "GlmForCausalLM", **_GLM),
+    "glm4": Family("Glm4DecoderLayer", "Glm4ForCausalLM", **_GLM, norms=_GLM4_NORMS),
+    "glm4_moe": Family(
+        "Glm4MoeDecoderLayer", "Glm4MoeForCausalLM", qk_norm=_QK_NORM, partial_rotary=True, moe=_GLM_MOE, router_output=True
+    ),
+    "glm4v_moe": Family("Glm4vMoeTextDecoderLayer", partial_rotary=True, moe=_GLM_MOE),
+    "gpt_oss": Family(
+        "GptOssDecoderLayer",
+        "GptOssForCausalLM",
+        sinks="sinks",
+        sliding_window="layer_types",
+        moe=MoEFamily("router", router_bias=True, norm_topk=None),
+        router_output=True,
+    ),
+    "granite": Family("GraniteDecoderLayer", "GraniteForCausalLM", **_GRANITE),
+    "granitemoe": Family(
+        "GraniteMoeDecoderLayer", "GraniteMoeForCausalLM", **_GRANITE, mlp="block_sparse_moe", moe=MoEFamily("router", norm_topk=None)
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridDecoderLayer",
+        "GraniteMoeHybridForCausalLM",
+        **_GRANITE,
+        mlp="shared_mlp",
+        gate_up=("input_linear",),
+        down_proj="output_linear",
+        unsupported=("num_local_experts",),
+        required=(("position_embedding_type", "rope"),),
+    ),
+    "helium": Family("HeliumDecoderLayer", "HeliumForCausalLM", rope_interleaved="half"),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1DecoderLayer", "HunYuanDenseV1ForCausalLM", qk_norm=("query_layernorm", "key_layernorm"), norm_after_rope=True
+    ),
+    "hy_v3": Family(
+        "HYV3DecoderLayer",
+        "HYV3ForCausalLM",
+        qk_norm=_QK_NORM,
+        moe=MoEFamily(
+            norm_topk=None,
+            scores="sigmoid",
+            correction=_CORRECTION,
+            scaling_factor="router_scaling_factor",
+            shared=("shared_experts", None),
+        ),
+        router_output=True,
+    ),
+    "jais2": Family("Jais2DecoderLayer", "Jais2ForCausalLM", gate_up=("up_proj",), gated=False, layer_norm=True, norm_eps="layer_norm_eps"),
+    "llama": Family("LlamaDecoderLayer", "LlamaForCausalLM"),
+    "mellum": Family(
+        "MellumDecoderLayer",
+        "MellumForCausalLM",
+        qk_norm=_QK_NORM,
+        moe=MoEFamily(),
+        sliding_window="layer_types",
+        rope_per_type=True,
+        router_output=True,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2DecoderLayer",
+        "MiniMaxM2ForCausalLM",
+        qk_norm=_QK_NORM,
+        qk_norm_whole=True,
+        partial_rotary=True,
+        moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION),
+        router_output=True,
+    ),
+    "ministral": Family("MinistralDecoderLayer", "MinistralForCausalLM", sliding_window="layer_types"),
+    "ministral3": Family(
+        "Ministral3DecoderLayer", "Ministral3ForCausalLM", sliding_window="all", query_scale_from="original_max_position_embeddings"
+    ),
+    "mistral": Family("MistralDecoderLayer", "MistralForCausalLM", sliding_window="all"),
+    "mixtral": Family(
+        "MixtralDecoderLayer", "MixtralForCausalLM", sliding_window="all", moe=MoEFamily(norm_topk=None), router_output=True
+    ),
+    "nemotron": Family(
+        "NemotronDecoderLayer",
+        "NemotronForCausalLM",
+        gate_up=("up_proj",),
+        gated=False,
+        layer_norm=True,
+        norm_eps="norm_eps",
+        unit_offset=True,
+        partial_rotary=True,
+    ),
+    "olmo2": Family("Olmo2DecoderLayer", "Olmo2ForCausalLM", norms=_POST_ONLY, qk_norm=_QK_NORM, qk_norm_whole=True),
+    "olmo3": Family(
+        "Olmo3DecoderLayer",
+        "Olmo3ForCausalLM",
+        norms=_POST_ONLY,
+        qk_norm=_QK_NORM,
+        qk_norm_whole=True,
+        sliding_window="layer_types",
+        rope_per_type=True,
+    ),
+    "olmoe": Family(
+        "OlmoeDecoderLayer",
+        "OlmoeForCausalLM",
+        qk_norm=_QK_NORM,
+        qk_norm_whole=True,
+        moe=MoEFamily(),
+        router_output=True,
+        unsupported=("clip_qkv",),
+    ),
+    "phi": Family(
+        "PhiDecoderLayer",
+        o_proj="dense",
+        gate_up=("fc1",),
+        gated=False,
+        down_proj="fc2",
+        layer_norm=True,
+        norm_eps="layer_norm_eps",
+        parallel_residual=True,
+        norms=_PARALLEL,
+        partial_rotary=True,
+        unsupported=("qk_layernorm",),
+    ),
+    "phi3": Family(
+        "Phi3DecoderLayer",
+        "Phi3ForCausalLM",
+        qkv=("qkv_proj",),
+        gate_up=("gate_up_proj",),
+        partial_rotary=True,
+        sliding_window="all",
+    ),
+    "qwen2": Family("Qwen2DecoderLayer", "Qwen2ForCausalLM", sliding_window="layer_types"),
+    "qwen2_5_vl": Family("Qwen2_5_VLDecoderLayer"),
+    "qwen2_moe": Family(
+        "Qwen2MoeDecoderLayer",
+        "Qwen2MoeForCausalLM",
+        moe=MoEFamily(shared=("shared_expert", "shared_expert_gate")),
+        sliding_window="layer_types",
+        router_output=True,
+    ),
+    "qwen2_vl": Family("Qwen2VLDecoderLayer"),
+    "qwen3": Family("Qwen3DecoderLayer", "Qwen3ForCausalLM", qk_norm=_QK_NORM, sliding_window="layer_types"),
+    "qwen3_moe": Family(
+        "Qwen3MoeDecoderLayer", "Qwen3MoeForCausalLM", qk_norm=_QK_NORM, moe=MoEFamily(), sliding_window="all", router_output=True
+    ),
+    "qwen3_vl": Family("Qwen3VLTextDecoderLayer", qk_norm=_QK_NORM),
+    "qwen3_vl_moe": Family("Qwen3VLMoeTextDecoderLayer", qk_norm=_QK_NORM, moe=MoEFamily(norm_topk=None)),
+    "seed_oss": Family("SeedOssDecoderLayer", "SeedOssForCausalLM"),
+    "smollm3": Family(
+        "SmolLM3DecoderLayer", "SmolLM3ForCausalLM", rope_layers=_SMOLLM3_ROPE, sliding_window="layer_types", tie_word_embeddings=True
+    ),
+    "solar_open": Family("SolarOpenDecoderLayer", "SolarOpenForCausalLM", partial_rotary=True, moe=_GLM_MOE, router_output=True),
+    "stablelm": Family(
+        "StableLmDecoderLayer",
+        "StableLmForCausalLM",
+        layer_norm=True,
+        norm_eps="layer_norm_eps",
+        partial_rotary=True,
+        unsupported=("use_parallel_residual", "qk_layernorm"),
+    ),
+    "starcoder2": Family(
+        "Starcoder2DecoderLayer",
+        "Starcoder2ForCausalLM",
+        gate_up=("c_fc",),
+        gated=False,
+        down_proj="c_proj",
+        layer_norm=True,
+        norm_eps="norm_epsilon",
+        sliding_window="all",
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def family_of_layer(name: str) -> Family | None:
+    """Find the family of a class of decoder layers.
+
+    Args:
+        name: Its name within transformers.models, such as "llama.modeling_llama.LlamaDecoderLayer".
+
+    Returns:
+        The family, or None where the class is in no family.
+    """
+    return _LAYERS.get(name)
+
+
+def family_of_model(name: str) -> Family | None:
+    """Find the family of a class of causal language models, named as in `family_of_layer`."""
+    return _MODELS.get(name)
+
+
+_LAYERS = {f"{package}.modeling_{package}.{family.layer_class}": family for package, family in FAMILIES.items()}
+_MODELS = {f"{package}.modeling_{package}.{family.model_class}": family for package, family in FAMILIES.items() if family.model_class}
