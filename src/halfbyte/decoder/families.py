@@ -118,6 +118,7 @@ class Family:
         moe: Its mixture of experts. Layers without experts have a plain MLP.
 
         activation: Key of the config with the activation function.
+        default_activation: The function where the config has no such key, as in GGUF files.
         norm_eps: Key of the config with the eps of norms.
         attention_scale: Factor of attention scores from the config and head_dim.
         softcap: Key of the config, and attribute of self_attn, with the soft cap of attention scores.
@@ -164,6 +165,7 @@ class Family:
     moe: MoEFamily | None = None
 
     activation: str = "hidden_act"
+    default_activation: str = "silu"
     norm_eps: str = "rms_norm_eps"
     attention_scale: Callable[[Any, int], float] = lambda config, head_dim: head_dim**-0.5
     softcap: str | None = None
@@ -216,6 +218,7 @@ _GEMMA: dict[str, Any] = {
     "unit_offset": True,
     "norms": _SANDWICH,
     "activation": "hidden_activation",
+    "default_activation": "gelu_pytorch_tanh",
     "sliding_window": "layer_types",
     "attention_scale": _by_scalar,
     "sqrt_embedding": True,
@@ -241,7 +244,7 @@ _GRANITE: dict[str, Any] = {
 
 # By the name of the family's package in transformers.models.
 FAMILIES: dict[str, Family] = {
-    "arcee": Family("ArceeDecoderLayer", "ArceeForCausalLM", gate_up=("up_proj",), gated=False),
+    "arcee": Family("ArceeDecoderLayer", "ArceeForCausalLM", gate_up=("up_proj",), gated=False, default_activation="relu2"),
     "cohere": Family("CohereDecoderLayer", "CohereForCausalLM", **_COHERE, unsupported=("use_qk_norm",)),
     "cohere2": Family("Cohere2DecoderLayer", "Cohere2ForCausalLM", **_COHERE, sliding_window="layer_types", rope_layers=_COHERE2_ROPE),
     "cwm": Family("CwmDecoderLayer", "CwmForCausalLM", sliding_window="layer_types"),
@@ -280,7 +283,14 @@ FAMILIES: dict[str, Family] = {
         moe=_GLM_MOE,
         router_output=True,
     ),
-    "gemma": Family("GemmaDecoderLayer", "GemmaForCausalLM", unit_offset=True, sqrt_embedding=True, tie_word_embeddings=True),
+    "gemma": Family(
+        "GemmaDecoderLayer",
+        "GemmaForCausalLM",
+        default_activation="gelu_pytorch_tanh",
+        unit_offset=True,
+        sqrt_embedding=True,
+        tie_word_embeddings=True,
+    ),
     "gemma2": Family("Gemma2DecoderLayer", "Gemma2ForCausalLM", **_GEMMA, softcap="attn_logit_softcapping"),
     "gemma3": Family("Gemma3DecoderLayer", "Gemma3ForCausalLM", **_GEMMA, qk_norm=_QK_NORM, rope_per_type=True),
     "gemma4": Family(
@@ -341,7 +351,15 @@ FAMILIES: dict[str, Family] = {
         ),
         router_output=True,
     ),
-    "jais2": Family("Jais2DecoderLayer", "Jais2ForCausalLM", gate_up=("up_proj",), gated=False, layer_norm=True, norm_eps="layer_norm_eps"),
+    "jais2": Family(
+        "Jais2DecoderLayer",
+        "Jais2ForCausalLM",
+        gate_up=("up_proj",),
+        gated=False,
+        default_activation="relu2",
+        layer_norm=True,
+        norm_eps="layer_norm_eps",
+    ),
     "llama": Family("LlamaDecoderLayer", "LlamaForCausalLM"),
     "mellum": Family(
         "MellumDecoderLayer",
@@ -374,6 +392,7 @@ FAMILIES: dict[str, Family] = {
         "NemotronForCausalLM",
         gate_up=("up_proj",),
         gated=False,
+        default_activation="relu2",
         layer_norm=True,
         norm_eps="norm_eps",
         unit_offset=True,
@@ -453,6 +472,7 @@ FAMILIES: dict[str, Family] = {
         "Starcoder2ForCausalLM",
         gate_up=("c_fc",),
         gated=False,
+        default_activation="gelu_pytorch_tanh",
         down_proj="c_proj",
         layer_norm=True,
         norm_eps="norm_epsilon",

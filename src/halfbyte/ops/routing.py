@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import halfbyte.ops.decoding  # noqa: F401 - defines halfbyte::normed_linear
 from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
@@ -20,6 +19,7 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
+from halfbyte.ops.decoding import activated_in_torch
 from halfbyte.ops.experts import CLAMPED, Experts, check_scores
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import OPS
@@ -31,14 +31,16 @@ _library.define(
     "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, Tensor? bias, int chosen, bool normalized, "
     "str scores, Tensor? correction, float factor, Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, "
     "str down_format, Tensor? down_bias, int inner, float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, "
-    "Tensor? own_up_bias, Tensor? own_down, str own_down_format, Tensor? own_down_bias, int own_inner) -> Tensor"
+    "Tensor? own_up_bias, Tensor? own_down, str own_down_format, Tensor? own_down_bias, int own_inner, str compute, "
+    "str activation) -> Tensor"
 )
 
 
 def add_experts(x: Tensor, half: Experts) -> Tensor:
     """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype.
 
-    No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    All products compute as `half.gate_up` says, on a GPU in floating point unless it says int8. No gradients. Raises ArgumentError for
+    shapes and dtypes that do not fit.
     """
     router = half.router, half.bias, half.chosen, half.normalized, half.scores, half.correction, half.factor
     stacks = *_parts(half.gate_up), *_parts(half.down)
@@ -47,7 +49,8 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     own: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
     if shared is not None:
         own = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down), shared.down.packed.shape[1])
-    return OPS.add_experts.default(x, *half.before[:3], *router, *stacks, inner, clamped, *own)  # type: ignore[no-any-return]
+    how = half.gate_up.compute, half.gate_up.activation
+    return OPS.add_experts.default(x, *half.before[:3], *router, *stacks, inner, clamped, *own, *how)  # type: ignore[no-any-return]
 
 
 def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
@@ -99,6 +102,8 @@ class _Arguments(NamedTuple):
     own_down_format: str
     own_down_bias: Tensor | None
     own_inner: int
+    compute: str  # of all products, as in `ops.linear`
+    activation: str
 
     @property
     def before(self) -> Norm:
@@ -127,7 +132,7 @@ class _Arguments(NamedTuple):
         up = self.gate_up, self.gate_up_bias, self.gate_up_format
         weight, bias, name = (self.down, self.down_bias, self.down_format) if down else up
         n, k = (k, self.inner) if down else (2 * self.inner, k)
-        y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, name, experts, n, k, "float", "block")
+        y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, name, experts, n, k, self.compute, self.activation)
         return y
 
     def gated(self, x: Tensor) -> Tensor:
@@ -158,9 +163,14 @@ class _Arguments(NamedTuple):
         """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
         k = z.shape[1]
         up = self.own_up, self.own_up_bias, self.own_up_format, 2 * self.own_inner, k
-        inner = OPS.normed_linear.default(z, None, 0.0, False, *up, "silu", True, 1.0)
+        if self.compute == "float":
+            inner = OPS.normed_linear.default(z, None, 0.0, False, *up, "silu", True, 1.0)
+        else:
+            weight, bias, *sizes = up
+            both = OPS.linear.default(z, weight, bias, None, *sizes, self.compute, self.activation, None, None)
+            inner = activated_in_torch(both, "silu", 1.0, gated=True)
         down = self.own_down, self.own_down_bias, None, self.own_down_format, k, self.own_inner
-        y: Tensor = OPS.linear.default(inner, *down, "float", "block", None, None)
+        y: Tensor = OPS.linear.default(inner, *down, self.compute, self.activation, None, None)
         return y
 
 
@@ -183,10 +193,11 @@ def _add_experts(*args: Any) -> Tensor:
 
 def _add_experts_cuda(*args: Any) -> Tensor:
     a = _Arguments(*args)
+    a = a._replace(compute="float") if a.compute == "auto" else a
     a.check()
     here, (experts, k) = gpu(a.x.get_device()), a.router.shape
-    if not a.x.numel() or why_not_norm(k, here) is not None or _why_not(experts) is not None:
-        return _add_experts(*args)
+    if a.compute != "float" or not a.x.numel() or why_not_norm(k, here) is not None or _why_not(experts) is not None:
+        return _add_experts(*a)
     from halfbyte.kernels.gpu import gates, grouped, routing
 
     x = a.x.contiguous().view(-1, k)

@@ -1,0 +1,277 @@
+"""Builds the specification of a model from its config and the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from halfbyte.decoder.config import TextConfig, family_of_config
+from halfbyte.decoder.families import ACTIVATIONS, SLIDING, Family, MoEFamily
+from halfbyte.decoder.rope import Rope, make_rope
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.errors import CheckpointError, UnsupportedError
+from halfbyte.layouts.base import Packed
+from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
+from halfbyte.ops.experts import Clamped, Experts, SharedExpert
+from halfbyte.ops.layers import Weight
+
+_PAIRS = {"": "", "half": "once", "repeated": "once"}  # tables of `Rope` have rotary_dim / 2 columns
+_GPT_OSS_GATES = Clamped(1.702, 7.0)  # constants of its experts, which no config has
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint by their names in transformers, packed for a device. Names without ".weight" are modules."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+
+    def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
+        """Read quantized weights and join them along N, with their biases; None where they are not quantized, or not alike."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor in floating point."""
+
+    def table(self, name: str) -> Packed | Tensor:
+        """Read an embedding, quantized or not. The same tied name gives the same memory."""
+
+
+def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
+    """Build the specification of a model.
+
+    Args:
+        values: Its config.json.
+        tensors: Its tensors.
+
+    Raises:
+        UnsupportedError: Its architecture is in no family, or its layers compute something else. transformers may run it.
+        CheckpointError: A value of the config or a tensor is missing or damaged, or they contradict each other.
+    """
+    family = family_of_config(values)
+    config = TextConfig(values)
+    _check_supported(family, config)
+    types = config.layer_types
+    kinds = sorted(set(types)) if family.rope_per_type else [""]
+    max_positions = config.max_positions
+    ropes = tuple(
+        make_rope(
+            config.rope_parameters_of(kind) if kind else config.rope_parameters(),
+            config.head_dim,
+            max_positions,
+            partial=family.partial_rotary,
+        )
+        for kind in kinds
+    )
+    windows = _windows(family, config, types)
+    layers = tuple(
+        _Layer(family, config, tensors, index).spec(kinds.index(types[index] if family.rope_per_type else ""), ropes, windows[index])
+        for index in range(config.num_hidden_layers)
+    )
+    embedding = tensors.table("model.embed_tokens.weight")
+    tied = config.get("tie_word_embeddings", family.tie_word_embeddings)
+    head: Weight | Tensor | None
+    if tied and not tensors.has("lm_head.weight"):
+        head = Weight(embedding, None, "auto", "block") if isinstance(embedding, Packed) else embedding
+    else:
+        bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
+        head = tensors.weight(["lm_head.weight"], bias)
+        if head is None:
+            if bias:
+                raise UnsupportedError("its lm_head has a bias and is not quantized")
+            head = tensors.tensor("lm_head.weight")
+    factor = 1.0 if family.embedding_multiplier is None else config.number(family.embedding_multiplier)
+    if family.sqrt_embedding:
+        factor *= config.hidden_size**0.5
+    spec = DecoderSpec(
+        embedding,
+        factor,
+        layers,
+        norm(family, config, tensors, f"model.{family.final_norm}"),
+        head,
+        _logits(family, config),
+        ropes,
+        max_positions,
+    )
+    _check_shapes(spec, config)
+    return spec
+
+
+def norm(family: Family, config: TextConfig, tensors: Tensors, name: str) -> Norm:
+    """Read a norm of a family."""
+    shift = tensors.tensor(f"{name}.bias") if family.layer_norm and tensors.has(f"{name}.bias") else None
+    return Norm(tensors.tensor(f"{name}.weight"), config.number(family.norm_eps), family.unit_offset, family.layer_norm, shift)
+
+
+def _check_supported(family: Family, config: TextConfig) -> None:
+    for name in family.unsupported:
+        value = config.get(name)
+        if value is not None and value is not False and value != 0:
+            raise UnsupportedError(f"its config has {name} = {value!r}")
+    for name, wanted in family.required:
+        if getattr(config, name) != wanted:
+            raise UnsupportedError(f"its config has {name} = {getattr(config, name)!r}, not {wanted!r}")
+    if family.kv_sharing is not None or family.per_layer_input is not None:
+        raise UnsupportedError("its layers may share keys and values, or have inputs of their own")
+    if other := set(config.layer_types) - {"full_attention", "attention", SLIDING}:
+        raise UnsupportedError(f"it has layers of type {min(other)}")
+
+
+def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[int | None]:
+    if family.sliding_window == "none" or (family.sliding_window == "all" and config.get("sliding_window") is None):
+        return [None] * len(types)
+    if family.sliding_window == "all":
+        if config.get("use_sliding_window") is False:
+            return [None] * len(types)
+        return [config.count("sliding_window")] * len(types)
+    says_which = config.get("layer_types") is not None or config.get("sliding_window_pattern") is not None
+    if not says_which and config.get("use_sliding_window") is not False and config.get("sliding_window") is not None:
+        raise UnsupportedError("its config has a sliding_window and no layer_types")
+    return [config.count("sliding_window") if kind == SLIDING else None for kind in types]
+
+
+def _logits(family: Family, config: TextConfig) -> tuple[str, float] | None:
+    if family.logits_divisor is not None:
+        return "over", config.number(family.logits_divisor)
+    if family.logits_multiplier is not None:
+        return "times", config.number(family.logits_multiplier)
+    if family.logits_softcap is not None and config.get(family.logits_softcap) is not None:
+        return "cap", config.number(family.logits_softcap)
+    return None
+
+
+class _Layer:
+    """Reads one layer."""
+
+    def __init__(self, family: Family, config: TextConfig, tensors: Tensors, index: int) -> None:
+        self._family, self._config, self._tensors, self._index = family, config, tensors, index
+        self._prefix = f"model.layers.{index}"
+        self._factor = 1.0 if family.residual_multiplier is None else config.number(family.residual_multiplier)
+        self._activation = config.get(family.activation) or family.default_activation
+
+    def spec(self, rope: int, ropes: Sequence[Rope], window: int | None) -> LayerSpec:
+        """Build the layer's specification."""
+        family, names = self._family, self._family.norms
+        pre_attention, post_attention, pre_mlp, post_mlp = (None if name is None else self._norm(name) for name in names)
+        attention = self._attention(ropes[rope].rotary_dim, pre_attention, post_attention)
+        mlp = f"{self._prefix}.{family.mlp}"
+        if family.moe is not None and self._has_experts(mlp, family.moe):
+            if pre_mlp is None or post_mlp is not None:
+                raise UnsupportedError("its experts have a norm after them, or none before")
+            return LayerSpec(attention, self._experts(mlp, family.moe, pre_mlp), rope, window)
+        if self._activation not in ACTIVATIONS:
+            raise UnsupportedError(f"its activation is {self._activation!r}, not one of {', '.join(ACTIVATIONS)}")
+        gate_up = self._weight([f"{mlp}.{name}" for name in family.gate_up], "gate and up")
+        down = self._weight([f"{mlp}.{family.down_proj}"], family.down_proj)
+        how = self._factor, ACTIVATIONS[self._activation], family.gated, family.parallel_residual
+        return LayerSpec(attention, Dense(gate_up, down, pre_mlp, post_mlp, *how), rope, window)
+
+    def _norm(self, name: str) -> Norm:
+        return norm(self._family, self._config, self._tensors, f"{self._prefix}.{name}")
+
+    def _weight(self, modules: Sequence[str], what: str) -> Weight:
+        names = [f"{module}.weight" for module in modules]
+        biases = [f"{module}.bias" for module in modules]
+        there = [self._tensors.has(bias) for bias in biases]
+        if any(there) != all(there):
+            raise UnsupportedError(f"in layer {self._index} some of {what} have a bias, and some have none")
+        found = self._tensors.weight(names, biases if all(there) else ())
+        if found is None:
+            raise UnsupportedError(f"in layer {self._index} {what} are not quantized, or in formats that differ")
+        return found
+
+    def _qkv(self, modules: Sequence[str]) -> Iterator[Weight]:
+        """Queries, keys and values: together where their formats are the same, and otherwise one by one."""
+        names = [f"{module}.weight" for module in modules]
+        biases = [f"{module}.bias" for module in modules]
+        there = [self._tensors.has(bias) for bias in biases]
+        whole = self._tensors.weight(names, biases if all(there) else ()) if len(set(there)) == 1 else None
+        if whole is not None:
+            yield whole
+        else:
+            yield from (self._weight([module], module.rpartition(".")[2]) for module in modules)
+
+    def _attention(self, rotary_dim: int, before: Norm | None, after: Norm | None) -> Attention:
+        family, config, tensors = self._family, self._config, self._tensors
+        home, dim = f"{self._prefix}.self_attn", config.head_dim
+        norms: Any = None
+        if family.qk_norm is not None and tensors.has(f"{home}.{family.qk_norm[0]}.weight"):
+            norms = tuple(norm(family, config, tensors, f"{home}.{name}") for name in family.qk_norm)
+        rotates = family.rope_layers is None or family.rope_layers.from_config(config, self._index)
+        heads = Heads(
+            query=config.num_attention_heads,
+            key=config.num_key_value_heads,
+            dim=dim,
+            scale=family.attention_scale(config, dim),
+            norms=norms,
+            rows=family.qk_norm_whole,
+            turned=rotary_dim if rotates else 0,
+            cap=None if family.softcap is None or config.get(family.softcap) is None else config.number(family.softcap),
+            sinks=None if family.sinks is None else tensors.tensor(f"{home}.{family.sinks}"),
+            pairs=_PAIRS[family.rope_interleaved],
+            turned_first=family.norm_after_rope,
+        )
+        qkv = tuple(self._qkv([f"{home}.{name}" for name in family.qkv]))
+        o = self._weight([f"{home}.{family.o_proj}"], family.o_proj)
+        return Attention(qkv, o, before, heads, after, self._factor)
+
+    def _has_experts(self, mlp: str, moe: MoEFamily) -> bool:
+        return self._tensors.has(f"{mlp}.{moe.router}.weight") or self._tensors.has(f"{mlp}.experts.gate_up_proj.weight")
+
+    def _experts(self, mlp: str, moe: MoEFamily, before: Norm) -> Experts:
+        config, tensors = self._config, self._tensors
+        if self._family.sinks is None and self._activation not in ("silu", "swish"):
+            raise UnsupportedError(f"the activation of its experts is {self._activation!r}, not silu")
+        if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
+            raise UnsupportedError("its router chooses among groups of experts")
+        stacks = []
+        for name in ("gate_up_proj", "down_proj"):
+            bias = f"{mlp}.experts.{name}_bias"
+            found = tensors.weight([f"{mlp}.experts.{name}.weight"], [bias] if tensors.has(bias) else ())
+            if found is None:
+                raise UnsupportedError(f"in layer {self._index} the experts are not quantized, or in formats that differ")
+            stacks.append(found)
+        shared = None
+        if moe.shared is not None:
+            expert, gate = (None if name is None else f"{mlp}.{name}" for name in moe.shared)
+            gate_up = self._weight([f"{expert}.gate_proj", f"{expert}.up_proj"], "gate and up of the shared expert")
+            row = None if gate is None else tensors.tensor(f"{gate}.weight").reshape(-1)
+            shared = SharedExpert(gate_up, self._weight([f"{expert}.down_proj"], "down_proj of the shared expert"), row)
+        router = f"{mlp}.{moe.router}"
+        correction = None if moe.correction is None else tensors.tensor(f"{mlp}.{moe.correction}").flatten()
+        scaling = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
+        return Experts(
+            *stacks,
+            router=tensors.tensor(f"{router}.weight"),
+            chosen=config.count(moe.top_k),
+            normalized=moe.norm_topk is None or bool(getattr(config, moe.norm_topk)),
+            before=before,
+            shared=shared,
+            bias=tensors.tensor(f"{router}.bias") if moe.router_bias else None,
+            clamped=_GPT_OSS_GATES if self._family.sinks is not None else None,
+            scores=moe.scores,
+            correction=correction,
+            factor=self._factor * scaling,
+        )
+
+
+def _check_shapes(spec: DecoderSpec, config: TextConfig) -> None:
+    """Check that the tensors have the sizes of the config. The shapes within a layer are checked where it is lowered."""
+    head = spec.lm_head.packed if isinstance(spec.lm_head, Weight) else spec.lm_head
+    shapes = {"embed_tokens": tuple(spec.embedding.shape), "lm_head": tuple(head.shape), "norm": tuple(spec.norm.weight.shape)}
+    wrong = next((name for name, shape in shapes.items() if len(shape) != (1 if name == "norm" else 2)), None)
+    wrong = wrong or next((name for name, shape in shapes.items() if shape[-1] != config.hidden_size), None)
+    if wrong is None and shapes["embed_tokens"][0] < 1:
+        wrong = "embed_tokens"
+    if wrong is not None:
+        raise CheckpointError(
+            f"{wrong} is {list(shapes[wrong])}, and config.json says hidden_size: {config.hidden_size}: it is of another model"
+        )
+    for index, layer in enumerate(spec.layers):
+        heads, k = layer.attention.heads, config.hidden_size
+        rows = sum(weight.packed.shape[0] for weight in layer.attention.qkv)
+        if rows != heads.outputs or any(weight.packed.shape[1] != k for weight in layer.attention.qkv):
+            raise CheckpointError(
+                f"the projections of layer {index} have {rows} rows, {heads.query} + 2 * {heads.key} heads of {heads.dim} have "
+                f"{heads.outputs}: config.json is of another model"
+            )

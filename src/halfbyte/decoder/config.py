@@ -1,0 +1,120 @@
+"""The text part of a config.json, checked: what `build.py` reads of it, with the names of earlier versions of transformers.
+
+A value that decides what is computed is never guessed: where config.json lacks it, and no general rule gives it, reading it raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from reprlib import repr as short
+from typing import Any
+
+from halfbyte.decoder.families import FAMILIES, SLIDING, Family
+from halfbyte.errors import CheckpointError, UnsupportedError
+
+_MOST_LAYERS = 10_000
+_FULL = "full_attention"
+_BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
+
+
+def family_of_config(values: Mapping[str, Any]) -> Family:
+    """Find the family of a config.json.
+
+    Raises:
+        UnsupportedError: Its architecture is in no family.
+    """
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    family = _BY_MODEL.get(name)
+    if family is None:
+        raise UnsupportedError(f"architecture {short(name or values.get('model_type'))} is in no family of halfbyte's own decoder")
+    return family
+
+
+class TextConfig:
+    """Values of a config.json by attribute.
+
+    Raises:
+        UnsupportedError: A value is missing, for which transformers may have a default.
+        CheckpointError: A value is of a wrong type or size.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Check sizes and derive what follows from other values: head_dim, num_key_value_heads, rope_parameters, layer_types."""
+        self._values = dict(values)
+        self.num_hidden_layers = self.count("num_hidden_layers", _MOST_LAYERS)
+        self.hidden_size, self.num_attention_heads = self.count("hidden_size"), self.count("num_attention_heads")
+        if self._values.get("num_key_value_heads") is None:
+            self._values["num_key_value_heads"] = self.num_attention_heads
+        self.num_key_value_heads = self.count("num_key_value_heads")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CheckpointError(
+                f"config.json has {self.num_attention_heads} heads and {self.num_key_value_heads} of keys and values: these divide those"
+            )
+        if self._values.get("head_dim") is None:
+            self._values["head_dim"] = self.hidden_size // self.num_attention_heads
+        self.head_dim = self.count("head_dim", 1 << 16)
+        self.layer_types = self._layer_types()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._values:
+            raise UnsupportedError(f"config.json has no {name}: let a current version of transformers write it again")
+        return self._values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or `default` where there is none."""
+        return self._values.get(name, default)
+
+    def count(self, name: str, most: int = 1 << 32) -> int:
+        """Return a positive integer. Raises CheckpointError for anything else."""
+        value = getattr(self, name) if name not in vars(self) else vars(self)[name]
+        if type(value) is not int or not 0 < value <= most:
+            raise CheckpointError(f"config.json says {name}: {short(value)}, an integer in 1 … {most}: the file is damaged")
+        return value
+
+    def number(self, name: str) -> float:
+        """Return a finite number. Raises CheckpointError for anything else."""
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise CheckpointError(f"config.json says {name}: {short(value)}, a number: the file is damaged")
+        return float(value)
+
+    def _layer_types(self) -> list[str]:
+        """Read the type of each layer, from `layer_types` or the `sliding_window_pattern` of earlier versions; full attention otherwise."""
+        layers, found = self.num_hidden_layers, self.get("layer_types")
+        pattern = self.get("sliding_window_pattern")
+        if found is None and type(pattern) is int and pattern > 0:
+            return [_FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers)]
+        if found is None:
+            return [_FULL] * layers
+        if not isinstance(found, list) or len(found) != layers or not all(isinstance(kind, str) for kind in found):
+            raise CheckpointError(f"config.json says layer_types: {short(found)}, a name for each of {layers} layers: the file is damaged")
+        return found
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """Return `rope_parameters`, also from `rope_theta` and `rope_scaling` of earlier versions."""
+        found = self.get("rope_parameters")
+        if found is None:
+            scaling = self.get("rope_scaling") or {}
+            if not isinstance(scaling, Mapping):
+                raise CheckpointError(f"config.json says rope_scaling: {short(scaling)}, an object: the file is damaged")
+            found = {"rope_type": scaling.get("type", "default"), "rope_theta": self.get("rope_theta", 10_000.0), **scaling}
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"config.json says rope_parameters: {short(found)}, an object: the file is damaged")
+        whole = {name: self.get(name) for name in ("partial_rotary_factor", "original_max_position_embeddings")}
+        return {name: value for name, value in whole.items() if value is not None} | dict(found)
+
+    def rope_parameters_of(self, kind: str) -> dict[str, Any]:
+        """Return `rope_parameters` of layers of a type, where each type has its own."""
+        every = self.rope_parameters()
+        if isinstance(every.get(kind), Mapping):
+            return dict(every[kind])
+        if kind == SLIDING and self.get("rope_local_base_freq") is not None:
+            return {"rope_type": "default", "rope_theta": self.number("rope_local_base_freq")}
+        return every
+
+    @property
+    def max_positions(self) -> int | None:
+        """`max_position_embeddings`; None where config.json does not say."""
+        return None if self.get("max_position_embeddings") is None else self.count("max_position_embeddings")

@@ -1,0 +1,194 @@
+"""Computes a decoder specification on a CPU: native calls of a layer for prompts, and of the whole model for one token of each sequence.
+
+A layer is one call of `ops.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that call takes
+is one for the attention half and `halfbyte::add_experts` for the rest. A decode step is one call of `ops.decoding_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import halfbyte.ops.routing as routing
+from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.layouts.base import Packed
+from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
+from halfbyte.ops.decoding_step import DecodingStep
+from halfbyte.ops.experts import Experts
+from halfbyte.ops.functions import embedding, linear
+from halfbyte.ops.layers import Weight, why_not_packed
+from halfbyte.ops.norms import wide_norm
+
+_CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
+
+
+class CpuModel:
+    """A decoder, ready to compute on a CPU. Its weights must not change."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        """Lower a specification.
+
+        Raises:
+            UnsupportedError: A part of it has no kernel on a CPU.
+            ArgumentError: Its tensors do not fit together.
+        """
+        self.spec = spec
+        for index, layer in enumerate(spec.layers):
+            if (reason := why_not(layer.attention, layer.mlp)) is not None:
+                raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
+            if layer.sliding_window is not None and layer.sliding_window < 2:
+                raise UnsupportedError(f"layer {index} has a sliding window of {layer.sliding_window} token: at least 2 are supported")
+        packed = [part for part in (spec.embedding, spec.lm_head and getattr(spec.lm_head, "packed", None)) if isinstance(part, Packed)]
+        if (reason := why_not_packed(packed)) is not None:
+            raise UnsupportedError(f"its embedding has no kernel on a CPU: {reason}")
+        self._layers = [DecoderLayer(layer.attention, layer.mlp) for layer in spec.layers]
+        self._attention = [
+            DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers
+        ]
+        head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
+        self._step = DecodingStep(
+            self._layers,
+            spec.embedding,
+            spec.norm,
+            head,
+            [layer.sliding_window for layer in spec.layers],
+            [layer.rope for layer in spec.layers],
+            factor=spec.embedding_multiplier,
+            logits=None if head is None else spec.logits,
+        )
+        self._rotary_dim = max((layer.rotary for layer in self._layers), default=0)
+        self._rows: dict[tuple[int, bool], Tensor] = {}
+        self.most_decode = min((layer.most_rows or MOST_SEQUENCES for layer in self._layers), default=MOST_SEQUENCES)
+
+    @torch.inference_mode()
+    def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
+        """Compute the logits [B, N], float32, after one new token of each sequence, which enters the cache.
+
+        Args:
+            ids: A token for each sequence.
+            cache: Of the tokens before.
+            mask: bool [B, length + 1], contiguous: which tokens of the cache and new ones each sequence may attend to; None: all.
+            positions: Of the tokens; None: the cache's length.
+        """
+        if len(ids) != cache.batch or len(ids) > self.most_decode:
+            raise ArgumentError(
+                f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
+            )
+        where = [cache.length] * len(ids) if positions is None else positions
+        cache.reserve(1)
+        length = 1 + max(where)
+        addresses, alive = [], []
+        for position in where:
+            table, row = self._rotary_rows(position, length)
+            alive.append(table)
+            addresses.append(table.data_ptr() + row * table.stride(0) * 4)
+        y = self._step(ids, addresses, cache.stamp, lambda: [(c.keys, c.values, c.length) for c in cache.layers], cache.length, mask)
+        cache.append(1)
+        return y[:, 0] if isinstance(self.spec.lm_head, Weight) else self._head(y[:, 0])
+
+    def _rotary_rows(self, position: int, length: int) -> tuple[Tensor, int]:
+        """The table that has a position's cosines and sines of all ropes, [block, ropes, 2, R], and its row in it."""
+        block, row = self.spec.ropes[0].block(position, length)
+        size = len(block)
+        key = position // size, any(rope.switch is not None and length > rope.switch for rope in self.spec.ropes)
+        table = self._rows.get(key)
+        if table is None:
+            with torch.inference_mode(False), torch.no_grad():
+                table = torch.zeros(size, len(self.spec.ropes), 2, self._rotary_dim, dtype=torch.float32, device="cpu")
+                for index, rope in enumerate(self.spec.ropes):
+                    table[:, index, :, : rope.rotary_dim // 2] = rope.block(position, length)[0]
+            self._rows[key] = table
+        return table, row
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False) -> Tensor:
+        """Read tokens of one sequence, which enter the cache.
+
+        Args:
+            ids: The tokens, at least one.
+            cache: Of the tokens before, of one sequence.
+            every: Compute the logits of every token, not of the last one.
+
+        Returns:
+            The logits after the last token [N], float32; or after every token [t, N].
+        """
+        if cache.batch != 1 or not ids:
+            raise ArgumentError(f"a prompt of at least one token is read into the cache of one sequence, got {len(ids)} and {cache.batch}")
+        if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
+            raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
+        logits = []
+        total = cache.length + len(ids)
+        for start in range(0, len(ids), _CHUNK):
+            some = ids[start : start + _CHUNK]
+            x = self._read(some, cache, total)
+            if every:
+                logits.append(self._head(self._normed(x[0])))
+        return torch.cat(logits) if every else self._head(self._normed(x[0, -1:]))[0]
+
+    def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
+        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
+        tokens, before = len(ids), cache.length
+        cache.reserve(tokens)
+        x = self._embedded(torch.tensor([list(ids)], dtype=torch.int64, device="cpu"))
+        rotary = [rope.tables(before, before + tokens, total) for rope in self.spec.ropes]
+        for index, (spec, layer, entry) in enumerate(zip(self.spec.layers, self._layers, cache.layers, strict=True)):
+            mask = None if spec.sliding_window is None else _window_mask(spec.sliding_window, tokens, entry.length)
+            place = [(entry.keys, entry.values, entry.length)]
+            if layer.most_rows is None or tokens <= layer.most_rows:
+                (x,) = run_layers((layer,), x, rotary[spec.rope], place, mask)
+            else:
+                x = self._by_halves(index, spec, x, rotary[spec.rope], place, mask)
+        cache.append(tokens)
+        return x
+
+    def _by_halves(
+        self,
+        index: int,
+        spec: LayerSpec,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        place: Sequence[tuple[Tensor, Tensor, int]],
+        mask: Tensor | None,
+    ) -> Tensor:
+        attention = self._attention[index]
+        assert attention is not None
+        assert isinstance(spec.mlp, Experts)
+        (h,) = run_layers((attention,), x, rotary, place, mask)
+        return routing.add_experts(h, spec.mlp)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        table = self.spec.embedding
+        x = embedding(ids, table, dtype=torch.float32) if isinstance(table, Packed) else table[ids].float()
+        return x if self.spec.embedding_multiplier == 1.0 else x * self.spec.embedding_multiplier
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return wide_norm(x, self.spec.norm)
+
+    def _head(self, x: Tensor) -> Tensor:
+        """Logits [M, N] of normed rows [M, K]."""
+        head = self.spec.lm_head
+        if isinstance(head, Weight):
+            y = linear(x, head.packed, head.bias, compute=head.compute, activation=head.activation)
+        else:
+            y = x @ head.float().T
+        if self.spec.logits is None:
+            return y
+        function, constant = self.spec.logits
+        if function == "times":
+            return y * constant
+        return y / constant if function == "over" else torch.tanh(y / constant) * constant
+
+
+@functools.lru_cache(maxsize=8)
+def _window_mask(window: int, tokens: int, before: int) -> Tensor | None:
+    """bool [1, 1, t, before + t]: which tokens of a buffer each new one may attend to; None: all before it."""
+    if before + tokens <= window:
+        return None
+    columns = torch.arange(before + tokens, device="cpu")
+    rows = torch.arange(before, before + tokens, device="cpu")[:, None]
+    return (columns > rows - window)[None, None]

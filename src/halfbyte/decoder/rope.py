@@ -1,0 +1,187 @@
+"""Rotary position embeddings: the frequencies of a head and their scaling for long contexts.
+
+    cos[p, i] = s * cos(p * f[i]),   sin[p, i] = s * sin(p * f[i]),   i in 0 … rotary_dim / 2 - 1
+
+Su et al., RoFormer, 2021. The kinds of scaling, by `rope_type` of a config's `rope_parameters`: "default" (none), "linear" (Chen et al.,
+2023), "llama3" (Llama 3.1), "yarn" (Peng et al., 2023), "longrope" (Ding et al., 2024) and "proportional" (Gemma 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError, UnsupportedError
+
+_BLOCK = 256  # positions whose cosines and sines are computed at a time
+_NAMES = {"default", "linear", "llama3", "yarn", "longrope", "proportional"}
+
+
+class Rope:
+    """Cosines and sines of positions, computed once per block of positions and kept.
+
+    Attributes:
+        rotary_dim: Elements of a head that are rotated.
+        switch: Sequence length from which on `long_frequencies` apply ("longrope"); None where they never do.
+    """
+
+    def __init__(
+        self,
+        frequencies: Tensor,
+        scaling: float = 1.0,
+        *,
+        long_frequencies: Tensor | None = None,
+        switch: int | None = None,
+    ) -> None:
+        """Make a rotary embedding of frequencies [rotary_dim / 2], float32, with the factor `scaling` of cosines and sines."""
+        self.rotary_dim, self.switch = 2 * len(frequencies), switch
+        self._frequencies = (frequencies, frequencies if long_frequencies is None else long_frequencies)
+        self._scaling = scaling
+        self._blocks: dict[tuple[int, bool], Tensor] = {}
+
+    def block(self, position: int, length: int) -> tuple[Tensor, int]:
+        """Return the table of cosines and sines that has a position, [_BLOCK, 2, rotary_dim / 2] float32, and the position's row.
+
+        Args:
+            position: Of the token.
+            length: Of the sequence, with the token, which decides between short and long frequencies.
+        """
+        number, row = divmod(position, _BLOCK)
+        is_long = self.switch is not None and length > self.switch
+        table = self._blocks.get((number, is_long))
+        if table is None:
+            with torch.inference_mode(False), torch.no_grad():
+                positions = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=torch.float32, device="cpu")
+                angles = positions[:, None] * self._frequencies[is_long]
+                table = torch.stack((angles.cos(), angles.sin()), 1) * self._scaling
+            self._blocks[number, is_long] = table
+        return table, row
+
+    def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, each [1, stop - start, rotary_dim / 2] float32, of the positions start … stop - 1."""
+        blocks = [self.block(number * _BLOCK, length)[0] for number in range(start // _BLOCK, -(-stop // _BLOCK))]
+        first = start - start % _BLOCK
+        both = torch.cat(blocks)[start - first : stop - first]
+        return both[None, :, 0].contiguous(), both[None, :, 1].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """`rope_parameters` of a config, checked where they are read."""
+
+    values: Mapping[str, Any]
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(f"rope_parameters of config.json say {name}: {value!r}, a positive number: the file is damaged")
+        return float(value)
+
+    def factors(self, name: str, count: int) -> Tensor:
+        values = self.values.get(name)
+        numbers = isinstance(values, list) and all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in values)
+        if not numbers or len(values or ()) != count:
+            raise CheckpointError(f"rope_parameters of config.json have no {count} positive numbers as {name}: the file is damaged")
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int | None, *, partial: bool = False) -> Rope:
+    """Compute the frequencies of a rotary embedding.
+
+    Args:
+        parameters: `rope_parameters` of a config: rope_type, rope_theta and what the type needs.
+        head_dim: Elements of a head.
+        max_positions: `max_position_embeddings` of the config.
+        partial: Whether the family rotates only `partial_rotary_factor` of each head.
+
+    Raises:
+        UnsupportedError: The rope_type is not known.
+        CheckpointError: A parameter is missing or no positive number.
+    """
+    kind = parameters.get("rope_type", "default")
+    if kind not in _NAMES:
+        raise UnsupportedError(f"rope_type is one of {', '.join(sorted(_NAMES))}, got {kind!r}: use transformers, load(dir)")
+    p = _Parameters({name: value for name, value in parameters.items() if value is not None})
+    factor = p.number("partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * factor) if partial else head_dim
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+        raise CheckpointError(f"config.json has {rotary_dim} of {head_dim} elements of a head rotated, an even number is: it is damaged")
+    theta = p.number("rope_theta", 10_000.0)
+    powers = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim)
+    plain = 1.0 / powers
+    if kind == "linear":
+        return Rope(plain / p.number("factor"))
+    if kind == "llama3":
+        return Rope(_llama3(p, plain))
+    if kind == "yarn":
+        return _yarn(p, plain, theta, rotary_dim, max_positions)
+    if kind == "longrope":
+        return _longrope(p, powers, max_positions)
+    if kind == "proportional":
+        return Rope(_proportional(p, theta, head_dim, factor))
+    return Rope(plain)
+
+
+def _llama3(p: _Parameters, plain: Tensor) -> Tensor:
+    """Divide long wavelengths by the factor, keep short ones, and interpolate in between."""
+    factor, low, high = (p.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = p.number("original_max_position_embeddings")
+    wavelengths = 2 * math.pi / plain
+    scaled = torch.where(wavelengths > original / low, plain / factor, plain)
+    smooth = (original / wavelengths - low) / (high - low) if high != low else torch.ones_like(plain)
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, (1 - smooth) * scaled / factor + smooth * scaled, scaled)
+
+
+def _yarn(p: _Parameters, plain: Tensor, theta: float, dim: int, max_positions: int | None) -> Rope:
+    """Interpolate by a ramp between the dimensions of `beta_fast` and `beta_slow` rotations, and scale scores by temperature."""
+    original = p.number("original_max_position_embeddings", max_positions)
+    factor = p.number("factor", None if max_positions is None else max_positions / original)
+    scaling = p.values.get("attention_factor")
+    if scaling is None:
+        mscale, mscale_all = p.values.get("mscale"), p.values.get("mscale_all_dim")
+        if mscale and mscale_all:
+            scaling = _mscale(factor, p.number("mscale")) / _mscale(factor, p.number("mscale_all_dim"))
+        else:
+            scaling = _mscale(factor, 1.0)
+    else:
+        scaling = p.number("attention_factor")
+    fast, slow = (
+        dim * math.log(original / (p.number(name, default) * 2 * math.pi)) / (2 * math.log(theta))
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    if p.values.get("truncate", True):
+        fast, slow = math.floor(fast), math.ceil(slow)
+    low, high = max(fast, 0), min(slow, dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    return Rope(plain / factor * ramp + plain * (1 - ramp), scaling)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(p: _Parameters, powers: Tensor, max_positions: int | None) -> Rope:
+    """Divide each frequency by a factor of its own, another one for sequences beyond the original length."""
+    original = int(p.number("original_max_position_embeddings", max_positions))
+    short, long = (1.0 / (p.factors(name, len(powers)) * powers) for name in ("short_factor", "long_factor"))
+    scaling = p.values.get("attention_factor")
+    if scaling is None:
+        factor = p.number("factor", 1.0) if max_positions is None or "factor" in p.values else max_positions / original
+        scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    else:
+        scaling = p.number("attention_factor")
+    return Rope(short, scaling, long_frequencies=long, switch=original)
+
+
+def _proportional(p: _Parameters, theta: float, head_dim: int, factor: float) -> Tensor:
+    """Give the first `partial_rotary_factor` of the frequencies their values over the whole head, and the others 0."""
+    angles = int(factor * head_dim // 2)
+    frequencies = 1.0 / theta ** (torch.arange(0, 2 * angles, 2, dtype=torch.int64, device="cpu").float() / head_dim)
+    return torch.cat((frequencies, torch.zeros(head_dim // 2 - angles, device="cpu"))) / p.number("factor", 1.0)

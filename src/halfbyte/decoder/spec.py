@@ -1,0 +1,99 @@
+"""The specification of a decoder-only language model: its weights and what is computed with them, for any device.
+
+    x      = embedding_multiplier * embedding[ids]                         [B, t, K]
+    x      = layer(x)                                                      for each layer: attention, then MLP or experts
+    logits = f(lm_head(norm(x)))                                           [B, t, N]
+
+`build.py` makes a specification from a checkpoint, `lower_cpu.py` computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfbyte.decoder.rope import Rope
+from halfbyte.layouts.base import Packed
+from halfbyte.ops.decoder import Attention, Dense, Norm
+from halfbyte.ops.experts import Experts
+from halfbyte.ops.layers import Weight
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LayerSpec:
+    """A decoder layer.
+
+    Attributes:
+        attention: Projections, heads and norms of attention, with its residual connection.
+        mlp: The MLP, or the mixture of experts, with its norms and its residual connection.
+        rope: Index of its rotary embedding in `DecoderSpec.ropes`.
+        sliding_window: How many tokens a token attends to, itself the last; None: all before it.
+    """
+
+    attention: Attention
+    mlp: Dense | Experts
+    rope: int
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DecoderSpec:
+    """A decoder-only language model.
+
+    Attributes:
+        embedding: Table of N rows of K elements, packed or in floating point.
+        embedding_multiplier: Factor of its rows.
+        layers: One after the other.
+        norm: The norm after the last layer.
+        lm_head: The output embedding [N, K], packed or in floating point.
+        logits: Function of the logits y and its constant c: "over", y / c; "times", y * c; "cap", c * tanh(y / c); None: none.
+        ropes: Rotary embeddings that layers use.
+        max_positions: Positions that the model was made for; None where config.json does not say.
+    """
+
+    embedding: Packed | Tensor
+    embedding_multiplier: float
+    layers: tuple[LayerSpec, ...]
+    norm: Norm
+    lm_head: Weight | Tensor
+    logits: tuple[str, float] | None
+    ropes: tuple[Rope, ...]
+    max_positions: int | None
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of rows N of the embedding: ids lie in 0 … N - 1."""
+        return self.embedding.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """K"""
+        return self.embedding.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, a tied embedding counted once."""
+        found: dict[int, int] = {}
+
+        def add(*tensors: Tensor | Packed | Weight | Norm | None) -> None:
+            for tensor in tensors:
+                if isinstance(tensor, Weight):
+                    add(tensor.packed, tensor.bias)
+                elif isinstance(tensor, Norm):
+                    add(tensor.weight, tensor.shift)
+                elif isinstance(tensor, Packed):
+                    found[tensor.data.data_ptr()] = tensor.nbytes
+                elif tensor is not None:
+                    found[tensor.data_ptr()] = tensor.nbytes
+
+        add(self.embedding, self.lm_head, self.norm)
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            add(*attention.qkv, attention.o, attention.before, attention.after, *(attention.heads.norms or ()), attention.heads.sinks)
+            add(mlp.gate_up, mlp.down, mlp.before)
+            if isinstance(mlp, Dense):
+                add(mlp.after, mlp.scale)
+            else:
+                add(mlp.router, mlp.bias, mlp.correction, *(() if mlp.shared is None else mlp.shared))
+        return sum(found.values())

@@ -1,0 +1,199 @@
+"""The tensors of any checkpoint that halfbyte reads, packed for a CPU, as `decoder.build` asks for them. transformers is not imported.
+
+Called by `model.py`. Names are those of transformers' modules, which all readers of `checkpoint` give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.checkpoint.checkpoint_model import Checkpoint
+from halfbyte.checkpoint.entries import Entries
+from halfbyte.checkpoint.gguf_model import read_file
+from halfbyte.checkpoint.sources import open_floats, open_source
+from halfbyte.checkpoint.stored_model import checked_finite
+from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
+from halfbyte.io.files import is_file
+from halfbyte.io.gguf import is_gguf, read_header
+from halfbyte.layouts.base import Packed
+from halfbyte.nn.candidates import Candidate
+from halfbyte.nn.config import Config, choose
+from halfbyte.ops.layers import Weight
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Form(NamedTuple):
+    """How a weight is quantized: what must be the same for weights that are joined."""
+
+    format: Format
+    compute: str
+    activation: str
+
+
+class Source(Protocol):
+    """The tensors of one kind of checkpoint."""
+
+    def names(self) -> set[str]:
+        """All names, of tied tensors too."""
+
+    def form(self, name: str) -> Form | None:
+        """How a weight is quantized; None where it is not."""
+
+    def codes(self, name: str) -> Codes:
+        """Read a quantized weight."""
+
+    def floats(self, name: str) -> Tensor:
+        """Read a tensor as float32, dequantized if need be."""
+
+
+class CheckpointSource:
+    """A halfbyte folder."""
+
+    def __init__(self, model: Checkpoint) -> None:
+        if model.static is not None:
+            raise UnsupportedError("it is a network on int8 codes")
+        self._model = model
+
+    def names(self) -> set[str]:
+        return {name for name, _ in self._model.names()}
+
+    def _stored(self, name: str) -> str:
+        return self._model.tied.get(name, name)
+
+    def form(self, name: str) -> Form | None:
+        weight = self._model.weights.get(self._stored(name))
+        return None if weight is None else Form(weight.format, weight.compute, weight.activation)
+
+    def codes(self, name: str) -> Codes:
+        return self._model.codes(self._stored(name))
+
+    def floats(self, name: str) -> Tensor:
+        stored = self._stored(name)
+        if stored not in self._model.weights:
+            return self._model.tensor(stored, parameter=True).float()
+        weight = self._model.codes(stored).dequantize(torch.float32)
+        return weight.mT if self._model.weights[stored].transposed else weight
+
+
+class EntriesSource:
+    """A GGUF file, a folder that another project quantized, or one in floating point, which is quantized as it is read."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any], entries: Entries, quantize: Config | None = None) -> None:
+        """Choose a format for each weight of a model in floating point, where a Config is given."""
+        self._path, self._entries = path, entries
+        # Stacks of experts are parameters in transformers: files name them with and without ".weight".
+        self._names = {self._module_name(name): name for name in entries.entries}
+        self._quantize, self._formats = quantize, {}
+        if quantize is not None:
+            tied = _HEAD not in self._names
+            found = [
+                Candidate(name.removesuffix(".weight"), "Embedding" if name == _EMBEDDING else "Linear", _EMBEDDING if tied else name)
+                for name, stored in self._names.items()
+                if name.endswith(".weight") and len(entries.spec(stored).shape) in (2, 3) and _is_linear(name)
+            ]
+            self._formats = {name: each for name, each in choose(found, quantize).items() if isinstance(each, Format)}
+
+    @staticmethod
+    def _module_name(name: str) -> str:
+        return f"{name}.weight" if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) else name
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def form(self, name: str) -> Form | None:
+        if self._quantize is not None:
+            chosen = self._formats.get(name.removesuffix(".weight"))
+            return None if chosen is None else Form(chosen, self._quantize.compute, self._quantize.activation)
+        quantized = self._entries.entries[self._names[name]].quantized
+        if quantized is None:
+            return None
+        if quantized.order is not None:
+            raise UnsupportedError(f"the columns of {name} are in another order than its inputs")
+        return Form(quantized.format, quantized.compute, quantized.activation)
+
+    def codes(self, name: str) -> Codes:
+        if self._quantize is None:
+            return self._entries.codes(self._names[name])
+        fmt = self._formats[name.removesuffix(".weight")]
+        return ops.quantize(self.floats(name), fmt, self._quantize.method, name=name)
+
+    def floats(self, name: str) -> Tensor:
+        return checked_finite(self._entries.read(self._names[name], torch.float32), name, self._path, parameter=True)
+
+
+def _is_linear(name: str) -> bool:
+    """Whether a matrix is that of a Linear, an Embedding or experts: routers and norms are not."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return module.endswith(("proj", "linear", "lm_head", "embed_tokens", "dense", "fc1", "fc2", "c_fc"))
+
+
+class PackedTensors:
+    """`decoder.build.Tensors` of a source, packed for a CPU."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._names = source, source.names()
+        self._table: Packed | Tensor | None = None
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
+        if missing := [name for name in names if name not in self._names]:
+            raise CheckpointError(f"the checkpoint has no {missing[0]}: it is incomplete, or of another architecture")
+        forms = {self._source.form(name) for name in names}
+        first = next(iter(forms))
+        if len(forms) > 1 or first is None or (len(names) > 1 and first.format.block == "tensor"):
+            return None
+        try:
+            parts = [self._source.codes(name) for name in names]
+            codes = parts[0] if len(parts) == 1 else Codes.joined(parts, cast(Callable[[list[Tensor]], Tensor], partial(torch.cat, dim=-2)))
+        except FormatError as e:
+            raise CheckpointError(f"{names[0]} cannot be {first.format}: {e}") from e
+        biases = [self.tensor(name) for name in bias]
+        joined = None if not biases else torch.cat(biases, -1)
+        if joined is not None and joined.shape[-1] != codes.shape[-2]:
+            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {codes.shape[-2]} rows: they do not belong together")
+        return Weight(ops.pack(codes), joined, first.compute, first.activation)  # type: ignore[arg-type]
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise CheckpointError(f"the checkpoint has no {name}: it is incomplete, or of another architecture")
+        return self._source.floats(name).contiguous()
+
+    def table(self, name: str) -> Packed | Tensor:
+        if name not in self._names:
+            raise CheckpointError(f"the checkpoint has no {name}: it is incomplete, or of another architecture")
+        return self.tensor(name) if self._source.form(name) is None else ops.pack(self._source.codes(name))
+
+
+def open_checkpoint(path: Path, quantize: Config | None = None) -> tuple[dict[str, Any], PackedTensors]:
+    """Open a checkpoint of any kind.
+
+    Args:
+        path: A halfbyte folder, a folder in floating point or quantized by another project, or a GGUF file.
+        quantize: How to quantize a model in floating point as it is read.
+
+    Returns:
+        Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
+    """
+    if quantize is not None:
+        config, entries = open_floats(path, torch.float32)
+        return config, PackedTensors(EntriesSource(path, config, entries, quantize))
+    if is_file(path) and is_gguf(path):
+        config, entries = read_file(read_header(path), torch.float32, half=True)
+        return config, PackedTensors(EntriesSource(path, config, entries))
+    opened = open_source(path)
+    if opened is not None:
+        return opened[0], PackedTensors(EntriesSource(path, *opened))
+    model = Checkpoint(path)
+    return model.config, PackedTensors(CheckpointSource(model))
