@@ -182,7 +182,7 @@ def test_a_product_with_gates(
 
 def half(k: int = 96, inner: int = 64, experts: int = 6, **how: Any) -> Experts:
     def stack(n: int, c: int) -> Weight:
-        return Weight(ops.pack(ops.quantize(torch.randn(experts, n, c) / c**0.5, "q8_0")), None, "auto", "block")
+        return Weight(ops.pack(ops.quantize(torch.randn(experts, n, c) / c**0.5, "q8_0")), None, "float", "block")
 
     router = torch.randn(experts, k) / k**0.5
     return Experts(
@@ -242,7 +242,7 @@ def with_shared(mine: Experts) -> Experts:
     k, inner = mine.down.packed.shape[1], 160
 
     def weight(n: int, c: int) -> Weight:
-        return Weight(ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, "q8_0")), None, "auto", "block")
+        return Weight(ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, "q8_0")), None, "float", "block")
 
     return mine._replace(shared=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ class Cache:
         """
         if not 0 <= length <= self.length:
             raise ArgumentError(f"a cache of {self.length} tokens is cut to 0 … {self.length} of them, got {length}")
-        possible = all([layer.cut(length) for layer in self.layers])
+        possible = min(map(partial(LayerCache.cut, length=length), self.layers), default=True)
         self.length = length
         if not possible:
             for layer in self.layers:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import halfbyte.ops.routing as routing
 from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
@@ -23,6 +22,7 @@ from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.norms import wide_norm
+from halfbyte.ops.routing import add_experts
 
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 
@@ -159,7 +159,7 @@ class CpuModel:
         assert attention is not None
         assert isinstance(spec.mlp, Experts)
         (h,) = run_layers((attention,), x, rotary, place, mask)
-        return routing.add_experts(h, spec.mlp)
+        return add_experts(h, spec.mlp)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         table = self.spec.embedding

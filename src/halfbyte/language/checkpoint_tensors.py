@@ -162,7 +162,7 @@ class PackedTensors:
         biases = [self.tensor(name) for name in bias]
         joined = None if not biases else torch.cat(biases, -1)
         if joined is not None and joined.shape[-1] != codes.shape[-2]:
-            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {codes.shape[-2]} rows: they do not belong together")
+            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {codes.shape[-2]} rows: not of one layer")
         return Weight(ops.pack(codes), joined, first.compute, first.activation)  # type: ignore[arg-type]
 
     def tensor(self, name: str) -> Tensor:
