@@ -60,6 +60,24 @@ class LayerCache:
         self.length = kept
         return True
 
+    def shift(self, tokens: int, length: int) -> None:
+        """Renumber the tokens, i as i + `tokens`, so that there are `length` of them."""
+        kept = length if self._window is None else min(length, self._window - 1)
+        size = round_up(kept + _STEP, _STEP)
+        source = max(0, self.length - kept), self.length
+        with torch.inference_mode(False), torch.no_grad():
+            both = (self.keys, self.values)
+            self.keys, self.values = (_moved(buffer, *source, size, kept - (source[1] - source[0])) for buffer in both)
+        self.first, self.length = length - kept, kept
+
+    def put(self, slot: int, other: LayerCache, length: int) -> None:
+        """Copy the last tokens of another cache's first sequence to the end of `length` tokens, as many as both have."""
+        count = min(other.length, length - self.first)
+        stop = length - self.first
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            mine[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
+            mine[slot, :, stop - count : stop] = theirs[0, :, other.length - count : other.length]
+
     def cut(self, length: int) -> bool:
         """Forget the tokens of the sequence from `length` on. Returns False where a window has lost tokens that others need now."""
         seen = length if self._window is None else min(length, self._window - 1)
@@ -69,10 +87,11 @@ class LayerCache:
         return True
 
 
-def _moved(buffer: Tensor, start: int, stop: int, size: int) -> Tensor:
-    """The tokens start … stop - 1 of a buffer, at the front of one of `size` tokens."""
+def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int = 0) -> Tensor:
+    """The tokens start … stop - 1 of a buffer, from `to` on in one of `size` tokens, with zeros before."""
     moved = buffer.new_empty((*buffer.shape[:2], size, buffer.shape[3]))
-    moved[:, :, : stop - start] = buffer[:, :, start:stop]
+    moved[:, :, :to] = 0
+    moved[:, :, to : to + stop - start] = buffer[:, :, start:stop]
     return moved
 
 
@@ -129,7 +148,91 @@ class Cache:
         self.stamp = next(_stamps)
         return possible
 
+    def entries(self) -> list[tuple[Tensor, Tensor, int]]:
+        """Return keys, values and the number of tokens in them, for each layer."""
+        return [(layer.keys, layer.values, layer.length) for layer in self.layers]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+
+class Slots(Cache):
+    """Keys and values of sequences of different lengths, which join and leave: each has a slot of the same buffers.
+
+    The sequences end at the same index, `length`, so that one native call decodes a token of each; one that is shorter begins later:
+
+        slot 0   . . . a a a a a      starts[0] = 3
+        slot 1   b b b b b b b b      starts[1] = 0
+
+    Attributes:
+        starts: Index of the first token of each sequence.
+    """
+
+    def __init__(self, spec: DecoderSpec, capacity: int, *, int8: bool = False) -> None:
+        """Make slots for `capacity` sequences, all of them free."""
+        super().__init__(spec, capacity, int8=int8)
+        self.capacity, self.batch, self.starts = capacity, 0, list[int]()
+
+    def entries(self) -> list[tuple[Tensor, Tensor, int]]:
+        """Return the buffers of the slots that are taken."""
+        return [(layer.keys[: self.batch], layer.values[: self.batch], layer.length) for layer in self.layers]
+
+    def mask(self) -> Tensor | None:
+        """Return which of `length` + 1 tokens each sequence attends to, bool [B, length + 1]; None: all."""
+        if not any(self.starts):
+            return None
+        return torch.arange(self.length + 1, device="cpu") >= torch.tensor(self.starts, device="cpu")[:, None]
+
+    def positions(self) -> list[int]:
+        """Return the position of the next token of each sequence."""
+        return [self.length - start for start in self.starts]
+
+    def join(self, sequence: Cache) -> None:
+        """Copy a sequence into the next free slot.
+
+        Args:
+            sequence: The cache of one sequence.
+
+        Raises:
+            ArgumentError: All slots are taken.
+        """
+        if self.batch == self.capacity:
+            raise ArgumentError(f"all {self.capacity} slots are taken: wait until a sequence has left")
+        if self.batch == 0:
+            self._clear()
+        if sequence.length > self.length:
+            self._shift(sequence.length - self.length)
+        self.batch += 1
+        self.starts.append(self.length - sequence.length)
+        for mine, other in zip(self.layers, sequence.layers, strict=True):
+            mine.put(self.batch - 1, other, self.length)
+        self.stamp = next(_stamps)
+
+    def leave(self, slot: int) -> None:
+        """Free a slot; the last one that is taken moves into its place."""
+        last = self.batch - 1
+        if slot != last:
+            for layer in self.layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer[slot, :, : layer.length] = buffer[last, :, : layer.length]
+            self.starts[slot] = self.starts[last]
+        self.starts.pop()
+        self.batch = last
+        unused = min(self.starts, default=0)
+        if unused > max(_STEP, self.length // 2):
+            self._shift(-unused)
+        self.stamp = next(_stamps)
+
+    def _clear(self) -> None:
+        self.length = 0
+        for layer in self.layers:
+            layer.first = layer.length = 0
+
+    def _shift(self, tokens: int) -> None:
+        """Move all sequences by so many tokens, to the end of longer buffers or to the front."""
+        self.length += tokens
+        self.starts = [start + tokens for start in self.starts]
+        for layer in self.layers:
+            layer.shift(tokens, self.length)

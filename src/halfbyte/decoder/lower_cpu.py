@@ -87,7 +87,7 @@ class CpuModel:
             table, row = self._rotary_rows(position, length)
             alive.append(table)
             addresses.append(table.data_ptr() + row * table.stride(0) * 4)
-        y = self._step(ids, addresses, cache.stamp, lambda: [(c.keys, c.values, c.length) for c in cache.layers], cache.length, mask)
+        y = self._step(ids, addresses, cache.stamp, cache.entries, cache.length, mask)
         cache.append(1)
         return y[:, 0] if isinstance(self.spec.lm_head, Weight) else self._head(y[:, 0])
 

@@ -17,7 +17,7 @@ from halfbyte.ops.layers import Addresses, Weight, why_not_packed
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.decoding_step import Steps
 
-_MOST_KINDS = 8  # of calls, for which a thread keeps the arguments
+_MOST_KINDS = 128  # of calls, for which a thread keeps the arguments: batches of 1 to 64 sequences, with and without a mask
 
 
 class Inputs(NamedTuple):
