@@ -118,6 +118,7 @@ def read(path: Path) -> GgufTokenizer | None:
     tokenizers = import_tokenizers("the tokenizer of a GGUF file")
     with _naming_the_file(path):
         tokens = list(_sequence(metadata, "tokens"))
+        metadata = {**metadata, "tokenizer.ggml.tokens": tokens}  # decoded once
         backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
         names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         special = {
