@@ -39,6 +39,7 @@ RANKS = {
     "checkpoint": 7,
     "integrations": 8,
     "evaluate": 8,
+    "language": 8,
     "cli": 9,
 }
 # Packages that `import halfbyte` must not need, and the one part that may import each at module level.

@@ -1,4 +1,4 @@
-"""A tokenizer of transformers from the metadata of a GGUF file.
+"""A tokenizer from the metadata of a GGUF file: of the package `tokenizers` (`read`), and of transformers (`load`).
 
 Two kinds are supported: byte-level BPE, llama.cpp's "gpt2", and BPE over a SentencePiece vocabulary, its "llama" and "gemma4". They are
 built with `tokenizers` so as to behave like llama.cpp, so that every version of transformers gives the same tokens.
@@ -8,10 +8,12 @@ Source: llama.cpp, src/llama-vocab.cpp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from halfbyte.checkpoint import chat_templates
 from halfbyte.checkpoint.architecture import import_transformers
@@ -76,28 +78,77 @@ _ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<turn|>", "<|tool_resp
 _NOT_THE_LAST = {"<|return|>", "<|flush|>"}  # in vocabularies with these "<|end|>" ends a part of an answer
 
 
-def load(path: Path) -> Any:
-    """The tokenizer of a GGUF file; None where the file has none. Raises CheckpointError for an unsupported kind."""
+class GgufTokenizer(NamedTuple):
+    """A tokenizer as a GGUF file describes it.
+
+    Attributes:
+        backend: A `tokenizers.Tokenizer` with all added tokens and the post-processor.
+        special_tokens: Texts of special tokens by transformers' names: bos_token, eos_token, unk_token, pad_token.
+        chat_templates: Chat templates by name.
+        end_ids: Ids of the tokens that end an answer.
+    """
+
+    backend: Any
+    special_tokens: dict[str, str]
+    chat_templates: dict[str, str]
+    end_ids: list[int]
+
+
+def import_tokenizers(why: str) -> ModuleType:
+    """The package `tokenizers`; raises CheckpointError, which says `why` it is needed, where it is not installed."""
+    try:
+        import tokenizers
+    except ImportError as e:
+        raise CheckpointError(f"{why} needs the package tokenizers: pip install tokenizers") from e
+    return tokenizers
+
+
+def read(path: Path) -> GgufTokenizer | None:
+    """Builds the tokenizer of a GGUF file, without transformers; None where the file has none.
+
+    Raises:
+        CheckpointError: The tokenizer is of an unsupported kind, or damaged.
+    """
     metadata = read_header(path).metadata
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind == "none":
         return None
     if kind not in _KINDS:
         raise CheckpointError(f"{path} has a tokenizer of kind {short(kind)}, halfbyte knows {', '.join(_KINDS)}: take it from elsewhere")
-    transformers = import_transformers("the tokenizer of a GGUF file")
-    try:
+    tokenizers = import_tokenizers("the tokenizer of a GGUF file")
+    with _naming_the_file(path):
         tokens = list(_sequence(metadata, "tokens"))
+        metadata = {**metadata, "tokenizer.ggml.tokens": tokens}  # decoded once
         backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
         names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         special = {
             name: tokens[int(str(i))] for name, key in names.items() if (i := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
         }
         _begin_and_end(backend, metadata, special, kind != "gpt2" or metadata.get("tokenizer.ggml.pre") in WHOLE)
-        templates = chat_templates.of_metadata(metadata)
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_tokens([tokenizers.AddedToken(token, special=True) for token in special.values() if token not in added])
+        return GgufTokenizer(backend, special, chat_templates.of_metadata(metadata), end_tokens(metadata))
+
+
+def load(path: Path) -> Any:
+    """The tokenizer of a GGUF file as one of transformers; None where the file has none. Raises CheckpointError as `read` does."""
+    described = read(path)
+    if described is None:
+        return None
+    transformers = import_transformers("the tokenizer of a GGUF file")
+    settings: dict[str, Any] = dict(described.special_tokens)
+    if templates := described.chat_templates:
         only_default = templates.keys() == {chat_templates.DEFAULT}
-        template = templates[chat_templates.DEFAULT] if only_default else templates
-        settings: dict[str, Any] = {**special, "chat_template": template} if templates else special
-        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings)
+        settings["chat_template"] = templates[chat_templates.DEFAULT] if only_default else templates
+    with _naming_the_file(path):
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=described.backend, clean_up_tokenization_spaces=False, **settings)
+
+
+@contextmanager
+def _naming_the_file(path: Path) -> Iterator[None]:
+    """Turns errors for invalid metadata into a CheckpointError."""
+    try:
+        yield
     except CheckpointError:
         raise
     except Exception as e:  # tokenizers raises Exception itself for an invalid vocabulary

@@ -130,6 +130,10 @@ class CpuModel:
                 logits.append(self._head(self._normed(x[0])))
         return torch.cat(logits) if every else self._head(self._normed(x[0, -1:]))[0]
 
+    def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
+        """Read tokens of one sequence, as `prefill`, and compute the logits after every one of them [t, N], rounded as `decode` rounds."""
+        return self.prefill(ids, cache, every=True)
+
     def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
         tokens, before = len(ids), cache.length

@@ -1,0 +1,289 @@
+"""Generates text for sequences that join and leave while others run (continuous batching).
+
+A sequence is read in the KV cache of its own. One that is alone is also decoded there, and its cache stays when it has ended: the next
+prompt that begins with the same tokens, as in a chat, is read from where they differ. Several are decoded in the slots of one cache, one
+token of each per step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.errors import ArgumentError
+from halfbyte.language.sampling import Choice, Sampler, Sampling
+from halfbyte.language.speculate import accepted_tokens, guess
+from halfbyte.language.text_stream import TextStream
+from halfbyte.language.tokenizer import Tokenizer
+
+DEFAULT_NEW_TOKENS = 128
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(eq=False)
+class Generation:
+    """A sequence that is being generated.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        sampling: How its tokens are chosen.
+        max_new_tokens: How many are generated at most.
+        ids: Token ids of the answer so far.
+        choices: Log probabilities of these, where `sampling` asks for them.
+        text: Text of the answer so far.
+        finish_reason: "stop" after an end token or a stop string, "length" after `max_new_tokens`, "cancelled"; None while it runs.
+        cached_tokens: Tokens of the prompt that were in the cache already.
+        started, first_token, last_token: Times in seconds of `time.perf_counter`.
+    """
+
+    prompt_ids: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    ids: list[int] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    @property
+    def prompt_rate(self) -> float:
+        """Tokens of the prompt per second that were read, with the time of the first token of the answer."""
+        return (len(self.prompt_ids) - self.cached_tokens) / max(self.first_token - self.started, 1e-9)
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first; 0 if there are none."""
+        return (len(self.ids) - 1) / max(self.last_token - self.first_token, 1e-9) if len(self.ids) > 1 else 0.0
+
+
+@dataclass(eq=False)
+class _Running:
+    """What belongs to a sequence that runs."""
+
+    generation: Generation
+    sampler: Sampler
+    stream: TextStream
+    cache: Cache | None  # its own; None: it has a slot
+    waiting: int  # the token that is chosen and not in the cache yet
+
+
+class Batch:
+    """Runs sequences of one model.
+
+    Example:
+        batch = Batch(model, tokenizer)
+        one, two = batch.submit([1, 2, 3], Sampling()), batch.submit([1, 5], Sampling(temperature=0.7))
+        while batch.running:
+            for generation, piece in batch.step():
+                print(piece, end="")
+    """
+
+    def __init__(self, model: CpuModel, tokenizer: Tokenizer, *, slots: int = 16, int8_cache: bool = False, speculate: int = 0) -> None:
+        """Make an empty batch.
+
+        Args:
+            model: The model.
+            tokenizer: Its tokenizer.
+            slots: Sequences that are decoded at the same time, at most; others wait.
+            int8_cache: Keep keys and values in 8 bits.
+            speculate: Tokens that are guessed from the text so far, and checked together, while one sequence runs alone; 0: none.
+
+        Raises:
+            ArgumentError: The model decodes fewer sequences at a time.
+        """
+        if not 1 <= slots <= model.most_decode:
+            raise ArgumentError(f"this model decodes 1 to {model.most_decode} sequences at a time, got slots={slots}")
+        if speculate < 0 or speculate > 64:
+            raise ArgumentError(f"0 to 64 tokens are guessed at a time, got speculate={speculate}")
+        self._model, self._tokenizer, self._int8, self._speculate = model, tokenizer, int8_cache, speculate
+        self._slots, self._capacity = None if slots == 1 else Slots(model.spec, slots, int8=int8_cache), slots
+        self._waiting: deque[Generation] = deque()
+        self._active: list[_Running] = []
+        self._kept: tuple[list[int], Cache] | None = None  # of the sequence that ran last, and alone
+        self.accepted = self.guessed = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether there are sequences that have not finished."""
+        return bool(self._active or self._waiting)
+
+    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Add a sequence, which starts with one of the next steps.
+
+        Args:
+            prompt_ids: Token ids of the prompt.
+            sampling: How its tokens are chosen.
+
+        Raises:
+            ArgumentError: The prompt is empty, has ids that the model does not have, or is longer than the model's positions.
+        """
+        ids, spec = list(prompt_ids), self._model.spec
+        if not ids:
+            raise ArgumentError("the prompt has no tokens: write some text, or begin with the tokenizer's bos token if it has one")
+        if min(ids) < 0 or max(ids) >= spec.vocabulary:
+            raise ArgumentError(f"the prompt has token {max(ids)}, the model {spec.vocabulary} tokens: its tokenizer is another model's")
+        asked, wanted = sampling.max_new_tokens, sampling.max_new_tokens or DEFAULT_NEW_TOKENS
+        left = wanted if spec.max_positions is None else spec.max_positions - len(ids)
+        if left < 1:
+            raise ArgumentError(f"the prompt has {len(ids)} tokens, and the model {spec.max_positions} positions: use a shorter text")
+        if asked is not None and asked > left:
+            raise ArgumentError(
+                f"max_new_tokens is at most {left} after {len(ids)} tokens, as the model has {spec.max_positions} positions, got {asked}: "
+                "use less"
+            )
+        generation = Generation(ids, sampling, min(wanted, left))
+        self._waiting.append(generation)
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """End a sequence, whether it runs or waits. Other sequences go on undisturbed."""
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+            generation.finish_reason = "cancelled"
+        for running in [one for one in self._active if one.generation is generation]:
+            generation.finish_reason = "cancelled"
+            self._leave(running)
+
+    def step(self) -> list[tuple[Generation, str]]:
+        """Read the next prompt that waits, or decode a token of each sequence that runs.
+
+        Returns:
+            The sequences that have new tokens, and their new text, which may be empty.
+        """
+        if self._waiting and len(self._active) < self._capacity:
+            return [self._start(self._waiting.popleft())]
+        if not self._active:
+            return []
+        if len(self._active) == 1 and self._active[0].cache is not None:
+            return [self._decode_alone(self._active[0])]
+        return self._decode_slots()
+
+    def _start(self, generation: Generation) -> tuple[Generation, str]:
+        """Read a prompt and choose the first token."""
+        generation.started = time.perf_counter()
+        cache, known = self._cache_for(generation.prompt_ids)
+        generation.cached_tokens = known
+        logits = self._model.prefill(generation.prompt_ids[known:], cache)
+        sampler = Sampler(generation.sampling, generation.prompt_ids)
+        stream = TextStream(self._tokenizer, generation.sampling.stop)
+        running = _Running(generation, sampler, stream, cache, 0)
+        self._active.append(running)
+        piece = self._accept(running, sampler.choose(logits))
+        generation.first_token = generation.last_token
+        if len(self._active) > 1:
+            for one in self._active:
+                self._take_slot(one)
+        return generation, piece
+
+    def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
+        """A cache for a prompt, and how many of its tokens are in there: those of the last text that it begins with."""
+        if self._kept is not None:
+            (ids, cache), self._kept = self._kept, None
+            same = next((i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), min(len(ids), len(prompt)))
+            same = min(same, len(prompt) - 1, cache.length)  # one is read, for its logits
+            if same > 0 and cache.cut(same):
+                return cache, same
+        return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions), 0
+
+    def _take_slot(self, running: _Running) -> None:
+        if running.cache is not None and self._slots is not None:
+            self._slots.join(running.cache)
+            running.cache = None
+
+    def _decode_alone(self, running: _Running) -> tuple[Generation, str]:
+        cache, generation = running.cache, running.generation
+        assert cache is not None
+        left = generation.max_new_tokens - len(generation.ids) - 1
+        if self._speculate and left > 0 and not generation.sampling.logprobs:
+            tokens = [*generation.prompt_ids, *generation.ids]
+            guesses = guess(tokens, min(self._speculate, left))
+            if guesses:
+                return generation, self._check_guesses(running, cache, guesses)
+        logits = self._model.decode([running.waiting], cache)
+        return generation, self._accept(running, running.sampler.choose(logits[0]))
+
+    def _check_guesses(self, running: _Running, cache: Cache, guesses: list[int]) -> str:
+        """Read the waiting token and guesses behind it at once, and accept the tokens that would have been chosen one by one."""
+        before = cache.length
+        logits = self._model.verify([running.waiting, *guesses], cache)
+        chosen = accepted_tokens(running.sampler, logits, guesses)
+        self.guessed += len(guesses)
+        self.accepted += len(chosen) - 1
+        pieces = []
+        for token in chosen:
+            pieces.append(self._accept(running, token))
+            if running.generation.finish_reason is not None:
+                return "".join(pieces)
+        if not cache.cut(before + len(chosen)):  # the newest chosen token is not in the cache yet
+            generation = running.generation
+            self._model.prefill([*generation.prompt_ids, *generation.ids[:-1]], cache)
+        return "".join(pieces)
+
+    def _decode_slots(self) -> list[tuple[Generation, str]]:
+        slots = self._slots
+        assert slots is not None
+        logits = self._model.decode([one.waiting for one in self._active], slots, slots.mask(), slots.positions())
+        pieces = []
+        for running, row in zip(list(self._active), logits, strict=True):
+            pieces.append((running.generation, self._accept(running, running.sampler.choose(row))))
+        return pieces
+
+    def _accept(self, running: _Running, chosen: int | Choice) -> str:
+        """Append a token to the answer; the new text."""
+        generation = running.generation
+        token = chosen if isinstance(chosen, int) else chosen.id
+        generation.ids.append(token)
+        generation.last_token = time.perf_counter()
+        if isinstance(chosen, Choice):
+            generation.choices.append(chosen)
+        running.waiting = token
+        ends = token in self._tokenizer.eos_ids and not generation.sampling.ignore_eos
+        piece = "" if ends else running.stream.push(token)
+        if ends or running.stream.finished:
+            generation.finish_reason = "stop"
+        elif len(generation.ids) >= generation.max_new_tokens:
+            generation.finish_reason = "length"
+        if generation.finish_reason is not None:
+            piece += running.stream.flush()
+            self._leave(running)
+        generation.text += piece
+        return piece
+
+    def _leave(self, running: _Running) -> None:
+        index = self._active.index(running)
+        if running.cache is not None:
+            ids = [*running.generation.prompt_ids, *running.generation.ids]
+            self._kept = ids, running.cache
+            self._active.pop(index)
+            return
+        assert self._slots is not None
+        self._slots.leave(index)
+        last = self._active.pop()
+        if last is not running:
+            self._active[index] = last  # as in the slots
+
+
+def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, str]]:
+    """Run sequences of a batch until all of them have finished.
+
+    Yields:
+        The index of a sequence and its new text, where there is any.
+    """
+    numbers = {id(generation): index for index, generation in enumerate(generations)}
+    try:
+        while any(generation.finish_reason is None for generation in generations):
+            for generation, piece in batch.step():
+                if piece and id(generation) in numbers:
+                    yield numbers[id(generation)], piece
+    finally:  # an interrupted caller leaves nothing behind
+        for generation in generations:
+            if generation.finish_reason is None:
+                batch.cancel(generation)

@@ -1,0 +1,191 @@
+"""`LanguageModel`: a causal language model of any checkpoint that halfbyte reads, without transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from halfbyte.checkpoint.files import has_adapter
+from halfbyte.decoder.build import build_spec
+from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.spec import DecoderSpec
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there
+from halfbyte.formats.spec import Format
+from halfbyte.io.files import is_there
+from halfbyte.language.chat_template import render
+from halfbyte.language.checkpoint_tensors import open_checkpoint
+from halfbyte.language.generate import Batch, Generation, run
+from halfbyte.language.sampling import Sampling
+from halfbyte.language.tokenizer import Tokenizer
+from halfbyte.nn.config import Config, as_config
+
+Message = Mapping[str, Any]
+
+
+class LanguageModel:
+    """A causal language model on the CPU.
+
+    Attributes:
+        spec: What is computed, with the weights.
+        tokenizer: Its tokenizer.
+        path: Where it was opened.
+
+    Example:
+        model = LanguageModel.open("SmolLM2-135M-Instruct.gguf")
+        print(model.generate("The list method append").text)
+        for piece in model.stream([{"role": "user", "content": "What is a nibble?"}]):
+            print(piece, end="", flush=True)
+    """
+
+    def __init__(self, spec: DecoderSpec, tokenizer: Tokenizer, path: Path, *, int8_cache: bool = False, speculate: int = 0) -> None:
+        """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint."""
+        self.spec, self.tokenizer, self.path = spec, tokenizer, path
+        self._model, self._int8, self._speculate = CpuModel(spec), int8_cache, speculate
+        self._batch = self.batch(1)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | PathLike[str],
+        *,
+        format: Config | Format | str | None = None,
+        cache: str | None = None,
+        speculate: int = 0,
+    ) -> LanguageModel:
+        """Open a model.
+
+        Args:
+            path: A halfbyte folder, a GGUF file, or a Hugging Face folder, quantized by AWQ, GPTQ or compressed-tensors or in floating
+                point, which needs a `format`.
+            format: Quantize a model in floating point to this format, or as a Config says, while it is read.
+            cache: "int8" keeps keys and values in 8 bits; None: as float32.
+            speculate: Tokens that are guessed at a time from the text so far (prompt lookup); the text stays the same. 0: none.
+
+        Raises:
+            UnsupportedError: Its architecture, or a part of it, is not supported without transformers: `halfbyte.load` may read it.
+            CheckpointError: It is damaged, incomplete or has no tokenizer.
+            ArgumentError: A setting is out of its range.
+        """
+        source = model_path(path)
+        if cache not in (None, "int8"):
+            raise ArgumentError(f"the KV cache is 'int8' or None, for float32, got cache={cache!r}")
+        if not is_there(source):
+            raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
+        if has_adapter(source):
+            raise UnsupportedError(f"{source} holds an adapter beside the model: merge it first")
+        config, tensors = open_checkpoint(source, None if format is None else as_config(format))
+        try:
+            spec = build_spec(config, tensors)
+            return cls(spec, Tokenizer.open(source), source, int8_cache=cache == "int8", speculate=speculate)
+        except ArgumentError as e:
+            raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
+
+    def batch(self, slots: int = 16) -> Batch:
+        """Make a batch of sequences that join and leave while others run.
+
+        Args:
+            slots: Sequences that are decoded at the same time, at most.
+        """
+        return Batch(self._model, self.tokenizer, slots=slots, int8_cache=self._int8, speculate=self._speculate)
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that can be decoded at the same time."""
+        return self._model.most_decode
+
+    def generate(
+        self, prompts: str | Sequence[int] | Sequence[Message] | Sequence[str], sampling: Sampling | None = None, **settings: Any
+    ) -> Any:
+        """Generate the continuation of a prompt, or of several at the same time.
+
+        Args:
+            prompts: A text, token ids, the messages of a chat, or a list of texts.
+            sampling: How tokens are chosen; or its fields as keywords: max_new_tokens, temperature, top_k, top_p, seed, stop, …
+
+        Returns:
+            A `Generation`, or one for each of a list of texts.
+
+        Raises:
+            ArgumentError: A prompt is empty or too long, or a setting is out of its range.
+        """
+        chosen = _sampling(sampling, settings)
+        if _is_several(prompts):
+            texts = [str(text) for text in prompts]
+            batch = self.batch(min(max(1, len(texts)), self.most_sequences))
+            generations = [batch.submit(self._ids(text), chosen) for text in texts]
+            for _ in run(batch, generations):
+                pass
+            return generations
+        generation = self._batch.submit(self._ids(prompts), chosen)
+        for _ in run(self._batch, [generation]):
+            pass
+        return generation
+
+    def stream(
+        self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: Any
+    ) -> Iterator[str]:
+        """Generate the continuation of a prompt piece by piece, in whole characters.
+
+        Args:
+            prompt: A text, token ids, or the messages of a chat.
+            sampling: As for `generate`.
+
+        Yields:
+            New text. Whoever stops asking for it ends the generation.
+        """
+        yield from self.stream_of(self.submit(prompt, sampling, **settings))
+
+    def submit(self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: Any) -> Generation:
+        """Prepare a generation for `stream_of`; the same arguments as `stream`."""
+        return self._batch.submit(self._ids(prompt), _sampling(sampling, settings))
+
+    def stream_of(self, generation: Generation) -> Iterator[str]:
+        """Generate the text of one generation that `submit` has prepared, piece by piece."""
+        for _, piece in run(self._batch, [generation]):
+            yield piece
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Compute the logits after every token of a text, [t, N] float32."""
+        return self._model.prefill(list(ids), Cache(self.spec, int8=self._int8, most=len(ids)), every=True)
+
+    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Render the messages of a chat with the model's chat template.
+
+        Raises:
+            UnsupportedError: The model has no chat template.
+            CheckpointError: The template fails, or refuses the messages.
+        """
+        template = self.tokenizer.chat_templates.get("default")
+        if template is None:
+            raise UnsupportedError(f"the tokenizer of {self.path} has no chat template: write the prompt as a text")
+        special = {name: token for name, token in self.tokenizer.special_tokens.items() if name not in variables}
+        return render(template, messages, **special, **variables)
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        values = list(prompt)
+        if values and all(isinstance(value, Mapping) for value in values):
+            return self.tokenizer.encode(self.chat_prompt(values), add_special_tokens=False)
+        if not all(type(value) is int for value in values):
+            raise ArgumentError(f"a prompt is a text, token ids or messages, got {type(prompt).__name__}: pass one of these")
+        return values
+
+
+def _is_several(prompts: object) -> bool:
+    return isinstance(prompts, Sequence) and not isinstance(prompts, str) and bool(prompts) and all(isinstance(p, str) for p in prompts)
+
+
+def _sampling(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
+    if sampling is not None and settings:
+        raise ArgumentError(f"sampling is given, and {', '.join(settings)} beside it: put them into it")
+    try:
+        return sampling or Sampling(**settings)
+    except TypeError as e:
+        names = ", ".join(Sampling.__dataclass_fields__)
+        raise ArgumentError(f"the settings of sampling are {names}, got {', '.join(settings)}") from e

@@ -1,0 +1,307 @@
+"""Logits → the next token.
+
+Called by the generation loop with the logits of one sequence. Penalties, temperature, top-k, top-p and min-p have the meaning and the order
+of transformers' logits processors; presence and frequency penalties are those of OpenAI's API, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.errors import ArgumentError, CheckpointError
+
+LEAST, MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
+_MOST_PENALTY = 2.0  # as in OpenAI's API
+_FIRST_CANDIDATES = 64  # of top-p without top-k; most texts need no more
+_BLOCK = 64  # logits
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of one sequence are chosen, and when it ends.
+
+    Attributes:
+        temperature: 0: greedy, the most likely token; above 0: logits are divided by it, and a token is drawn.
+        top_k: Draw from the K most likely tokens; None: from all.
+        top_p: Draw from the most likely tokens with the total probability P; None: from all.
+        min_p: Draw from tokens that are at least P times as likely as the most likely one; None: from all.
+        repetition_penalty: Divide positive logits of tokens that have occurred, in the prompt or after it, by it, and multiply negative
+            ones.
+        presence_penalty: Subtract it from the logits of tokens that have been generated.
+        frequency_penalty: Subtract it from the logits of generated tokens as often as they have been generated.
+        seed: Seed of the sequence's own generator; None: drawn from torch's default generator, so that `torch.manual_seed` decides.
+        max_new_tokens: Maximum number of tokens to generate; None: as many as the model has room for.
+        stop: Strings that end the text; they are not part of it.
+        logprobs: Number of most likely tokens whose log probabilities are returned with each token, by the model's own logits; 0: of the
+            token alone; None: no log probabilities.
+        ignore_eos: Go on after a token that ends an answer.
+
+    Raises:
+        ArgumentError: A value is out of its range, or top_k, top_p or min_p have no effect because temperature is 0.
+
+    Example:
+        Sampling(temperature=0.7, top_p=0.9, seed=1, stop=("\\n\\n",))
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ArgumentError(f"{name} is a number, got {value!r}: pass a float")
+        for name in ("top_k", "seed", "max_new_tokens", "logprobs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ArgumentError(f"{name} is a whole number, got {value!r}: pass an int")
+        if self.temperature and not LEAST <= self.temperature <= MOST:  # NaN, too
+            raise ArgumentError(f"temperature is 0 for greedy decoding, or {LEAST:g} to {MOST:g}, got {self.temperature}: try 0.7")
+        if self.top_k is not None and self.top_k < 1:
+            raise ArgumentError(f"top_k is 1 or more, got {self.top_k}: leave it out to draw from all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ArgumentError(f"top_p is a probability above 0, got {self.top_p}: leave it out to draw from all tokens")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ArgumentError(f"min_p is a probability, got {self.min_p}: leave it out to draw from all tokens")
+        if not LEAST <= self.repetition_penalty <= MOST:
+            raise ArgumentError(f"repetition_penalty is {LEAST:g} to {MOST:g}, got {self.repetition_penalty}: leave it out for none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -_MOST_PENALTY <= (value := getattr(self, name)) <= _MOST_PENALTY:
+                raise ArgumentError(f"{name} is {-_MOST_PENALTY:g} to {_MOST_PENALTY:g}, got {value}: leave it out for none")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise ArgumentError(f"seed has 64 bits, got {self.seed}: use a smaller number")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ArgumentError(f"max_new_tokens is 1 or more, got {self.max_new_tokens}: ask for at least one token")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ArgumentError(f"logprobs is 0 or more, got {self.logprobs}: leave it out for none")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ArgumentError(f"stop is a list of strings of one character or more, got {self.stop!r}: leave empty ones out")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not self.temperature and (self.top_k or (self.top_p or 1) < 1 or self.min_p):
+            raise ArgumentError("top_k, top_p and min_p have no effect without sampling: add a temperature, such as 0.7")
+
+
+class Choice(NamedTuple):
+    """A token with log probabilities, natural logarithms by the model's logits before penalties and temperature.
+
+    Attributes:
+        id: The token.
+        logprob: Its log probability.
+        top: (id, log probability) of the most likely tokens, in decreasing order.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """Chooses the tokens of one sequence; remembers what it has chosen, for penalties.
+
+    Draws come from a generator of its own, one number a token: a sequence gets the same tokens whatever else is in its batch.
+
+    Example:
+        sampler = Sampler(Sampling(temperature=0.7, seed=1), prompt_ids)
+        id = sampler.choose(logits)
+    """
+
+    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int] = ()) -> None:
+        """Starts a sequence.
+
+        Args:
+            sampling: How tokens are chosen.
+            prompt_ids: Ids of the prompt's tokens, to which the repetition penalty applies.
+        """
+        self.sampling = sampling
+        self._penalizes = sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self._seen = _Ids(prompt_ids if sampling.repetition_penalty != 1 else ())
+        self._counts: Counter[int] = Counter()
+        self._generator: torch.Generator | None = None
+        if sampling.temperature:
+            seed = sampling.seed
+            if seed is None:
+                seed = int(torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64, device="cpu"))
+            self._generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def choose(self, logits: Tensor) -> int | Choice:
+        """Chooses the next token.
+
+        Args:
+            logits: The model's logits [N] for the next token, of any floating-point dtype, on any device; they are not changed. -inf
+                excludes a token.
+
+        Returns:
+            The token's id; where `sampling.logprobs` is not None a Choice.
+
+        Raises:
+            ArgumentError: The logits are no vector of floating-point numbers, or the prompt has a token that they have no element for.
+            CheckpointError: The logits are NaN or infinite.
+        """
+        if logits.dim() != 1 or logits.numel() == 0 or not logits.is_floating_point():
+            shape = [*logits.shape]
+            raise ArgumentError(
+                f"logits are a vector [N] of floating-point numbers, got {shape} {logits.dtype}: pass those of one sequence"
+            )
+        scores = self._penalized(logits) if self._penalizes else logits
+        chosen = self._draw(scores) if self._generator is not None else _most_likely(scores)
+        if self._penalizes:
+            self._counts[chosen] += 1
+            if self.sampling.repetition_penalty != 1:
+                self._seen.add(chosen)
+        return chosen if self.sampling.logprobs is None else _with_logprobs(logits, chosen, self.sampling.logprobs)
+
+    def _penalized(self, logits: Tensor) -> Tensor:
+        """A copy of the logits in float32 with the penalties of tokens that have occurred."""
+        scores = logits.to(torch.float32, copy=True)
+        if (penalty := self.sampling.repetition_penalty) != 1 and self._seen.count:
+            if self._seen.highest >= scores.numel():
+                raise ArgumentError(
+                    f"the prompt has token {self._seen.highest}, and the model logits for {scores.numel()} tokens: "
+                    "its tokenizer is another model's"
+                )
+            ids = self._seen.on(scores.device)
+            values = scores[ids]
+            scores[ids] = torch.where(values < 0, values * penalty, values / penalty)
+        if self._counts and (self.sampling.presence_penalty or self.sampling.frequency_penalty):
+            ids = torch.tensor(list(self._counts), dtype=torch.int64, device=scores.device)
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=scores.device)
+            scores[ids] -= self.sampling.presence_penalty + self.sampling.frequency_penalty * counts
+        return scores
+
+    def _draw(self, scores: Tensor) -> int:
+        """Draws a token by inverting the cumulative distribution of the candidates, at one uniform random number."""
+        ids, values = candidates(scores, self.sampling)
+        cumulative = torch.softmax(values, 0).cumsum(0, dtype=torch.float64)
+        total = float(cumulative[-1])
+        if not math.isfinite(total):  # a NaN or +inf among the logits, or only -inf
+            raise _not_finite()
+        uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
+        at = int(torch.searchsorted(cumulative, uniform * total, right=True))
+        at = min(at, cumulative.numel() - 1)
+        return at if ids is None else int(ids[at])
+
+
+def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
+    """The tokens that may be drawn.
+
+    Args:
+        scores: Logits [N] after penalties.
+        sampling: Temperature, top_k, top_p and min_p, which apply in this order.
+
+    Returns:
+        (ids [C], or None for all tokens in their order; their logits [C] in float32, divided by the temperature). Their probabilities are
+        the softmax of these logits.
+    """
+    scores = scores.float() / sampling.temperature
+    ids: Tensor | None = None
+    if sampling.top_k is not None and sampling.top_k < scores.numel():
+        scores, ids = _top_k(scores, sampling.top_k)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        scores, ids = _top_p(scores, ids, sampling.top_p)
+    if sampling.min_p:
+        likely = torch.nonzero(scores >= scores.max() + math.log(sampling.min_p)).squeeze(1)
+        if likely.numel():  # none for NaN, which is found later
+            scores, ids = scores[likely], likely if ids is None else ids[likely]
+    return ids, scores
+
+
+def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest scores in decreasing order, and those that are equal to the last of them, as in transformers; and their ids."""
+    if 4 * _BLOCK * k >= scores.numel():
+        pool, blocks = scores, None
+    else:  # the highest ones are in the blocks with the highest maxima
+        rows = nn.functional.pad(scores, (0, -scores.numel() % _BLOCK), value=-math.inf).view(-1, _BLOCK)
+        highest = rows.amax(1)
+        blocks = torch.nonzero(highest >= torch.topk(highest, k).values[-1]).squeeze(1)
+        pool = rows[blocks].flatten()
+        if pool.numel() < k:  # of NaN nothing is as high as the highest
+            raise _not_finite()
+    values, ids = torch.topk(pool, k)
+    count = int((pool >= values[-1]).sum())
+    if count > k:
+        values, ids = torch.topk(pool, count)
+    return values, ids if blocks is None else blocks[ids // _BLOCK] * _BLOCK + ids % _BLOCK
+
+
+def _top_p(scores: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """The highest scores, in decreasing order, whose predecessors have a total probability below top_p."""
+    total = torch.logsumexp(scores, 0)
+    if ids is not None:
+        values = scores
+    else:  # all tokens, unsorted: most of them are too unlikely to be worth sorting
+        count = min(_FIRST_CANDIDATES, scores.numel())
+        values, ids = _top_k(scores, count)
+        while count < scores.numel() and float(torch.exp(values - total).sum()) < top_p:
+            count = min(8 * count, scores.numel())
+            values, ids = _top_k(scores, count)
+    probabilities = torch.exp((values - total).double())
+    kept = max(int((probabilities.cumsum(0) - probabilities < top_p).sum()), 1)
+    return values[:kept], ids[:kept]
+
+
+def _most_likely(scores: Tensor) -> int:
+    value, id = scores.max(0)  # NaN counts as the highest
+    if not math.isfinite(float(value)):
+        raise _not_finite()
+    return int(id)
+
+
+def _with_logprobs(logits: Tensor, chosen: int, count: int) -> Choice:
+    logits = logits.float()
+    total = torch.logsumexp(logits, 0)
+    logprob = float(logits[chosen] - total)
+    if not count:
+        return Choice(chosen, logprob, ())
+    values, ids = (of_all[:count] for of_all in _top_k(logits, min(count, logits.numel())))
+    return Choice(chosen, logprob, tuple(zip(ids.tolist(), (values - total).tolist(), strict=True)))
+
+
+def _not_finite() -> CheckpointError:
+    return CheckpointError("the model computes NaN or infinite logits: its files are damaged, or of another model")
+
+
+class _Ids:
+    """A set of token ids that grows, as a tensor."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._set = set(ids)
+        self._tensor = torch.tensor(sorted(self._set), dtype=torch.int64, device="cpu")
+        self._new: list[int] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._set)
+
+    @property
+    def highest(self) -> int:
+        return max(self._set)
+
+    def add(self, id: int) -> None:
+        if id not in self._set:
+            self._set.add(id)
+            self._new.append(id)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The ids on a device."""
+        if self._new or self._tensor.device != device:
+            self._tensor = torch.cat([self._tensor.to(device), torch.tensor(self._new, dtype=torch.int64, device=device)])
+            self._new = []
+        return self._tensor

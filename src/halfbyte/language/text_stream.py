@@ -1,0 +1,193 @@
+"""Token ids → text as it is generated.
+
+Called by the generation loop with one id at a time. The text of a token can depend on its neighbours: a character of several bytes is in
+several tokens, the first token of a SentencePiece text loses its space, WordPiece joins or separates. So a token is decoded behind a few
+tokens of context, and only text that no later token can change is given out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfbyte.errors import ArgumentError
+from halfbyte.language.tokenizer import CLEAN_UP_CHARACTERS, Tokenizer, clean
+from halfbyte.language.tokenizer_folder import decoder_steps
+
+_REPLACEMENT = "\ufffd"
+_LOCAL_STEPS = {"ByteLevel", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
+_CONTEXT = 8  # tokens, of a byte each at least: more than a character of UTF-8 has
+
+
+class TextStream:
+    """The text of one sequence, piece by piece, up to a stop string.
+
+    What `push` returns, one after the other, and then `flush`, is what `tokenizer.decode` gives for all ids, cut before the first stop
+    string that is complete.
+
+    Attributes:
+        finished: Whether a stop string has come; ids that are pushed afterwards are ignored.
+
+    Example:
+        stream = TextStream(tokenizer, stop=["\\n\\n"])
+        for id in ids:
+            print(stream.push(id), end="")
+        print(stream.flush())
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+        """Starts an empty text.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            stop: Strings that end the text; they are not part of it.
+            skip_special_tokens: Leave special tokens out of the text.
+
+        Raises:
+            ArgumentError: A stop string is empty, which would end every text before it begins.
+        """
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise ArgumentError(f"stop is a list of strings of one character or more, got {stop!r}: leave empty ones out")
+        self.finished = False
+        self._raw = _RawStream(tokenizer, skip_special_tokens)
+        self._clean_up = tokenizer.clean_up
+        self._unclean = ""  # decoded, and not cleaned up yet
+        self._stop = _StopStrings(stop)
+
+    def push(self, id: int) -> str:
+        """Appends a token.
+
+        Args:
+            id: The token's id.
+
+        Returns:
+            The text that cannot change any more and is not the beginning of a stop string; often "" or several characters.
+        """
+        if self.finished:
+            return ""
+        text, outlook = self._raw.push(id, bool(self._stop))
+        if self._clean_up:
+            text, outlook = self._cleaned(text, outlook)
+        text = self._stop.push(text, outlook)
+        self.finished = self._stop.finished
+        return text
+
+    def flush(self) -> str:
+        """Ends the text, and returns what was held back; "" after a stop string."""
+        if self.finished:
+            return ""
+        text = self._raw.flush()
+        if self._clean_up:
+            text, self._unclean = clean(self._unclean + text), ""
+        text = self._stop.push(text, "") + self._stop.flush()
+        self.finished = self._stop.finished
+        return text
+
+    def _cleaned(self, text: str, outlook: str) -> tuple[str, str]:
+        """Cleans text up to the last character that is in none of the patterns: no replacement reaches across it."""
+        self._unclean += text
+        end = next((at for at in range(len(self._unclean), 0, -1) if self._unclean[at - 1] not in CLEAN_UP_CHARACTERS), 0)
+        stable, self._unclean = clean(self._unclean[:end]), self._unclean[end:]
+        return stable, clean(self._unclean + outlook)
+
+
+class _RawStream:
+    """`backend.decode`, one token at a time.
+
+    Invariant: for all further ids X, the text of all ids is what was given out followed by decode(context + tokens + X)[given:].
+    `context` may be any earlier tokens for which this holds: those that were decoded at last, if they have text of their own, which then
+    takes what a decoder does to the beginning of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._backend = tokenizer.backend
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        steps = decoder_steps(tokenizer.backend)
+        kinds = {str(step.get("type")) for step in steps}
+        self._bytes_in_characters = "ByteLevel" in kinds
+        self._bytes_as_tokens = "ByteFallback" in kinds
+        self._streams = all(step.get("type") in _LOCAL_STEPS or _replaces_one_character(step) for step in steps)
+        self._context: list[int] = []
+        self._tokens: list[int] = []
+        self._given = 0
+
+    def push(self, id: int, look_ahead: bool) -> tuple[str, str]:
+        """(text that cannot change any more, further text of the ids so far where `look_ahead` asks for it)."""
+        token = None if id in self._skipped else self._backend.id_to_token(id)
+        if token is None:
+            return "", ""
+        self._tokens.append(id)
+        # A run of byte tokens becomes U+FFFD as a whole where one of them is no UTF-8, so it is known at its end only.
+        if not self._streams or (self._bytes_as_tokens and _is_byte(token)):
+            return "", self._decode(self._context + self._tokens)[self._given :] if look_ahead else ""
+        text = self._decode(self._context + self._tokens)
+        end = len(text)
+        if self._bytes_in_characters and text.endswith(_REPLACEMENT):  # perhaps the beginning of a character
+            end -= 1
+        stable, outlook = text[self._given : end], text[max(end, self._given) :]
+        self._given = max(end, self._given)
+        if end == len(text):
+            self._move_context()
+        elif len(self._tokens) > 2 * _CONTEXT:  # text that is no UTF-8: decoding is in step again after one character
+            self._context, self._tokens = [], self._tokens[-_CONTEXT:]
+            self._given = len(self._decode(self._tokens)) - 1
+        return stable, outlook
+
+    def flush(self) -> str:
+        text = self._decode(self._context + self._tokens)[self._given :]
+        self._context, self._tokens, self._given = [], [], 0
+        return text
+
+    def _move_context(self) -> None:
+        """Forgets earlier tokens, if the last ones have text of their own."""
+        alone = self._decode(self._tokens)
+        if alone:
+            self._context, self._tokens, self._given = self._tokens, [], len(alone)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, False)
+
+
+class _StopStrings:
+    """Passes text on up to the first complete stop string, and holds back what may be the beginning of one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.finished = False
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._stop)
+
+    def push(self, text: str, outlook: str) -> str:
+        """Appends text; `outlook` is text that the sequence would go on with if it ended now, and is only searched."""
+        if not self._stop:
+            return text
+        self._held += text
+        if (start := self._first(self._held + outlook)) is not None:
+            given, self._held, self.finished = (self._held + outlook)[:start], "", True
+            return given
+        longest = max(map(len, self._stop)) - 1
+        at = max(0, len(self._held) - longest)
+        while at < len(self._held) and not any(stop.startswith(self._held[at:]) for stop in self._stop):
+            at += 1
+        given, self._held = self._held[:at], self._held[at:]
+        return given
+
+    def flush(self) -> str:
+        given, self._held = self._held, ""
+        return given
+
+    def _first(self, text: str) -> int | None:
+        """Where the stop string begins that is complete first; of two that end at the same place the longer one."""
+        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _replaces_one_character(step: dict[str, object]) -> bool:
+    """Whether a step of a decoder replaces a single character, which is the same in each part of a text as in the whole."""
+    pattern = step.get("pattern")
+    return step.get("type") == "Replace" and isinstance(pattern, dict) and len(pattern.get("String", "")) == 1

@@ -1,0 +1,196 @@
+"""Text ↔ token ids, without transformers.
+
+Called by the language model and the commands that generate text. The tokenizer itself is an object of the package `tokenizers`, which
+tokenizer_folder.py builds from a folder and checkpoint/gguf_tokenizer.py from a .gguf file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from halfbyte.checkpoint import gguf_tokenizer
+from halfbyte.errors import ArgumentError, CheckpointError, check_type, not_there
+from halfbyte.io.files import is_file, is_folder, is_there
+from halfbyte.io.gguf import is_gguf
+from halfbyte.language import tokenizer_folder
+
+_ID_LIMIT = 1 << 32  # tokenizers stores ids in 32 bits
+# What transformers' clean_up_tokenization replaces, in this order.
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+CLEAN_UP_CHARACTERS = frozenset("".join(pattern for pattern, _ in _CLEAN_UP))
+
+
+class _Encoding(Protocol):
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class _AddedToken(Protocol):
+    @property
+    def special(self) -> bool: ...
+
+
+class Backend(Protocol):
+    """The part of `tokenizers.Tokenizer` that is used here."""
+
+    @property
+    def decoder(self) -> object: ...
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> _Encoding: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def id_to_token(self, id: int) -> str | None: ...
+    def token_to_id(self, token: str) -> int | None: ...
+    def get_vocab_size(self, with_added_tokens: bool) -> int: ...
+    def get_added_tokens_decoder(self) -> Mapping[int, _AddedToken]: ...
+
+
+class Tokenizer:
+    """The tokenizer of a language model.
+
+    Attributes:
+        special_tokens: Texts of the special tokens by transformers' names, such as `{"bos_token": "<s>"}`: variables of chat templates.
+        chat_templates: Chat templates by name; the usual one is called "default".
+        bos_id: Id of the token that begins a text, or None. `encode` adds it where the tokenizer says so.
+        eos_ids: Ids of the tokens that end an answer: the tokenizer's own, then those of generation_config.json or config.json, or those
+            that the .gguf file names and llama.cpp knows.
+        pad_id: Id of the padding token, or None.
+
+    Example:
+        tokenizer = Tokenizer.open(Path("SmolLM2-135M-Instruct.gguf"))
+        tokenizer.decode(tokenizer.encode("a text"))
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str],
+        *,
+        chat_templates: Mapping[str, str] | None = None,
+        end_ids: Sequence[int] = (),
+        clean_up: bool = False,
+    ) -> None:
+        """Wraps a tokenizer; `Tokenizer.open` reads one from a file.
+
+        Args:
+            backend: A `tokenizers.Tokenizer`.
+            special_tokens: Texts of the special tokens by transformers' names.
+            chat_templates: Chat templates by name.
+            end_ids: Ids of further tokens that end an answer.
+            clean_up: Remove spaces before punctuation from decoded text, as transformers does for some tokenizers.
+        """
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_templates = dict(chat_templates or {})
+        self.clean_up = clean_up
+        ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
+        self.bos_id = ids.get("bos_token")
+        self.pad_id = ids.get("pad_token")
+        eos = ids.get("eos_token")
+        self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *end_ids]))
+
+    @classmethod
+    def open(cls, path: Path) -> Tokenizer:
+        """Opens the tokenizer of a model.
+
+        Args:
+            path: A Hugging Face folder with tokenizer.json, a halfbyte folder or a .gguf file.
+
+        Returns:
+            A tokenizer that gives the same ids as transformers' AutoTokenizer for the folder.
+
+        Raises:
+            CheckpointError: There is no tokenizer, it is damaged, or it is of a kind that `tokenizers` cannot read.
+
+        Example:
+            Tokenizer.open(Path("SmolLM2-135M-Instruct")).encode("a text")
+        """
+        if is_folder(path):
+            described = tokenizer_folder.read(path)
+            return cls(
+                described.backend,
+                described.special_tokens,
+                chat_templates=described.chat_templates,
+                end_ids=described.end_ids,
+                clean_up=described.clean_up,
+            )
+        if not is_there(path):
+            raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
+        if not is_file(path) or not is_gguf(path):
+            raise CheckpointError(f"{path} is no .gguf file: name a Hugging Face folder, a halfbyte folder or a .gguf file")
+        file = gguf_tokenizer.read(path)
+        if file is None:
+            raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
+        return cls(file.backend, file.special_tokens, chat_templates=file.chat_templates, end_ids=file.end_ids)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of tokens, added ones included. The embedding of a model may have more rows, never fewer."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that `decode` skips by default."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Splits a text into tokens.
+
+        Args:
+            text: Any text; special tokens that occur in it become their ids.
+            add_special_tokens: Add the tokens that the tokenizer begins and ends a text with. False for the text of a chat template, which
+                has them already.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            ArgumentError: The text is no str, or has lone surrogates, which are no text.
+        """
+        check_type(text, str, "the text to encode is a str", "pass one text at a time")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise ArgumentError(
+                f"the text has a lone surrogate {text[e.start]!a} at character {e.start}, which is no text: decode it as UTF-8 first"
+            ) from e
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids.
+
+        Args:
+            ids: Token ids; those without a token, as in rows of an embedding that are padding, give no text.
+            skip_special_tokens: Leave out special tokens, such as the end of an answer.
+
+        Returns:
+            The text; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            ArgumentError: An id is negative, or does not fit into 32 bits.
+        """
+        for i in ids:
+            if not 0 <= i < _ID_LIMIT:
+                raise ArgumentError(f"a token id is from 0 to {_ID_LIMIT - 1}, got {i}: pass ids of this tokenizer")
+        text = self.backend.decode(ids, skip_special_tokens)
+        return clean(text) if self.clean_up else text
+
+
+def clean(text: str) -> str:
+    """Removes spaces before punctuation and contractions, as transformers' `clean_up_tokenization`."""
+    for pattern, replacement in _CLEAN_UP:
+        text = text.replace(pattern, replacement)
+    return text
