@@ -108,8 +108,8 @@ def test_values_that_can_be_used_stay(folder: Path) -> None:
         ("generation_config.json", {"eos_token_id": INFINITE}, "eos_token_id of"),
         ("generation_config.json", {"bos_token_id": "bad"}, "bos_token_id of"),
         ("generation_config.json", {"sequence_bias": 1.5}, "cannot generate with sequence_bias of generation_config.json"),
-        ("tokenizer_config.json", {"model_max_length": "bad"}, "its files are damaged"),
-        ("config.json", {"rms_norm_eps": -INFINITE}, "NaN or infinite logits"),
+        ("tokenizer_config.json", {"bos_token": 7}, "tokenizer_config.json"),
+        ("config.json", {"rms_norm_eps": -INFINITE}, "config.json says rms_norm_eps"),
     ],
 )
 def test_a_wrong_value_is_one_line(file: str, values: dict[str, Any], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,3 +127,12 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return all(mallopt(parameter, _NEVER) == 1 for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+
+
+def peak_memory() -> int | None:
+    """The peak memory of this process in bytes; None where the system does not report it."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
+    except OSError:
+        return None

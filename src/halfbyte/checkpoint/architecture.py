@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfbyte.checkpoint.generation_settings import FILE, check_generation
+from halfbyte.decoder.config import find_family
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 from halfbyte.io.tensors import Spec
@@ -76,6 +77,11 @@ def known_architecture(config: Mapping[str, Any]) -> str | None:
     except Exception as e:  # a dependency of the architecture itself may be missing
         raise CheckpointError(f"transformers cannot import {name} ({_why(e)}): install what it needs") from e
     return name if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def is_transformers_model(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names a class of transformers, which is not imported for a family that halfbyte knows itself."""
+    return find_family(config) is not None or known_architecture(config) is not None
 
 
 def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequence[int]]) -> nn.Module:
@@ -174,6 +180,8 @@ def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], dict[st
 def module_classes(config: Mapping[str, Any], modules: Iterable[str], files: Iterable[Sequence[int]]) -> dict[str, set[str]]:
     """The names of the class and the base classes of modules that have a weight, by their names in the files; without those that the model
     does not have, or not as modules of their own. `files` as for `skeleton`."""
+    if find_family(config) is not None:  # what is not its embedding, and is asked for, is one of its Linears
+        return {name: {"Embedding" if name.endswith("embed_tokens") else "Linear", "Module"} for name in modules}
     if known_architecture(config) is None:
         return {}
     model = skeleton(config, torch.float32, files)

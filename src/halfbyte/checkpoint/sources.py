@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoint.architecture import known_architecture
+from halfbyte.checkpoint.architecture import is_transformers_model
 from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.files import weight_files
 from halfbyte.checkpoint.foreign import read_folder, read_plain, settings_of
@@ -46,7 +46,7 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
 def _reader(source: Path, config: Mapping[str, Any]) -> Reader:
     """The tensors of a folder, by the names that they have in the model itself if it is one of transformers."""
     reader = Reader(weight_files(source))
-    if known_architecture(config) is not None:
+    if is_transformers_model(config):
         reader.rename(plain_names(reader.places))
     return reader
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfbyte.cli.device import settle_device
-from halfbyte.cli.generate import add_model, in_words, measured, new_cache, open_asked, show
+from halfbyte.cli.generate import add_model, in_words, measured, new_cache, open_asked, open_own, own_measured, rank_and_count, show
 from halfbyte.cli.output import Commands, add_command
 from halfbyte.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from halfbyte.language.model import LanguageModel
+    from halfbyte.language.sampling import Sampling
 
 
 def add(commands: Commands) -> None:
@@ -29,11 +33,12 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.json:
         raise UnsupportedError("chat has no --json output: use generate --json")
-    from halfbyte.integrations.tensor_parallel import rank_and_count
-
     if rank_and_count()[1] > 1:
         raise UnsupportedError("chat runs in one process, and torchrun started several: use generate")
     settle_device(args)
+    own = open_own(args)
+    if own is not None:
+        return _run_own(args, *own)
     model, tokenizer, settings = open_asked(args)
     if not tokenizer.chat_template:
         raise UnsupportedError(f"the tokenizer of {args.model} has no chat template: use halfbyte generate")
@@ -44,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.integrations import generating
     from halfbyte.integrations.text import generate, room
 
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # invalid bytes do not end the chat
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages = _first_messages(args)
     cache, seen = None, None
     while line := _next_line():
         messages.append({"role": "user", "content": line})
@@ -65,6 +68,35 @@ def run(args: argparse.Namespace) -> int:
         if not args.quiet:
             print(in_words(measured(done)), file=sys.stderr)
     return 0
+
+
+def _run_own(args: argparse.Namespace, model: LanguageModel, sampling: Sampling) -> int:
+    """`run` of a model that is computed without transformers. What a message has in common with those before is not read again."""
+    if "default" not in model.tokenizer.chat_templates:
+        names = ", ".join(model.tokenizer.chat_templates)
+        what = f"the chat templates of {args.model} are {names}, chat uses the one called default" if names else ""
+        raise UnsupportedError(f"{what or f'the tokenizer of {args.model} has no chat template'}: use halfbyte generate")
+    messages = _first_messages(args)
+    while line := _next_line():
+        messages.append({"role": "user", "content": line})
+        try:
+            generation = model.submit(messages, sampling)
+        except CheckpointError as e:
+            remedy = "leave --system out, or use halfbyte generate" if args.system else "repair it, or use halfbyte generate"
+            raise CheckpointError(f"the chat template of {args.model} does not take this conversation ({e}): {remedy}") from e
+        for piece in model.stream_of(generation):
+            show(piece)
+        messages.append({"role": "assistant", "content": generation.text})
+        print()
+        if not args.quiet:
+            print(in_words(own_measured(generation)), file=sys.stderr)
+    return 0
+
+
+def _first_messages(args: argparse.Namespace) -> list[dict[str, str]]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # invalid bytes do not end the chat
+    return [{"role": "system", "content": args.system}] if args.system else []
 
 
 def _as_prompt(tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> Any:

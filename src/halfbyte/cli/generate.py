@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
 from halfbyte.cli.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 from halfbyte.io.files import is_file, is_there
+from halfbyte.memory import peak_memory
+
+if TYPE_CHECKING:
+    from halfbyte.language.generate import Generation
+    from halfbyte.language.model import LanguageModel
+    from halfbyte.language.sampling import Sampling
 
 _LEAST, _MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 
@@ -49,15 +56,53 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the decoding step by torch.compile first: slow to start")
 
 
-@settling()
-def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
-    """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
+def rank_and_count() -> tuple[int, int]:
+    """(rank, number of processes) under torchrun; (0, 1) otherwise."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ArgumentError for arguments that are out of range."""
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
     if args.cache and args.compile:
         raise ArgumentError("--compile decodes with a static cache, and --cache int8 is one that grows: leave out one of them")
     if not -(1 << 63) <= args.seed < 1 << 64:
         raise ArgumentError(f"--seed has 64 bits, got {args.seed}: use a smaller number")
+    _choice_of_tokens(args)
+
+
+@settling()
+def open_own(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
+    """The model and how tokens are chosen, without transformers; None where transformers has to run it, which is told on stderr."""
+    _check(args)
+    if args.device != "cpu" or args.compile or rank_and_count()[1] > 1:
+        return None
+    from halfbyte.language.generation_defaults import TOP_K, sampling_defaults
+    from halfbyte.language.model import LanguageModel
+    from halfbyte.language.sampling import Sampling
+    from halfbyte.nn.config import Config
+
+    try:
+        if args.dtype not in (None, "float32"):
+            raise UnsupportedError(f"it computes in float32, not in {args.dtype}")
+        settings = {"repetition_penalty": 1.0, "top_k": TOP_K, **sampling_defaults(args.model)}
+        settings |= {name: getattr(args, name) for name in ("top_k", "top_p", "repetition_penalty") if getattr(args, name) is not None}
+        if not args.temperature:
+            settings = {"repetition_penalty": settings["repetition_penalty"]}
+        sampling = Sampling(temperature=args.temperature, seed=args.seed, max_new_tokens=args.max_new_tokens, **settings)
+        config = None if args.format is None else Config(args.format)
+        return LanguageModel.open(args.model, format=config, cache=args.cache, sparse=args.sparse), sampling
+    except UnsupportedError as e:
+        if not args.quiet:
+            print(f"transformers runs this model, as halfbyte's own decoder does not: {e}", file=sys.stderr)
+        return None
+
+
+@settling()
+def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
+    """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
+    _check(args)
     drawn = _choice_of_tokens(args)
     import torch
 
@@ -114,12 +159,16 @@ def writes_text(path: Path) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """All processes started by torchrun generate the same text; the first prints it."""
-    with settling():
-        from halfbyte.integrations.tensor_parallel import processes, rank_and_count
-
     rank, count = rank_and_count()
     args.quiet = args.quiet or rank > 0
+    _read_prompt(args, count)
     settle_device(args)
+    own = open_own(args)
+    if own is not None:
+        return _run_own(args, *own)
+    with settling():
+        from halfbyte.integrations.tensor_parallel import processes
+
     with processes(args.device) as (mesh, args.device):
         return _run(args, open_asked(args, mesh), rank, count)
 
@@ -128,10 +177,6 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     from halfbyte.integrations.text import check_prompt, generate, room
 
     model, tokenizer, settings = opened
-    if args.prompt == "-":
-        args.prompt = _read_prompt(count)
-    if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # how Python represents bytes that it cannot decode
-        raise ArgumentError(f"--prompt is text in this system's encoding, {sys.getfilesystemencoding()}, got {args.prompt!a}")
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     check_prompt(model, prompt)  # before anything is shown
     settings["max_new_tokens"] = room(model, prompt["input_ids"].shape[1], args.max_new_tokens)
@@ -151,12 +196,34 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     return 0
 
 
-def _read_prompt(processes: int) -> str:
-    if processes > 1:
-        raise UnsupportedError("only the first process can read a prompt from stdin: pass the text with --prompt")
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")
-    return sys.stdin.read().removesuffix("\n")
+def _run_own(args: argparse.Namespace, model: LanguageModel, sampling: Sampling) -> int:
+    """`run` of a model that is computed without transformers."""
+    generation = model.submit(args.prompt, sampling)  # what it refuses is refused before anything is shown
+    if not args.json:
+        show(args.prompt)
+    for piece in model.stream_of(generation):
+        if not args.json:
+            show(piece)
+    facts = {**own_measured(generation), "weight_bytes": model.spec.nbytes, "peak_memory_bytes": peak_memory(), "processes": 1}
+    if args.json:
+        print_json({"model": str(args.model), "prompt": args.prompt, "text": generation.text, **facts})
+        return 0
+    print()
+    if not args.quiet:
+        print(f"\n{in_words(facts)}", file=sys.stderr)
+    return 0
+
+
+def _read_prompt(args: argparse.Namespace, processes: int) -> None:
+    """Reads a prompt of stdin into `args`, and checks it."""
+    if args.prompt == "-":
+        if processes > 1:
+            raise UnsupportedError("only the first process can read a prompt from stdin: pass the text with --prompt")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")
+        args.prompt = sys.stdin.read().removesuffix("\n")
+    if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # how Python represents bytes that it cannot decode
+        raise ArgumentError(f"--prompt is text in this system's encoding, {sys.getfilesystemencoding()}, got {args.prompt!a}")
 
 
 def show(text: str) -> None:
@@ -172,10 +239,23 @@ def measured(done: Any) -> dict[str, float]:
     }
 
 
-def sizes(model: Any, device: str) -> dict[str, int | None]:
-    from halfbyte.integrations.text import peak_memory, weight_bytes
+def own_measured(generation: Generation) -> dict[str, float]:
+    """`measured` of a text that was generated without transformers."""
+    return {
+        "prompt_tokens": len(generation.prompt_ids) - generation.cached_tokens,
+        "prompt_tokens_per_second": generation.prompt_rate,
+        "new_tokens": len(generation.ids),
+        "decode_tokens_per_second": generation.decode_rate,
+    }
 
-    return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": peak_memory(device)}
+
+def sizes(model: Any, device: str) -> dict[str, int | None]:
+    import torch
+
+    from halfbyte.integrations.text import weight_bytes
+
+    peak = peak_memory() if torch.device(device).type == "cpu" else torch.cuda.max_memory_allocated()
+    return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": peak}
 
 
 def in_words(facts: dict[str, Any]) -> str:

@@ -71,7 +71,7 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
     embedding = tensors.table("model.embed_tokens.weight")
     tied = config.get("tie_word_embeddings", family.tie_word_embeddings)
     head: Weight | Tensor | None
-    if tied and not tensors.has("lm_head.weight"):
+    if tied:
         head = Weight(embedding, None, "auto", "block") if isinstance(embedding, Packed) else embedding
     else:
         bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
@@ -261,8 +261,11 @@ def _check_shapes(spec: DecoderSpec, config: TextConfig) -> None:
     shapes = {"embed_tokens": tuple(spec.embedding.shape), "lm_head": tuple(head.shape), "norm": tuple(spec.norm.weight.shape)}
     wrong = next((name for name, shape in shapes.items() if len(shape) != (1 if name == "norm" else 2)), None)
     wrong = wrong or next((name for name, shape in shapes.items() if shape[-1] != config.hidden_size), None)
-    if wrong is None and shapes["embed_tokens"][0] < 1:
-        wrong = "embed_tokens"
+    rows, stated = shapes["embed_tokens"][0], config.get("vocab_size", shapes["embed_tokens"][0])
+    if wrong is None and (rows < 1 or rows != stated or shapes["lm_head"][0] != rows):
+        name = "lm_head" if rows == stated else "model.embed_tokens"
+        got = shapes[name.removeprefix("model.")]
+        raise CheckpointError(f"{name}.weight is {list(got)} in the files, but config.json makes it {[stated, config.hidden_size]}")
     if wrong is not None:
         raise CheckpointError(
             f"{wrong} is {list(shapes[wrong])}, and config.json says hidden_size: {config.hidden_size}: it is of another model"

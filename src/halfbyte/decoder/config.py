@@ -18,17 +18,23 @@ _FULL = "full_attention"
 _BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
 
 
+def find_family(values: Mapping[str, Any]) -> Family | None:
+    """Find the family of a config.json; None where its architecture is in none."""
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return _BY_MODEL.get(name) if isinstance(name, str) else None
+
+
 def family_of_config(values: Mapping[str, Any]) -> Family:
     """Find the family of a config.json.
 
     Raises:
         UnsupportedError: Its architecture is in no family.
     """
-    names = values.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    family = _BY_MODEL.get(name)
+    family = find_family(values)
     if family is None:
-        raise UnsupportedError(f"architecture {short(name or values.get('model_type'))} is in no family of halfbyte's own decoder")
+        name = values.get("architectures") or values.get("model_type")
+        raise UnsupportedError(f"architecture {short(name)} is in no family of halfbyte's own decoder")
     return family
 
 

@@ -184,4 +184,4 @@ def _proportional(p: _Parameters, theta: float, head_dim: int, factor: float) ->
     """Give the first `partial_rotary_factor` of the frequencies their values over the whole head, and the others 0."""
     angles = int(factor * head_dim // 2)
     frequencies = 1.0 / theta ** (torch.arange(0, 2 * angles, 2, dtype=torch.int64, device="cpu").float() / head_dim)
-    return torch.cat((frequencies, torch.zeros(head_dim // 2 - angles, device="cpu"))) / p.number("factor", 1.0)
+    return torch.cat((frequencies, frequencies.new_zeros(head_dim // 2 - angles))) / p.number("factor", 1.0)

@@ -26,15 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def rank_and_count() -> tuple[int, int]:
-    """(rank, number of processes) under torchrun; (0, 1) otherwise."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextmanager
 def processes(device: str) -> Iterator[tuple[DeviceMesh | None, str]]:
     """A context with (mesh of all processes, this one's device); (None, device) for a single process."""
-    _, count = rank_and_count()
+    count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield None, device
         return

@@ -369,14 +369,3 @@ def weight_bytes(model: nn.Module) -> int:
     tensors = {t.data_ptr(): t.nbytes for t in model.parameters()}
     tensors |= {m.packed.data.data_ptr(): m.packed.nbytes for m in model.modules() if isinstance(m, QuantModule)}
     return sum(tensors.values())
-
-
-def peak_memory(device: str) -> int | None:
-    """The peak memory of the GPU or of this process; None where the system does not report it."""
-    if not _is_cpu(device):
-        return torch.cuda.max_memory_allocated()
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), None)

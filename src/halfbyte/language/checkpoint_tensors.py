@@ -5,7 +5,7 @@ Called by `model.py`. Names are those of transformers' modules, which all reader
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -29,7 +29,7 @@ from halfbyte.nn.candidates import Candidate
 from halfbyte.nn.config import Config, choose
 from halfbyte.ops.layers import Weight
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 class Form(NamedTuple):
@@ -48,6 +48,9 @@ class Source(Protocol):
 
     def form(self, name: str) -> Form | None:
         """How a weight is quantized; None where it is not."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight's codes."""
 
     def codes(self, name: str) -> Codes:
         """Read a quantized weight."""
@@ -74,6 +77,9 @@ class CheckpointSource:
         weight = self._model.weights.get(self._stored(name))
         return None if weight is None else Form(weight.format, weight.compute, weight.activation)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._model.weights[self._stored(name)].shape
+
     def codes(self, name: str) -> Codes:
         return self._model.codes(self._stored(name))
 
@@ -91,16 +97,17 @@ class EntriesSource:
     def __init__(self, path: Path, config: Mapping[str, Any], entries: Entries, quantize: Config | None = None) -> None:
         """Choose a format for each weight of a model in floating point, where a Config is given."""
         self._path, self._entries = path, entries
-        # Stacks of experts are parameters in transformers: files name them with and without ".weight".
+        # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
         self._names = {self._module_name(name): name for name in entries.entries}
+        self._stacks = _stacks(self._names)
         self._quantize, self._formats = quantize, {}
         if quantize is not None:
-            tied = _HEAD not in self._names
             found = [
-                Candidate(name.removesuffix(".weight"), "Embedding" if name == _EMBEDDING else "Linear", _EMBEDDING if tied else name)
+                Candidate(name.removesuffix(".weight"), "Embedding" if name == _EMBEDDING else "Linear", name)
                 for name, stored in self._names.items()
                 if name.endswith(".weight") and len(entries.spec(stored).shape) in (2, 3) and _is_linear(name)
             ]
+            found += [Candidate(name.removesuffix(".weight"), "Experts", name) for name in self._stacks]
             self._formats = {name: each for name, each in choose(found, quantize).items() if isinstance(each, Format)}
 
     @staticmethod
@@ -108,9 +115,12 @@ class EntriesSource:
         return f"{name}.weight" if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) else name
 
     def names(self) -> set[str]:
-        return set(self._names)
+        return {*self._names, *self._stacks}
 
     def form(self, name: str) -> Form | None:
+        if name in self._stacks and self._quantize is None:
+            forms = {self.form(part) for expert in self._stacks[name] for part in expert}
+            return forms.pop() if len(forms) == 1 else None
         if self._quantize is not None:
             chosen = self._formats.get(name.removesuffix(".weight"))
             return None if chosen is None else Form(chosen, self._quantize.compute, self._quantize.activation)
@@ -121,14 +131,51 @@ class EntriesSource:
             raise UnsupportedError(f"the columns of {name} are in another order than its inputs")
         return Form(quantized.format, quantized.compute, quantized.activation)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._stacks:
+            first = self._stacks[name][0]
+            return len(self._stacks[name]), sum(self.shape(part)[0] for part in first), self.shape(first[0])[-1]
+        stored = self._names[name]
+        quantized, (*rest, n, k) = self._entries.entries[stored].quantized, self._entries.spec(stored).shape
+        return (*rest, k, n) if quantized is not None and quantized.transposed else (*rest, n, k)
+
     def codes(self, name: str) -> Codes:
+        if self._quantize is None and name in self._stacks:
+            return _joined([_joined([self.codes(part) for part in expert], _ROWS) for expert in self._stacks[name]], _EXPERTS)
         if self._quantize is None:
             return self._entries.codes(self._names[name])
         fmt = self._formats[name.removesuffix(".weight")]
         return ops.quantize(self.floats(name), fmt, self._quantize.method, name=name)
 
     def floats(self, name: str) -> Tensor:
+        if name in self._stacks:
+            return torch.stack([torch.cat([self.floats(part) for part in expert]) for expert in self._stacks[name]])
+        stored = self._entries.spec(self._names[name])
+        if not stored.dtype.is_floating_point:
+            raise CheckpointError(f"{name} of {self._path} is {stored.dtype}, codes of a format that is not named: take the float model")
         return checked_finite(self._entries.read(self._names[name], torch.float32), name, self._path, parameter=True)
+
+
+def _stacks(names: Iterable[str]) -> dict[str, list[list[str]]]:
+    """Stacks of experts whose files have them one by one: their name -> for each expert the names of its matrices, gate before up."""
+    experts: dict[str, int] = {}
+    for name in names:
+        home, _, number = name.removesuffix(".down_proj.weight").rpartition(".")
+        if name.endswith(".down_proj.weight") and home.endswith(".experts") and number.isdecimal():
+            experts[home] = max(experts.get(home, 0), int(number) + 1)
+    stacks = {}
+    for home, count in experts.items():
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            stacks[f"{home}.{stack}.weight"] = [[f"{home}.{i}.{part}.weight" for part in parts] for i in range(count)]
+    return stacks
+
+
+_ROWS = cast(Callable[[list[Tensor]], Tensor], partial(torch.cat, dim=-2))
+_EXPERTS = cast(Callable[[list[Tensor]], Tensor], torch.stack)
+
+
+def _joined(parts: Sequence[Codes], join: Callable[[list[Tensor]], Tensor]) -> Codes:
+    return parts[0] if len(parts) == 1 and join is _ROWS else Codes.joined(parts, join)
 
 
 def _is_linear(name: str) -> bool:
@@ -140,60 +187,67 @@ def _is_linear(name: str) -> bool:
 class PackedTensors:
     """`decoder.build.Tensors` of a source, packed for a CPU."""
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._names = source, source.names()
-        self._table: Packed | Tensor | None = None
+    def __init__(self, source: Source, *, sparse: bool | None = None) -> None:
+        self._source, self._names, self._sparse = source, source.names(), sparse
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
-        if missing := [name for name in names if name not in self._names]:
-            raise CheckpointError(f"the checkpoint has no {missing[0]}: it is incomplete, or of another architecture")
+        for name in names:
+            self._check(name)
         forms = {self._source.form(name) for name in names}
         first = next(iter(forms))
         if len(forms) > 1 or first is None or (len(names) > 1 and first.format.block == "tensor"):
             return None
+        shapes = [self._source.shape(name) for name in names]
+        if len({shape[-1] for shape in shapes}) > 1:
+            name, shape = min(zip(names, shapes, strict=True), key=lambda pair: [s[-1] for s in shapes].count(pair[1][-1]))
+            other = next(s[-1] for s in shapes if s[-1] != shape[-1])
+            raise CheckpointError(f"{name} is {list(shape)} in the files, but config.json makes it {[*shape[:-1], other]}")
         try:
             parts = [self._source.codes(name) for name in names]
-            codes = parts[0] if len(parts) == 1 else Codes.joined(parts, cast(Callable[[list[Tensor]], Tensor], partial(torch.cat, dim=-2)))
+            codes = _joined(parts, _ROWS)
         except FormatError as e:
-            raise CheckpointError(f"{names[0]} cannot be {first.format}: {e}") from e
+            raise UnsupportedError(f"{names[0]} cannot be {first.format}: {e}") from e
         biases = [self.tensor(name) for name in bias]
         joined = None if not biases else torch.cat(biases, -1)
         if joined is not None and joined.shape[-1] != codes.shape[-2]:
             raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {codes.shape[-2]} rows: not of one layer")
-        return Weight(ops.pack(codes), joined, first.compute, first.activation)  # type: ignore[arg-type]
+        return Weight(ops.pack(codes, sparse=self._sparse), joined, first.compute, first.activation)  # type: ignore[arg-type]
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise CheckpointError(f"the checkpoint has no {name}: it is incomplete, or of another architecture")
+        self._check(name)
         return self._source.floats(name).contiguous()
 
-    def table(self, name: str) -> Packed | Tensor:
+    def _check(self, name: str) -> None:
         if name not in self._names:
-            raise CheckpointError(f"the checkpoint has no {name}: it is incomplete, or of another architecture")
-        return self.tensor(name) if self._source.form(name) is None else ops.pack(self._source.codes(name))
+            raise UnsupportedError(f"the checkpoint has no {name}: it is incomplete, or names its tensors as another version")
+
+    def table(self, name: str) -> Packed | Tensor:
+        self._check(name)
+        return self.tensor(name) if self._source.form(name) is None else ops.pack(self._source.codes(name), sparse=self._sparse)
 
 
-def open_checkpoint(path: Path, quantize: Config | None = None) -> tuple[dict[str, Any], PackedTensors]:
+def open_checkpoint(path: Path, quantize: Config | None = None, *, sparse: bool | None = None) -> tuple[dict[str, Any], PackedTensors]:
     """Open a checkpoint of any kind.
 
     Args:
         path: A halfbyte folder, a folder in floating point or quantized by another project, or a GGUF file.
         quantize: How to quantize a model in floating point as it is read.
+        sparse: As for `ops.pack`.
 
     Returns:
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
     """
     if quantize is not None:
         config, entries = open_floats(path, torch.float32)
-        return config, PackedTensors(EntriesSource(path, config, entries, quantize))
+        return config, PackedTensors(EntriesSource(path, config, entries, quantize), sparse=sparse)
     if is_file(path) and is_gguf(path):
         config, entries = read_file(read_header(path), torch.float32, half=True)
-        return config, PackedTensors(EntriesSource(path, config, entries))
+        return config, PackedTensors(EntriesSource(path, config, entries), sparse=sparse)
     opened = open_source(path)
     if opened is not None:
-        return opened[0], PackedTensors(EntriesSource(path, *opened))
+        return opened[0], PackedTensors(EntriesSource(path, *opened), sparse=sparse)
     model = Checkpoint(path)
-    return model.config, PackedTensors(CheckpointSource(model))
+    return model.config, PackedTensors(CheckpointSource(model), sparse=sparse)

@@ -56,6 +56,7 @@ class LanguageModel:
         format: Config | Format | str | None = None,
         cache: str | None = None,
         speculate: int = 0,
+        sparse: bool | None = None,
     ) -> LanguageModel:
         """Open a model.
 
@@ -65,6 +66,7 @@ class LanguageModel:
             format: Quantize a model in floating point to this format, or as a Config says, while it is read.
             cache: "int8" keeps keys and values in 8 bits; None: as float32.
             speculate: Tokens that are guessed at a time from the text so far (prompt lookup); the text stays the same. 0: none.
+            sparse: Whether zeros of 2:4 sparse weights are left out; None: where there are kernels for that.
 
         Raises:
             UnsupportedError: Its architecture, or a part of it, is not supported without transformers: `halfbyte.load` may read it.
@@ -78,7 +80,7 @@ class LanguageModel:
             raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
         if has_adapter(source):
             raise UnsupportedError(f"{source} holds an adapter beside the model: merge it first")
-        config, tensors = open_checkpoint(source, None if format is None else as_config(format))
+        config, tensors = open_checkpoint(source, None if format is None else as_config(format), sparse=sparse)
         try:
             spec = build_spec(config, tensors)
             return cls(spec, Tokenizer.open(source), source, int8_cache=cache == "int8", speculate=speculate)
