@@ -67,8 +67,9 @@ class Sampling:
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in numbers:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ArgumentError(f"{name} is a number, got {value!r}: pass a float")
+            if (value is None and name in ("top_p", "min_p")) or (isinstance(value, int | float) and not isinstance(value, bool)):
+                continue
+            raise ArgumentError(f"{name} is a number, got {value!r}: pass a float")
         for name in ("top_k", "seed", "max_new_tokens", "logprobs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -188,10 +189,12 @@ class Sampler:
 
     def _draw(self, scores: Tensor) -> int:
         """Draws a token by inverting the cumulative distribution of the candidates, at one uniform random number."""
+        if not math.isfinite(float(scores.amax())):  # a NaN or +inf, or only -inf
+            raise _not_finite()
         ids, values = candidates(scores, self.sampling)
         cumulative = torch.softmax(values, 0).cumsum(0, dtype=torch.float64)
         total = float(cumulative[-1])
-        if not math.isfinite(total):  # a NaN or +inf among the logits, or only -inf
+        if not math.isfinite(total):  # divided by the temperature they are infinite
             raise _not_finite()
         uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
         at = int(torch.searchsorted(cumulative, uniform * total, right=True))
@@ -217,9 +220,8 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tenso
     if sampling.top_p is not None and sampling.top_p < 1:
         scores, ids = _top_p(scores, ids, sampling.top_p)
     if sampling.min_p:
-        likely = torch.nonzero(scores >= scores.max() + math.log(sampling.min_p)).squeeze(1)
-        if likely.numel():  # none for NaN, which is found later
-            scores, ids = scores[likely], likely if ids is None else ids[likely]
+        likely = torch.nonzero(scores >= scores.amax() + math.log(sampling.min_p)).squeeze(1)
+        scores, ids = scores[likely], likely if ids is None else ids[likely]
     return ids, scores
 
 
@@ -232,8 +234,6 @@ def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         highest = rows.amax(1)
         blocks = torch.nonzero(highest >= torch.topk(highest, k).values[-1]).squeeze(1)
         pool = rows[blocks].flatten()
-        if pool.numel() < k:  # of NaN nothing is as high as the highest
-            raise _not_finite()
     values, ids = torch.topk(pool, k)
     count = int((pool >= values[-1]).sum())
     if count > k:
