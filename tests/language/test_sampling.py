@@ -79,12 +79,12 @@ def test_candidates_and_probabilities_of_transformers(count: int, temperature: f
         sampler = Sampler(sampling, PROMPT)
         mine = probabilities(sampling, sampler._penalized(logits) if sampler._penalizes else logits)
         wanted = theirs(sampling, logits, PROMPT)
-        # Quotients of logits and temperature are up to 40 here, rounded to 2^-24 of that: probabilities and their sums are exact to 2^-18.
-        # So top-p may end some tokens earlier or later if they have that probability together.
+        # Quotients of logits and temperature are up to 42 here and their differences 84, each rounded to 2^-24 of that: probabilities are
+        # exact to 2^-16, and to 2^-18 those that matter in sums. So top-p may end earlier or later by tokens of that probability together.
         differ = (mine > 0) != (wanted > 0)
         plain = torch.softmax(logits.double() / temperature, 0)
         assert float(plain[differ].sum()) <= (2**-18 if 0 < settings.get("top_p", 0) < 1 else 0)
-        torch.testing.assert_close(mine[~differ].double(), wanted[~differ], rtol=2**-17, atol=2**-126)
+        torch.testing.assert_close(mine[~differ].double(), wanted[~differ], rtol=2**-16, atol=2**-126)
 
 
 @pytest.mark.parametrize("count", [100, 20_003])

@@ -192,7 +192,7 @@ class Sampler:
         if not math.isfinite(float(scores.amax())):  # a NaN or +inf, or only -inf
             raise _not_finite()
         ids, values = candidates(scores, self.sampling)
-        cumulative = torch.softmax(values, 0).cumsum(0, dtype=torch.float64)
+        cumulative = torch.softmax(values, 0).double().cumsum(0)  # with a dtype cumsum is slow
         total = float(cumulative[-1])
         if not math.isfinite(total):  # divided by the temperature they are infinite
             raise _not_finite()
