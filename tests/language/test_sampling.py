@@ -111,6 +111,17 @@ def test_draws_follow_the_probabilities(settings: dict[str, Any]) -> None:
     assert bool(((counts / draws - p).abs() <= 5 * (p * (1 - p) / draws).sqrt()).all())
 
 
+def test_draws_from_a_large_vocabulary() -> None:
+    """Which is searched in two steps: two tokens of equal probability, in blocks of their own and in one, and none of the others."""
+    for pair in ([5000, 17], [131, 130], [9000, 8999]):
+        logits = torch.full((9001,), -math.inf)
+        logits[pair] = 3.0
+        sampler = Sampler(Sampling(temperature=1, seed=3))
+        drawn = [sampler.choose(logits) for _ in range(400)]
+        assert set(drawn) == set(pair)
+        assert abs(drawn.count(pair[0]) - 200) <= 5 * 10  # five standard deviations
+
+
 def test_a_seed_gives_the_same_tokens_whatever_else_is_drawn() -> None:
     logits = [random_logits(50, i) for i in range(20)]
     sampling = Sampling(temperature=1, seed=11)
