@@ -218,7 +218,9 @@ def test_logits_that_are_not_finite(everywhere: bool, value: float, sampling: Sa
 
 @pytest.mark.parametrize("logits", [torch.zeros(1, 5), torch.zeros(0), torch.zeros(5, dtype=torch.int64), torch.zeros(())])
 def test_what_are_no_logits(logits: Tensor) -> None:
-    with pytest.raises(ArgumentError, match=r"logits are a vector \[N\] of floating-point numbers, got \[.*\] torch.*: pass those of one sequence"):
+    with pytest.raises(
+        ArgumentError, match=r"logits are a vector \[N\] of floating-point numbers, got \[.*\] torch.*: pass those of one sequence"
+    ):
         Sampler(Sampling()).choose(logits)
 
 

@@ -50,7 +50,9 @@ KINDS: dict[str, Callable[[], tuple[Any, bool]]] = {
     "words": lambda: (simple(models.WordLevel(words(*MARKS), "a"), None), False),
     "words, cleaned up": lambda: (simple(models.WordLevel(words(*MARKS, " ", "x "), "a"), None), True),
     "characters, cleaned up": lambda: (
-        simple(models.WordLevel(words(*" .?!,'ntmsvrea\u2581"), "a"), decoders.Sequence([decoders.Fuse(), decoders.Replace("\u2581", " ")])),
+        simple(
+            models.WordLevel(words(*" .?!,'ntmsvrea\u2581"), "a"), decoders.Sequence([decoders.Fuse(), decoders.Replace("\u2581", " ")])
+        ),
         True,
     ),
     "a pattern over the whole text": lambda: (

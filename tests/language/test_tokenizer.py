@@ -58,7 +58,9 @@ def plain_bytes() -> Any:
 
 
 def word_pieces() -> Any:
-    backend: Any = Backend(models.WordPiece({"[UNK]": 0, "<s>": 1, "a": 2, "##b": 3, "don": 4, "'": 5, "t": 6, ".": 7, ",": 8}, unk_token="[UNK]"))
+    backend: Any = Backend(
+        models.WordPiece({"[UNK]": 0, "<s>": 1, "a": 2, "##b": 3, "don": 4, "'": 5, "t": 6, ".": 7, ",": 8}, unk_token="[UNK]")
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
     return backend
@@ -142,7 +144,10 @@ def test_files_of_older_versions(tmp_path: Path) -> None:
     """Without added_tokens_decoder special tokens are in special_tokens_map.json, added ones in added_tokens.json."""
     folder = saved(tmp_path, plain_bytes(), edit={"added_tokens_decoder": None, "bos_token": None})
     size = len(AutoTokenizer.from_pretrained(folder))
-    special = {"bos_token": {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}, "eos_token": "<e>"}
+    special = {
+        "bos_token": {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False},
+        "eos_token": "<e>",
+    }
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
     (folder / "added_tokens.json").write_text(json.dumps({"<e>": size, "<f>": size + 1}))
     mine = check_same(folder)
@@ -164,7 +169,9 @@ def test_types_for_which_the_class_llama_is_ignored() -> None:
 def test_gguf(kind: str, tmp_path: Path) -> None:
     backend = byte_level(split(gguf_tokenizer.QWEN2)) if kind == "bytes" else sentencepiece(True)
     drop = ("tokenizer.ggml.merges",) if kind == "scores" else ()
-    path, _, _ = written(tmp_path, backend, drop, eos_token="<|x|>", unk_token="<unk>" if kind != "bytes" else None, chat_template="{{ x }}")
+    path, _, _ = written(
+        tmp_path, backend, drop, eos_token="<|x|>", unk_token="<unk>" if kind != "bytes" else None, chat_template="{{ x }}"
+    )
     mine = check_same(path, gguf_tokenizer.load(path))
     assert mine.chat_templates == {"default": "{{ x }}"}
     assert mine.eos_ids == (backend.token_to_id("<|x|>"),)
