@@ -48,8 +48,8 @@ def theirs(sampling: Sampling, logits: Tensor, ids: list[int]) -> Tensor:
         processors.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p is not None:
         processors.append(MinPLogitsWarper(sampling.min_p))
-    scores = LogitsProcessorList(processors)(torch.tensor([ids]), logits.double()[None])
-    return torch.softmax(scores[0], 0)
+    process: Any = LogitsProcessorList(processors)
+    return torch.softmax(process(torch.tensor([ids]), logits.double()[None])[0], 0)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -104,7 +104,9 @@ def test_draws_follow_the_probabilities(settings: dict[str, Any]) -> None:
     sampler = Sampler(sampling)
     counts = torch.zeros(12)
     for _ in range(draws):
-        counts[sampler.choose(logits)] += 1
+        id = sampler.choose(logits)
+        assert isinstance(id, int)
+        counts[id] += 1
     p = probabilities(sampling, logits)
     assert not counts[p == 0].any()
     # Five standard deviations of a binomial distribution: each of 12 is missed once in two million.

@@ -108,7 +108,7 @@ def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
 def test_bytes_that_are_characters_or_not(kind: str, data: st.DataObject) -> None:
     mine = tokenizer(kind)
     encoded = data.draw(st.lists(st.one_of(st.text(max_size=4).map(str.encode), st.binary(max_size=3)), max_size=12))
-    alphabet = {byte: character for byte, character in zip(_bytes(), _characters(), strict=True)}
+    alphabet = dict(zip(_bytes(), _characters(), strict=True))
     names = [alphabet[byte] if kind == "bytes" else f"<0x{byte:02X}>" for byte in b"".join(encoded)]
     ids = [mine.backend.token_to_id(name) for name in names]
     assert None not in ids
@@ -208,5 +208,5 @@ def test_a_long_text_is_decoded_a_few_tokens_at_a_time(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("stop", [[""], "ab", [5]])
 def test_stop_strings_that_are_none(stop: Any) -> None:
-    with pytest.raises(ArgumentError, match="stop is a list of strings of one character or more, got .*: leave empty ones out"):
+    with pytest.raises(ArgumentError, match=r"stop is a list of strings of one character or more, got .*: leave empty ones out"):
         TextStream(tokenizer("bytes"), stop)

@@ -12,7 +12,7 @@ import pytest
 from test_gguf_tokenizer import HARD, byte_level, sentencepiece, split, written
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS, TOKENIZER_MAPPING_NAMES
 
@@ -204,7 +204,7 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(CheckpointError, match=r"as vocab\.json and merges\.txt, and halfbyte reads tokenizer\.json: write one with transf"):
         Tokenizer.open(tmp_path)
-    theirs: GPT2Tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path)  # the remedy
     assert Tokenizer.open(tmp_path).encode(TEXTS[0]) == theirs(TEXTS[0])["input_ids"]
 
@@ -281,5 +281,5 @@ def test_a_decoder_that_tokenizers_cannot_run(tmp_path: Path) -> None:
     backend = plain_bytes()
     backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])
     folder = saved(tmp_path, backend)
-    with pytest.raises(CheckpointError, match="no tokenizer can be made from .*PanicException"):
+    with pytest.raises(CheckpointError, match=r"no tokenizer can be made from .*PanicException"):
         Tokenizer.open(folder)

@@ -153,7 +153,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         for name in _REMOVED_GLOBALS:
             del self.globals[name]
         self.filters.update({name: _counted_filter(name, function) for name, function in self.filters.items()})
-        tests: dict[str, Callable[..., Any]] = dict(self.tests)
+        tests: Mapping[str, Any] = self.tests
         self.tests.update({name: _counted_test(function) for name, function in tests.items()})
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
