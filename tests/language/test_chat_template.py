@@ -304,7 +304,7 @@ def test_templates_that_reach_out(template: str) -> None:
         ("{{ " + "(" * 3000 + ")" * 3000 + " }}", "Error"),
         ("{% if 1 %}" * 300 + "{% endif %}" * 300, "Error"),
         ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "Error"),
-        ("{{ 1" + " ~ 1" * 20000 + " }}", None),
+        ("{{ 1" + " ~ 1" * 2000 + " }}", None),
         ("{{ [" * 600 + "]" * 600 + " }}", "Error"),
     ],
 )

@@ -94,7 +94,7 @@ def expected(mine: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
     mine = tokenizer(kind)
@@ -103,7 +103,7 @@ def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_bytes_that_are_characters_or_not(kind: str, data: st.DataObject) -> None:
     mine = tokenizer(kind)
@@ -125,7 +125,7 @@ def _characters() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_stop_strings(kind: str, data: st.DataObject) -> None:
     """Compared with a search of the whole text after each token."""
