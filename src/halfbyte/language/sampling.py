@@ -20,7 +20,8 @@ from halfbyte.errors import ArgumentError, CheckpointError
 LEAST, MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 _MOST_PENALTY = 2.0  # as in OpenAI's API
 _FIRST_CANDIDATES = 64  # of top-p without top-k; most texts need no more
-_BLOCK = 64  # logits
+_BLOCK = 64  # elements
+_SMALL = 1 << 12  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ class Sampling:
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in numbers:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ArgumentError(f"{name} is a number, got {value!r}: pass a float")
+            if (value is None and name in ("top_p", "min_p")) or (isinstance(value, int | float) and not isinstance(value, bool)):
+                continue
+            raise ArgumentError(f"{name} is a number, got {value!r}: pass a float")
         for name in ("top_k", "seed", "max_new_tokens", "logprobs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -188,15 +190,40 @@ class Sampler:
 
     def _draw(self, scores: Tensor) -> int:
         """Draws a token by inverting the cumulative distribution of the candidates, at one uniform random number."""
-        ids, values = candidates(scores, self.sampling)
-        cumulative = torch.softmax(values, 0).cumsum(0, dtype=torch.float64)
-        total = float(cumulative[-1])
-        if not math.isfinite(total):  # a NaN or +inf among the logits, or only -inf
+        if not math.isfinite(float(scores.amax())):  # a NaN or +inf, or only -inf
             raise _not_finite()
+        ids, values = candidates(scores, self.sampling)
+        probabilities = torch.softmax(values, 0)
         uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
-        at = int(torch.searchsorted(cumulative, uniform * total, right=True))
-        at = min(at, cumulative.numel() - 1)
+        if probabilities.numel() <= _SMALL:
+            at = _inverse_cumulative(probabilities, uniform, relative=True)[0]
+        else:  # first a block, then a token of it: most of a large array is read once and never written
+            blocks = _in_blocks(probabilities, 0.0)
+            block, rest = _inverse_cumulative(blocks.sum(1), uniform, relative=True)
+            at = block * _BLOCK + _inverse_cumulative(blocks[block], rest, relative=False)[0]
         return at if ids is None else int(ids[at])
+
+
+def _inverse_cumulative(weights: Tensor, target: float, *, relative: bool) -> tuple[int, float]:
+    """The element at which the cumulative sum of weights [N], in float64, exceeds a target, and how far the target is in that element.
+
+    A relative target is a fraction of the sum. An element of weight 0 is never chosen.
+    """
+    cumulative = weights.double().cumsum(0)
+    if relative:
+        target *= float(cumulative[-1])
+    if not math.isfinite(target):  # divided by the temperature logits are infinite
+        raise _not_finite()
+    at = int(torch.searchsorted(cumulative, target, right=True))
+    if at == weights.numel():  # sums are rounded
+        at = int(torch.nonzero(weights)[-1])
+    return at, target - float(cumulative[at] - weights[at])
+
+
+def _in_blocks(values: Tensor, padding: float) -> Tensor:
+    """Values [N] as [blocks, _BLOCK]; a copy where N is no multiple."""
+    missing = -values.numel() % _BLOCK
+    return (nn.functional.pad(values, (0, missing), value=padding) if missing else values).view(-1, _BLOCK)
 
 
 def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
@@ -217,9 +244,8 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tenso
     if sampling.top_p is not None and sampling.top_p < 1:
         scores, ids = _top_p(scores, ids, sampling.top_p)
     if sampling.min_p:
-        likely = torch.nonzero(scores >= scores.max() + math.log(sampling.min_p)).squeeze(1)
-        if likely.numel():  # none for NaN, which is found later
-            scores, ids = scores[likely], likely if ids is None else ids[likely]
+        likely = torch.nonzero(scores >= scores.amax() + math.log(sampling.min_p)).squeeze(1)
+        scores, ids = scores[likely], likely if ids is None else ids[likely]
     return ids, scores
 
 
@@ -228,12 +254,10 @@ def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if 4 * _BLOCK * k >= scores.numel():
         pool, blocks = scores, None
     else:  # the highest ones are in the blocks with the highest maxima
-        rows = nn.functional.pad(scores, (0, -scores.numel() % _BLOCK), value=-math.inf).view(-1, _BLOCK)
+        rows = _in_blocks(scores, -math.inf)
         highest = rows.amax(1)
         blocks = torch.nonzero(highest >= torch.topk(highest, k).values[-1]).squeeze(1)
         pool = rows[blocks].flatten()
-        if pool.numel() < k:  # of NaN nothing is as high as the highest
-            raise _not_finite()
     values, ids = torch.topk(pool, k)
     count = int((pool >= values[-1]).sum())
     if count > k:

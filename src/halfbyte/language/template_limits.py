@@ -153,7 +153,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         for name in _REMOVED_GLOBALS:
             del self.globals[name]
         self.filters.update({name: _counted_filter(name, function) for name, function in self.filters.items()})
-        tests: dict[str, Callable[..., Any]] = dict(self.tests)
+        tests: Mapping[str, Any] = self.tests
         self.tests.update({name: _counted_test(function) for name, function in tests.items()})
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
@@ -334,7 +334,7 @@ def _check_format(template: str | bytes, values: Sequence[Any]) -> None:
     computed = any("{" in spec or "*" in spec for spec in specifications)
     for value in values:
         budget.use_value(value)
-        budget.use(0, (1 + text.count("{") + text.count("%")) * _length(value))
+        budget.use(0, (1 + text.count("{") + text.count("%")) * (len(value) if isinstance(value, _TYPES_WITH_LENGTH) else 1))
     if any(_WIDE.search(spec) for spec in specifications) or (computed and any(_WIDE.search(str(value)) for value in values)):
         raise TemplateLimitError("it formats a value with a width of 10000 or more")
 

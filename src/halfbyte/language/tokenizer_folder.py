@@ -77,7 +77,8 @@ def read(folder: Path) -> FolderTokenizer:
             type(backend.model).__name__ != "BPE"
             or bool(settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
         )
-        backend.decode(backend.encode("a").ids)  # raises for what is of a wrong type
+        for text in ("", "a"):  # raises for what is of a wrong type, or what tokenizers cannot decode
+            backend.decode(backend.encode(text, add_special_tokens=False).ids)
     return FolderTokenizer(backend, special, chat_templates.of_folder(folder, settings), _end_ids(folder, config), clean_up)
 
 
@@ -112,10 +113,11 @@ def _as_its_class(backend: Any, settings: Mapping[str, Any], config: Mapping[str
     if name == "LlamaTokenizer" and not byte_level and config.get("model_type") not in GENERIC_TYPES:
         _as_llama(backend, prefix is None or bool(prefix), bool(settings.get("legacy", False)))
     elif name in ("GPT2Tokenizer", "Qwen2Tokenizer") and byte_level and prefix is not None:
-        pieces = backend.pre_tokenizer if type(backend.pre_tokenizer).__name__ == "Sequence" else [backend.pre_tokenizer]
-        for i in range(len(pieces)):
-            if type(pieces[i]).__name__ == "ByteLevel":
-                pieces[i].add_prefix_space = bool(prefix)
+        described, pieces = json.loads(_described(backend.pre_tokenizer) or "{}"), backend.pre_tokenizer
+        steps = [pieces[i] for i in range(len(described["pretokenizers"]))] if described.get("type") == "Sequence" else [pieces]
+        for step in steps:
+            if type(step).__name__ == "ByteLevel":
+                step.add_prefix_space = bool(prefix)
 
 
 def _as_llama(backend: Any, prefix: bool, legacy: bool) -> None:
