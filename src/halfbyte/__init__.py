@@ -6,6 +6,7 @@
 
 Models        quantize_, Config, report; optimize_: fuse_ and shorten_; fold_batch_norms_; for transformers HalfbyteConfig,
               Int8Cache
+Text          LanguageModel, Sampling: text without transformers
 Files         save, load, load_tensors, load_gguf; convert and export, file to file
 Calibration   Calibration, calibration_tokens, GPTQ, AWQ; prepare_qat_, convert_qat_; prune_, drop_zeros_
 Tensors       quantize -> Codes, pack -> Packed, linear, qlinear, grouped_linear, embedding, dequantize, unpack
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from halfbyte.integrations.gguf import load_gguf as load_gguf
     from halfbyte.integrations.optimizing import optimize_ as optimize_
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
+    from halfbyte.language.model import LanguageModel as LanguageModel
+    from halfbyte.language.sampling import Sampling as Sampling
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.layouts.convolution import PackedConv as PackedConv
     from halfbyte.memory import keep_freed_memory as keep_freed_memory
@@ -113,6 +116,8 @@ _HOMES = {
     "halfbyte.integrations.cache": ("Int8Cache",),
     "halfbyte.integrations.decoding": ("shorten_",),
     "halfbyte.integrations.optimizing": ("optimize_",),
+    "halfbyte.language.model": ("LanguageModel",),
+    "halfbyte.language.sampling": ("Sampling",),
     "halfbyte.memory": ("keep_freed_memory",),
     "halfbyte.integrations.transformers": ("HalfbyteConfig",),
 }
