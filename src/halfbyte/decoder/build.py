@@ -54,6 +54,11 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
     types = config.layer_types
     kinds = sorted(set(types)) if family.rope_per_type else [""]
     max_positions = config.max_positions
+    if family.query_scale_from is not None:  # beyond, queries would have a factor
+        limit = config.rope_parameters().get(family.query_scale_from)
+        if type(limit) is not int or limit < 1:
+            raise UnsupportedError(f"its rope_parameters have no {family.query_scale_from}")
+        max_positions = limit if max_positions is None else min(limit, max_positions)
     ropes = tuple(
         make_rope(
             config.rope_parameters_of(kind) if kind else config.rope_parameters(),
