@@ -351,6 +351,15 @@ FAMILIES: dict[str, Family] = {
         ),
         router_output=True,
     ),
+    "hyperclovax": Family(
+        "HyperCLOVAXDecoderLayer",
+        "HyperCLOVAXForCausalLM",
+        residual_multiplier="residual_multiplier",
+        attention_scale=_by_multiplier,
+        embedding_multiplier="embedding_multiplier",
+        logits_multiplier="logits_scaling",
+        unsupported=("use_post_norm",),
+    ),
     "jais2": Family(
         "Jais2DecoderLayer",
         "Jais2ForCausalLM",
