@@ -112,6 +112,7 @@ KINDS: dict[str, Callable[[], Any]] = {
         sliding_window=7,
     ),
     "seed_oss": partial(make_config, "SeedOss", **SIZES),
+    "vaultgemma": partial(make_config, "VaultGemma", **GEMMA, **MIXED, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
     "smollm3": partial(make_config, "SmolLM3", **SIZES, no_rope_layers=[1, 0, 1]),
     "smollm3, windows, no positions first": partial(
         make_config, "SmolLM3", **SIZES, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=5
@@ -169,7 +170,7 @@ MIXTURES: dict[str, Callable[..., Any]] = {
 
 def from_kind(kind: str) -> Any:
     # Gemma 2's attention: older versions of transformers have another default, which leaves the cap out.
-    attention = {"attn_implementation": "eager"} if kind.startswith("gemma2") else {}
+    attention = {"attn_implementation": "eager"} if kind.startswith(("gemma2", "vaultgemma")) else {}
     return transformers.AutoModelForCausalLM.from_config(KINDS[kind](), **attention)  # type: ignore[no-untyped-call]
 
 
@@ -253,4 +254,5 @@ CASES: dict[str, Callable[[], Any]] = {
     "SolarOpenDecoderLayer": MIXTURES["solar_open"],
     "StableLmDecoderLayer": partial(from_kind, "stablelm"),
     "Starcoder2DecoderLayer": partial(from_kind, "starcoder2"),
+    "VaultGemmaDecoderLayer": partial(from_kind, "vaultgemma"),
 }

@@ -12,7 +12,6 @@ from halfbyte.decoder.families import ACTIVATIONS, SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
 from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
@@ -33,8 +32,8 @@ class Tensors(Protocol):
     def tensor(self, name: str) -> Tensor:
         """Read a tensor in floating point."""
 
-    def table(self, name: str) -> Packed | Tensor:
-        """Read an embedding, quantized or not. The same tied name gives the same memory."""
+    def table(self, name: str) -> Weight | Tensor:
+        """Read an embedding, quantized or not, as a weight that a tied head multiplies by."""
 
 
 def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
@@ -73,11 +72,11 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         _Layer(family, config, tensors, index).spec(kinds.index(types[index] if family.rope_per_type else ""), ropes, windows[index])
         for index in range(config.num_hidden_layers)
     )
-    embedding = tensors.table("model.embed_tokens.weight")
+    table = tensors.table("model.embed_tokens.weight")
     tied = config.get("tie_word_embeddings", family.tie_word_embeddings)
     head: Weight | Tensor | None
     if tied:
-        head = Weight(embedding, None, "auto", "block") if isinstance(embedding, Packed) else embedding
+        head = table
     else:
         bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
         head = tensors.weight(["lm_head.weight"], bias)
@@ -89,7 +88,7 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
     if family.sqrt_embedding:
         factor *= config.hidden_size**0.5
     spec = DecoderSpec(
-        embedding,
+        table.packed if isinstance(table, Weight) else table,
         factor,
         layers,
         norm(family, config, tensors, f"model.{family.final_norm}"),

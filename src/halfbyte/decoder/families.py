@@ -488,6 +488,12 @@ FAMILIES: dict[str, Family] = {
         sliding_window="all",
         tie_word_embeddings=True,
     ),
+    "vaultgemma": Family(
+        "VaultGemmaDecoderLayer",
+        "VaultGemmaForCausalLM",
+        **{**_GEMMA, "norms": ("input_layernorm", None, "pre_feedforward_layernorm", None)},
+        softcap="attn_logit_softcapping",
+    ),
 }
 
 
