@@ -160,6 +160,16 @@ MIXTURES: dict[str, Callable[..., Any]] = {
     "exaone": partial(
         make_decoder, "ExaoneMoe", **SCORED, **ALL_FULL, num_experts=8, mlp_layer_types=["dense", "sparse"], routed_scaling_factor=2.5
     ),
+    "hunyuan": partial(
+        make_decoder,
+        "HunYuanMoEV1",
+        **MIXTURE_SIZES | {"intermediate_size": 64, "head_dim": 24},
+        num_experts=8,
+        moe_topk=3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "minimax_m2": partial(make_decoder, "MiniMaxM2", **SCORED | {"head_dim": 32, "intermediate_size": 64}, num_local_experts=8),
     "hy_v3": partial(make_decoder, "HYV3", **SCORED, num_local_experts=8, router_scaling_factor=2.0, mlp_layer_types=["dense", "sparse"]),
     "ernie4_5": partial(
@@ -223,6 +233,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "GraniteMoeHybridDecoderLayer": partial(from_kind, "granite4"),
     "HYV3DecoderLayer": MIXTURES["hy_v3"],
     "HeliumDecoderLayer": partial(from_kind, "helium"),
+    "HunYuanMoEV1DecoderLayer": MIXTURES["hunyuan"],
     "HyperCLOVAXDecoderLayer": partial(from_kind, "hyperclovax"),
     "HunYuanDenseV1DecoderLayer": partial(from_kind, "hunyuan_v1_dense"),
     "Jais2DecoderLayer": partial(from_kind, "jais2"),

@@ -220,7 +220,7 @@ class _Layer:
         return Attention(qkv, o, before, heads, after, self._factor)
 
     def _has_experts(self, mlp: str, moe: MoEFamily) -> bool:
-        return self._tensors.has(f"{mlp}.{moe.router}.weight") or self._tensors.has(f"{mlp}.experts.gate_up_proj.weight")
+        return self._tensors.has(f"{mlp}.{moe.router}.{moe.router_weight}") or self._tensors.has(f"{mlp}.experts.gate_up_proj.weight")
 
     def _experts(self, mlp: str, moe: MoEFamily, before: Norm) -> Experts:
         config, tensors = self._config, self._tensors
@@ -246,8 +246,8 @@ class _Layer:
         scaling = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
         return Experts(
             *stacks,
-            router=tensors.tensor(f"{router}.weight"),
-            chosen=config.count(moe.top_k),
+            router=tensors.tensor(f"{router}.{moe.router_weight}"),
+            chosen=config.count_of(moe.top_k, self._index),
             normalized=moe.norm_topk is None or bool(getattr(config, moe.norm_topk)),
             before=before,
             shared=shared,

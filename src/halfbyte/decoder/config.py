@@ -79,6 +79,13 @@ class TextConfig:
             raise CheckpointError(f"config.json says {name}: {short(value)}, an integer in 1 … {most}: the file is damaged")
         return value
 
+    def count_of(self, name: str, layer: int) -> int:
+        """Return a positive integer that is the same for all layers, or that of one layer where there is one for each."""
+        values = getattr(self, name)
+        if isinstance(values, list) and len(values) == self.num_hidden_layers:
+            return TextConfig({**self._values, name: values[layer]}).count(name)
+        return self.count(name)
+
     def number(self, name: str) -> float:
         """Return a finite number. Raises CheckpointError for anything else."""
         value = getattr(self, name)

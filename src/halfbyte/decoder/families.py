@@ -27,6 +27,7 @@ class MoEFamily:
 
     Attributes:
         router: Name of the router within the MLP.
+        router_weight: Name within the router of its weight, [E, K].
         router_bias: Whether the router has a bias.
         scores: "sigmoid" or "softmax" where scores are computed before the top k are chosen; "": logits, with a softmax over the chosen.
         correction: Name within the MLP of the expert bias correction, which is added to scores for the choice alone (DeepSeek-V3).
@@ -35,10 +36,11 @@ class MoEFamily:
         scaling_factor: Attribute of the router, and key of the config, with the factor of the weights.
         groups: Attribute of the router with the number of groups among which experts are chosen; only 1 is supported.
         shared: Names of the expert that every token uses and of its gate, if any.
-        top_k: Key of the config with the number of experts per token.
+        top_k: Key of the config with the number of experts per token, or one for each layer.
     """
 
     router: str = "gate"
+    router_weight: str = "weight"
     router_bias: bool = False
     scores: str = ""
     correction: str | None = None
@@ -337,6 +339,13 @@ FAMILIES: dict[str, Family] = {
     "helium": Family("HeliumDecoderLayer", "HeliumForCausalLM", rope_interleaved="half"),
     "hunyuan_v1_dense": Family(
         "HunYuanDenseV1DecoderLayer", "HunYuanDenseV1ForCausalLM", qk_norm=("query_layernorm", "key_layernorm"), norm_after_rope=True
+    ),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1DecoderLayer",
+        "HunYuanMoEV1ForCausalLM",
+        qk_norm=("query_layernorm", "key_layernorm"),
+        norm_after_rope=True,
+        moe=MoEFamily(norm_topk=None, router_weight="wg.weight", shared=("shared_mlp", None), top_k="moe_topk"),
     ),
     "hy_v3": Family(
         "HYV3DecoderLayer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfbyte.decoder.families import MoEFamily
@@ -31,7 +32,7 @@ def why_not_routed(layer: Any, routed: MoEFamily) -> str | None:
         return stacks
     gate = gate_of(layer, routed)
     tensors = {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())}
-    own = {"weight", *(("bias",) if routed.router_bias else ())}
+    own = {*_tensors_of_router(gate, routed), *(("bias",) if routed.router_bias else ())}
     if routed.correction is not None and routed.correction.startswith(prefix := f"{routed.router}."):
         own.add(routed.correction.removeprefix(prefix))
     if tensors != own or any(not hasattr(owner, name) for owner, name in settings_of(layer, routed)):
@@ -39,6 +40,17 @@ def why_not_routed(layer: Any, routed: MoEFamily) -> str | None:
     if routed.groups is not None and getattr(gate, routed.groups) != 1:
         return "its router chooses among groups of experts"
     return None if routed.shared is None else _why_not_shared(mlp, *routed.shared)
+
+
+def _tensors_of_router(gate: Any, routed: MoEFamily) -> set[str]:
+    """The names of the tensors of its weight, which may be that of a Linear within it, quantized or not."""
+    name = routed.router_weight.rpartition(".")[0]
+    if not name:
+        return {routed.router_weight}
+    linear = gate.get_submodule(name)
+    if type(linear) not in (nn.Linear, QuantLinear) or linear.bias is not None:
+        return set()
+    return {f"{name}.{own}" for own, _ in (*linear.named_parameters(), *linear.named_buffers())}
 
 
 def _why_not_shared(mlp: Any, expert: str, gate: str | None) -> str | None:
@@ -62,7 +74,8 @@ def parts_of(layer: Any, routed: MoEFamily) -> tuple[Any, ...]:
     """Those whose weights are read."""
     mlp = mlp_of(layer)
     up, down = mlp.experts.get_submodule("gate_up_proj"), mlp.experts.get_submodule("down_proj")
-    parts = [up, down, mlp.experts, gate_of(layer, routed)]
+    gate = gate_of(layer, routed)
+    parts = [up, down, mlp.experts, gate, *gate.children()]
     if routed.correction is not None:
         parts.append(mlp.get_submodule(routed.correction.rpartition(".")[0]))
     if routed.shared is not None:
@@ -92,7 +105,8 @@ def half_of(layer: Any, routed: MoEFamily, before: Norm) -> Experts:
     stacks = mlp.experts.gated()
     assert not isinstance(stacks, str)
     gate = gate_of(layer, routed)
-    shared, router = None, gate.weight.detach()
+    weight: Tensor = attrgetter(routed.router_weight)(gate)
+    shared, router = None, weight.detach() if isinstance(weight, nn.Parameter) else weight.to(torch.float32, copy=True)
     if routed.shared is not None:
         name, own = routed.shared
         expert = getattr(mlp, name)

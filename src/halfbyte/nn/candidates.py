@@ -24,6 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels 
 NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
 ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"
 OWN_LOADER = "it is in a module with its own save and load, which do not read codes"
+ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
@@ -53,11 +54,12 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
     modules = list(model.named_modules(remove_duplicate=False))
     weights = {f"{name}.weight" for name, module in modules if isinstance(module, FLOAT_MODULES)}
     elsewhere = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in weights}
-    own_loader = _with_own_loader(modules)
+    own_loader, routers = _with_own_loader(modules), _routers(modules)
     found = []
     for name, module in modules:
         if isinstance(module, FLOAT_MODULES):
             reason = _why_not(module, without_data) or (OWN_LOADER if name in own_loader else None)
+            reason = reason or (ROUTER if name in routers else None)
             if reason is None and (other := elsewhere.get(id(module.weight))):
                 reason = f"its weight is also {other}, which is not a module that can be quantized"
             narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
@@ -85,6 +87,23 @@ def _with_own_loader(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
         own = hasattr(cls, "save") and isinstance(getattr_static(cls, "load", None), classmethod | staticmethod)
         if name and not pretrained and (own or parent in found):
             found.add(name)
+    return found
+
+
+def _routers(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
+    """Names of the Linears that score experts: beside a module called `experts`, with as many outputs as that has experts."""
+    found: set[str] = set()
+    for name, module in modules:
+        home, _, own = name.rpartition(".")
+        if own != "experts":
+            continue
+        stacked = (tensor.shape[0] for tensor in module.parameters() if not is_lazy(tensor) and tensor.dim() == 3)
+        count = len(module) if isinstance(module, nn.ModuleList) else next(stacked, 0)
+        prefix = f"{home}." if home else ""
+        for other, linear in modules:
+            beside = other.startswith(prefix) and not other.startswith((f"{name}.", f"{prefix}shared"))
+            if beside and isinstance(linear, nn.Linear) and linear.out_features == count > 1:
+                found.add(other)
     return found
 
 
