@@ -236,15 +236,16 @@ def make_family(family: str) -> Any:
     return model
 
 
-LENGTHS = [(5,), (30,), (9, 5, 1), (30, 5, 13)]
+# Each two of: one prompt or several, a window that is full before or becomes so, a cache of any kind or a static one.
+STATIC: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True}
+WINDOWS: list[tuple[tuple[int, ...], dict[str, Any]]] = [((5,), {}), ((30, 5, 13), {}), ((30,), STATIC), ((9, 5, 1), STATIC)]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("lengths", "more"), WINDOWS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("more", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["any", "static"])
 def test_families_and_windows(kind: str, family: str, lengths: tuple[int, ...], more: dict[str, Any]) -> None:
     """Windows that become full while tokens are written, and those that are full before."""
-    found, expected = both(make_family(family), {**prompt(*lengths), "max_new_tokens": 30, "eos_token_id": None, **more})
+    found, expected = both(make_family(family), {**prompt(*lengths), "max_new_tokens": 20, "eos_token_id": None, **more})
     assert torch.equal(found, expected)
     if kind == "graphs":
         assert Imitated.made == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])

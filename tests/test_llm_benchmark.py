@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,37 +18,43 @@ from halfbyte.nn.modules import QuantModule
 LLM = Path(__file__).parent.parent / "benchmarks" / "llm.py"
 
 
-@pytest.mark.parametrize(
-    ("family", "contender", "file"),
-    [("llama", "halfbyte", False), ("llama", "halfbyte", True), ("llama", "torch", False), ("gemma3", "halfbyte", True)],
-)
-def test_a_small_run(family: str, contender: str, file: bool, tmp_path: Path) -> None:
-    """On a GPU the model is made by the same code."""
-    command = [sys.executable, str(LLM), "--size", "tiny", "--prompt", "9", "--new", "4", "--rounds", "1", "--threads", "1", "--json"]
-    command += ["--family", family, "--contenders", contender, *(["--gguf", str(tmp_path / "model.gguf")] if file else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def check_rates(found: dict[str, Any], contender: str, *, opened: bool) -> None:
+    """What a sound contender says. `opened`: it opened a file and did not make a model."""
     assert found["facts"][contender]["weight_bytes"] > 0
-    assert ("open_seconds" in found["facts"][contender]) == file
+    assert ("open_seconds" in found["facts"][contender]) == opened
     assert all(found["medians"][contender][rate] > 0 for rate in ("prompt tok/s", "decode tok/s"))
 
 
-@pytest.mark.parametrize("dies", ["kill -9 $PPID", "echo broken >&2; exit 3"])
-def test_a_contender_that_fails_in_a_round_leaves_the_others(dies: str, tmp_path: Path) -> None:
+def run(*arguments: str) -> tuple[dict[str, Any], str]:
+    """The answer of a small run, and its errors."""
+    command = [sys.executable, str(LLM), "--size", "tiny", "--prompt", "9", "--new", "4", "--threads", "1", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_small_run() -> None:
+    """On a GPU the model is made by the same code."""
+    found, _ = run("--contenders", "torch", "--rounds", "1")
+    check_rates(found, "torch", opened=False)
+
+
+@pytest.mark.parametrize(("dies", "family", "file"), [("kill -9 $PPID", "llama", False), ("echo broken >&2; exit 3", "gemma3", True)])
+def test_a_contender_that_fails_in_a_round_leaves_the_others(dies: str, family: str, file: bool, tmp_path: Path) -> None:
+    """halfbyte runs a model that it makes, or one of another family out of a file."""
     program = tmp_path / "llama-bench"
     program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{dies}\n', encoding="utf-8")
     program.chmod(0o755)
-    command = [sys.executable, str(LLM), "--size", "tiny", "--prompt", "9", "--new", "4", "--rounds", "2", "--threads", "1", "--json"]
-    command += ["--contenders", "llama-bench", "halfbyte", "--llama-bench", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    more = ["--gguf", str(tmp_path / "model.gguf")] if file else []
+    found, told = run(
+        "--contenders", "llama-bench", "halfbyte", "--llama-bench", str(program), "--rounds", "2", "--family", family, *more
+    )
     why = "llama-bench: the process ended with code -9" if "kill" in dies else f"llama-bench: Failed: {program} ended with code 3: broken"
-    assert why in done.stderr
-    found = json.loads(done.stdout)
+    assert why in told
     assert list(found["medians"]) == ["halfbyte"]
     assert len(found["rounds"]["halfbyte"]) == 2
     assert why.endswith(found["facts"]["llama-bench"]["failed"])
+    check_rates(found, "halfbyte", opened=file)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

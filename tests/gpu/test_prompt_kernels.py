@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -299,12 +301,22 @@ def test_what_does_not_fit() -> None:
 
 # Compiled
 
+UNITS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+
 
 def test_compiled_for_every_gpu() -> None:
-    """Matrix units, copies to shared memory beside them, and registers for all, or nearly."""
-    calls = [(64, 512, False), (128, 4096, True), (128, 512, False), (256, 4096, True), (256, 48, False), (512, 2048, True)]
-    wanted = [(arch, dict(zip(("dim", "tokens", "masked"), call, strict=True))) for arch in GPUS for call in calls]
-    jobs = [Job("aot:launch_prompt", arch, how) for arch, how in wanted if arch == "sm_90" or how["dim"] != 64]
+    """Matrix units, asynchronous copies to shared memory, and no or few spills.
+
+    A tile is compiled once for each kind of matrix unit. Ampere, Ada and the consumer Blackwell GPUs share one, and most tiles.
+    """
+    calls = [(128, 4096, True), (128, 512, False), (256, 4096, True), (256, 48, False), (512, 2048, True)]
+    tiles = {}
+    for arch, (dim, tokens, masked) in itertools.product(GPUS, calls):
+        tile = replace(attend_many.static(1, tokens, 32, dim, GPUS[arch]), pdl=False)
+        tiles.setdefault((UNITS.get(arch, "mma"), tile, masked), (arch, {"dim": dim, "tokens": tokens, "masked": masked}))
+    jobs = [Job("aot:launch_prompt", "sm_90", {"dim": 64, "tokens": 512, "masked": False})]
+    jobs += [Job("aot:launch_prompt", arch, how, "assembly" if arch == "sm_90" else "resources") for arch, how in tiles.values()]
+    assert {job.arch for job in jobs} == {"sm_80", "sm_89", *UNITS}
     for job, binaries in zip(jobs, compile_all(jobs), strict=True):
         kernels: dict[str, Binary] = {binary.kernel: binary for binary in binaries}
         assert set(kernels) == ({"_turn", "_find", "_attend"} if job.kwargs["masked"] else {"_turn", "_attend"})
