@@ -25,7 +25,8 @@ from halfbyte.kernels.problem import Addition, Combination, Window
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.modules import AnyPacked, QuantModule, version
+from halfbyte.nn.modules import QuantModule, version
+from halfbyte.nn.weight_view import AnyPacked
 from halfbyte.ops import conv, elementwise
 from halfbyte.ops.checks import check_floats, check_here
 from halfbyte.ops.cpu import qlinear_step
@@ -281,7 +282,7 @@ class IntegerModule(QuantModule):
             return self._multiply(x)
         if not x.requires_grad:
             raise ArgumentError(f"a layer on codes takes int8, or codes in floating point with gradients, got {x.dtype}: quantize x")
-        numbers = self._sums((x - self.source.zero) * self.source.step, ops.dequantize(self._packed, torch.float32))
+        numbers = self._sums((x - self.source.zero) * self.source.step, ops.dequantize(self.packed, torch.float32))
         numbers = numbers / self.result.step + self.result.zero
         return _rounded(_clamped(numbers, *self.clamp), self._multiply(_integers(x)))
 
