@@ -242,7 +242,7 @@ class IntegerModule(QuantModule):
 
     bias: nn.Parameter | None
     table: Tensor
-    _seen: tuple[int, int] | None = None
+    _seen: tuple[Any, Any] | None = None
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class IntegerModule(QuantModule):
         scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
         table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]
-        self._seen = version(self.bias)
+        self._seen = version(self._packed.data), version(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if not _has_gradient(x):
@@ -295,8 +295,8 @@ class IntegerModule(QuantModule):
         raise NotImplementedError
 
     def current_table(self) -> Tensor:
-        """`table`, recomputed if the bias has changed; under torch.compile it is a constant."""
-        if not torch.compiler.is_compiling() and self._seen != version(self.bias):
+        """`table`, recomputed if the weight or the bias has changed; torch.compile takes the buffer as it is."""
+        if not torch.compiler.is_compiling() and self._seen != (version(self._packed.data), version(self.bias)):
             self.refresh()
         return self.table
 

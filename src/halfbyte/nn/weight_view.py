@@ -321,7 +321,7 @@ def traced(weight: Tensor, owner: Any) -> Tensor:
     """A dequantized weight within torch.compile; see `TracedWeight`."""
     if not _TRACEABLE:
         return weight
-    view = TracedWeight(weight)
+    view = TracedWeight(weight[...])  # torch.compile makes none of an attribute, such as weight.T, itself
     view.owner = owner
     return view
 
