@@ -11,11 +11,13 @@ import torch
 from language_model import make_decoder
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import halfbyte as hb
 from halfbyte.cli.main import main
 from halfbyte.errors import FormatError
-from halfbyte.nn.modules import QuantModule
+from halfbyte.nn.fake_quantized import FakeQuantized
+from halfbyte.nn.modules import QuantLinear, QuantModule
 
 WHY = r"lm_head.weight: its largest value is [\d.e-]+, for which the float16 scales of q8_0 are too coarse"
 IDS = torch.randint(0, 99, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -192,3 +194,45 @@ def test_stacks_of_experts(tmp_path: Path) -> None:
             assert "too coarse" in reason_of(hb.report(made), name)
             assert isinstance(made.get_submodule("model.layers.0.mlp.experts.gate_up_proj"), QuantModule)
             assert (made(IDS).logits - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("scales", ["dynamic", "learned"])
+def test_training(scales: str) -> None:
+    model = hb.prepare_qat_(llama(), "q8_0" if scales == "dynamic" else "int8_g32", scales=scales)
+    assert type(model.lm_head) is nn.Linear
+    assert "too coarse" in reason_of(hb.report(model))
+    model(IDS).logits.square().sum().backward()
+    check(hb.convert_qat_(model))
+    assert "too coarse" in reason_of(hb.report(model))
+    strict = llama()
+    with pytest.raises(FormatError, match="too coarse"):
+        hb.prepare_qat_(strict, hb.Config("q8_0", strict=True))
+    assert type(strict.lm_head) is type(strict.model.layers[0].mlp.up_proj) is nn.Linear
+    alone = nn.Sequential(nn.Linear(64, 8))
+    nn.init.normal_(alone[0].weight, std=1e-5)
+    with pytest.raises(FormatError, match=r"^0\.weight: its largest value"):
+        hb.prepare_qat_(alone, "q8_0")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_that_no_longer_fit_after_training(strict: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 32), Conv1D(8, 32), nn.Linear(8, 64))
+    hb.prepare_qat_(model, hb.Config("q8_0", strict=strict))
+    with torch.no_grad():
+        for layer in model[:2]:
+            layer.weight.mul_(1e-4)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if strict:
+        with pytest.raises(FormatError, match=r"0\.weight: its largest value"):
+            hb.convert_qat_(model)
+        assert isinstance(model[2], FakeQuantized)
+        return
+    hb.convert_qat_(model)
+    assert [type(layer) for layer in model] == [nn.Linear, Conv1D, QuantLinear]
+    assert "too coarse" in reason_of(hb.report(model), "0")
+    twin = nn.Sequential(nn.Linear(64, 32), Conv1D(8, 32))
+    twin.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("2")})
+    x = torch.randn(3, 64)
+    assert torch.equal(model[:2](x), twin(x))
+    assert model[1].state_dict().keys() == twin[1].state_dict().keys()

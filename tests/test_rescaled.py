@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import RwkvConfig, RwkvForCausalLM
 
 import halfbyte as hb
@@ -99,10 +103,10 @@ def test_what_stays_refused() -> None:
 # RWKV
 
 
-def rwkv() -> Any:
+def rwkv(**settings: int) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32, "intermediate_size": 64}
-    model = RwkvForCausalLM(RwkvConfig(**sizes, rescale_every=2)).eval()
+    model = RwkvForCausalLM(RwkvConfig(**({**sizes, "rescale_every": 2} | settings))).eval()
     model.rwkv.embeddings.weight.data.normal_(0, 0.5)
     return model
 
@@ -143,3 +147,147 @@ def test_rwkv_of_transformers(fmt: str, tmp_path: Path) -> None:
     assert torch.equal(logits(model), quantized)
     for again in (RwkvForCausalLM.from_pretrained(tmp_path / "m").eval(), load(tmp_path / "m")):
         assert torch.equal(logits(again), quantized)
+
+
+# Recorded and compiled
+
+
+class Halving(nn.Module):
+    """Divides its weight in place each time that it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.div_(2)
+        y: Tensor = self.linear(x)
+        return y
+
+
+def halving() -> Any:
+    torch.manual_seed(0)
+    return hb.quantize_(Halving(), "q8_0")
+
+
+def test_within_torch_compile() -> None:
+    """The graph breaks there, and the write acts on the scales; with fullgraph=True it is refused."""
+    model, x = halving(), torch.randn(3, 64)
+    y, before = model.linear(x), model.linear.weight.clone()
+    compiled = torch.compile(model, backend="eager")
+    for i in (1, 2):
+        assert torch.equal(compiled(x), y / 2**i)
+        assert torch.equal(model.linear.weight + 0, before / 2**i)
+    torch.compiler.reset()
+
+    def operators(x: Tensor) -> Tensor:
+        model.linear.weight *= 2
+        model.linear.weight.data *= 2
+        return model.linear(x)  # type: ignore[no-any-return]
+
+    assert torch.equal(torch.compile(operators, backend="eager")(x), y)
+    with pytest.raises(Exception, match=r"frozen within torch\.compile: write to it before"):  # a class of torch's
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert torch.equal(model.linear.weight + 0, before)
+
+
+_PARTS = (lambda w: w[0].zero_(), lambda w: w.T.mul_(2), lambda w: w.__setitem__(0, 1.0), lambda w: w.data[0].mul_(2))
+
+
+@pytest.mark.parametrize("write", _PARTS)
+def test_writes_to_parts_within_torch_compile(write: Any) -> None:
+    module = linear("q8_0")
+    before = module.weight.clone()
+    for full in (False, True):
+        with pytest.raises(Exception, match="quantized weight is frozen"):
+            torch.compile(lambda x: x + write(module.weight), backend="eager", fullgraph=full)(torch.zeros(()))
+    assert torch.equal(module.weight + 0, before)
+
+
+def test_reading_within_torch_compile() -> None:
+    module, x = linear("q8_0"), torch.randn(3, 64)
+
+    def read(x: Tensor) -> Tensor:
+        weight = module.weight
+        assert weight.is_floating_point()
+        return x.to(weight.dtype)[:, : weight.shape[1]] @ weight.T + weight.data[:, 0] + weight.float().abs().max()
+
+    assert torch.equal(torch.compile(read, backend="eager", fullgraph=True)(x), read(x))
+
+
+def in_fake_mode(model: nn.Module, x: Tensor) -> Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        y: Tensor = model(mode.from_tensor(x))
+    return y
+
+
+RECORDERS = {
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, (x,)),
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "fake": in_fake_mode,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", RECORDERS)
+def test_writes_that_would_not_be_recorded(name: str) -> None:
+    model, x = halving(), torch.randn(3, 64)
+    before = model.linear.weight.clone()
+    with pytest.raises(UnsupportedError, match=r"does not record, got .*div_.*: call the model once before"):
+        RECORDERS[name](model, x)
+    assert torch.equal(model.linear.weight + 0, before)
+
+
+def test_exported_reads() -> None:
+    class Reading(Halving):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(self.linear.weight.dtype) @ self.linear.weight.T + self.linear.weight[:, 0]
+
+    torch.manual_seed(0)
+    model, x = hb.quantize_(Reading(), "q8_0"), torch.randn(3, 64)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w[0].zero_(),
+        lambda w: w.T.mul_(2),
+        lambda w: w.view(-1).mul_(2),
+        lambda w: w.chunk(2)[1].mul_(2),
+        lambda w: w.data[0].fill_(1),
+        lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: torch.add(w, w, out=w),
+        lambda w: nn.functional.embedding(torch.tensor([0]), w, max_norm=0.1),
+    ],
+)
+def test_writes_to_views_are_refused(write: Any) -> None:
+    """They acted on a dequantized copy."""
+    module = linear("q8_0")
+    with pytest.raises(UnsupportedError, match="a quantized weight is frozen"):
+        write(module.weight)
+
+
+def test_views_read_the_weight() -> None:
+    module, x = linear("q8_0"), torch.randn(5, 64)
+    view, weight = module.weight, module.weight.clone()
+    assert torch.equal(view[2:9:2].T[3] * 1, weight[2:9:2].T[3])
+    assert torch.equal(torch.stack(list(view)), weight)
+    assert torch.equal(x.clone().mul_(view[:5]), x * weight[:5])
+    assert torch.equal(x @ view.T, x @ weight.T)
+
+
+def test_copies_of_a_rescaled_module() -> None:
+    module, x = linear("q8_0"), torch.randn(3, 64)
+    y = module(x)
+    module.weight.div_(2)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.to("cpu")):  # noqa: S301
+        assert torch.equal(twin(x), y / 2)
+
+
+def test_rwkv_whose_first_call_is_compiled() -> None:
+    expected, model = (hb.quantize_(rwkv(num_hidden_layers=2, rescale_every=1), hb.Config("q8_0", compute="float")) for _ in range(2))
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager")(IDS[:, :1]).logits
+        assert torch.equal(found, expected(IDS[:, :1]).logits)

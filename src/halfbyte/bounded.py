@@ -1,8 +1,11 @@
-"""A dict of bounded size, for results that later calls with the same arguments reuse."""
+"""Caches: a dict of bounded size, and values computed from tensors."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Generic, TypeVar
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -19,3 +22,23 @@ class Bounded(dict[K, V]):
         if len(self) >= self.most and key not in self:
             self.clear()
         super().__setitem__(key, value)
+
+
+class ByTensor(Generic[V]):
+    """Values computed from tensors, kept as long as the tensor lives and is not written to."""
+
+    def __init__(self) -> None:
+        self._entries = WeakTensorKeyDictionary()
+
+    def get(self, tensor: Tensor) -> V | None:
+        version, value = self._entries.get(tensor, (None, None))
+        return value if version == version_of(tensor) else None
+
+    def put(self, tensor: Tensor, value: V) -> V:
+        self._entries[tensor] = version_of(tensor), value
+        return value
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """The number of writes to a tensor that torch has counted; None for inference tensors, whose writes it does not count."""
+    return None if tensor.is_inference() else tensor._version

@@ -30,8 +30,9 @@ from halfbyte.errors import HalfbyteError, UnsupportedError
 from halfbyte.integrations import peft_modules
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, pack_like
+from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.permuted import PermutedLinear
+from halfbyte.nn.weight_view import AnyPacked, pack_like
 
 _ALL_LINEAR = "all-linear"
 _ADAPTABLE = (QuantLinear, PermutedLinear, FusedLinear, QuantEmbedding)

@@ -13,8 +13,9 @@ from torch import nn
 from halfbyte.integrations.ahead import watched
 from halfbyte.integrations.calls import parameters_of
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import Changes, QuantLinear
+from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.report import REMARK
+from halfbyte.nn.weight_view import Changes
 
 _classes: dict[tuple[type, ...], Any] = {}
 

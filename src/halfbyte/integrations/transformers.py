@@ -45,12 +45,13 @@ from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.expanded import collapse_, expand_, expanded
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
-from halfbyte.nn.modules import AnyPacked, QuantLinear, QuantModule
+from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
 from halfbyte.nn.permuted import ORDER, PermutedLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
 from halfbyte.nn.rescaled import as_trained
 from halfbyte.nn.transposed import is_transposed
+from halfbyte.nn.weight_view import AnyPacked
 from halfbyte.quantizers.check import non_finite
 
 NEW = "{} was in no file, and stays float: it is initialized at random and has to be trained"

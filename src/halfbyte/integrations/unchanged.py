@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from halfbyte.integrations.ahead import watched
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import Changes, QuantLinear, QuantModule
+from halfbyte.nn.modules import QuantLinear, QuantModule
+from halfbyte.nn.weight_view import Changes
 
 Setting = tuple[Any, str]  # an object and the name of an attribute
 _get: Callable[[Any, str], Any] = dict.get

@@ -41,11 +41,13 @@ class Target:
 class FakeQuantized(nn.Module):
     """Base of the modules in training. `weight` is the float weight, which an optimizer updates and a state_dict has under its old name.
 
+    float_class    of the module before
     weight_scale   only with learned scales: a parameter in the shape of the codes' scales, float32
     weight_zero    the corresponding zeros, which are not trained; None where the format has none
     """
 
     target: Target
+    float_class: type[nn.Module]
     weight: Tensor
     weight_scale: nn.Parameter | None
     weight_zero: Tensor | None
@@ -173,6 +175,7 @@ def check_not_in_training(model: nn.Module, remedy: str = "call this before prep
 def prepare_(module: nn.Module, target: Target, scale: nn.Parameter | None, zero: Tensor | None) -> None:
     """Turns a float module into one in training. It stays the same object, so that references to it and its weight (from parents, an
     optimizer, hooks) remain valid."""
+    float_class = type(module)
     if is_conv1d(module):
         module.__class__ = FakeQuantConv1D
         assert isinstance(module, FakeQuantConv1D)
@@ -180,9 +183,17 @@ def prepare_(module: nn.Module, target: Target, scale: nn.Parameter | None, zero
     else:
         module.__class__ = FORMS[kind_of(module)]
     assert isinstance(module, FakeQuantized)
-    module.target = target
+    module.float_class, module.target = float_class, target
     module.register_parameter("weight_scale", scale)
     module.register_buffer("weight_zero", zero)
+
+
+def restore_(module: FakeQuantized) -> None:
+    """Turns a module in training into the float module that it was, with its trained weight."""
+    if isinstance(module, FakeQuantConv1D):
+        del module.in_features, module.out_features
+    del module.weight_scale, module.weight_zero, module.target
+    module.__class__ = module.__dict__.pop("float_class")
 
 
 FORMS: dict[str, type[FakeQuantized]] = {

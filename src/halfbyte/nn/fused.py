@@ -26,8 +26,9 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
-from halfbyte.nn.modules import AnyPacked, DerivedLinear, QuantLinear, QuantModule, WeightView, digest, version, why_not_hooks
+from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, version, why_not_hooks
 from halfbyte.nn.report import REMARK
+from halfbyte.nn.weight_view import AnyPacked, WeightView, digest, traced
 
 # Children of one module that transformers calls in this order with the same tensor.
 SIBLINGS = (
@@ -140,18 +141,23 @@ class _Group:
         return group
 
     def join(self) -> None:
-        """Concatenates the biases: float32, 0 where others alone have one. None while layers move from device to device, one by one."""
+        """Concatenates the biases. None while layers move from device to device, one by one."""
         device, given = self.packed.device, [bias for bias in self.biases if bias is not None]
-        self._seen, self._bias = [version(bias) for bias in self.biases], None
-        if given and all(bias.device == device for bias in given):
-            none = (torch.zeros(size, dtype=torch.float32, device=device) for size in self.sizes)
-            pairs = zip(self.biases, none, strict=True)
-            self._bias = torch.cat([zeros if bias is None else bias.detach().float() for bias, zeros in pairs])
+        self._seen = [version(bias) for bias in self.biases]
+        self._bias = self._joined(device) if given and all(bias.device == device for bias in given) else None
+
+    def _joined(self, device: torch.device) -> Tensor:
+        """The biases of all layers: float32, 0 where others alone have one."""
+        none = (torch.zeros(size, dtype=torch.float32, device=device) for size in self.sizes)
+        pairs = zip(self.biases, none, strict=True)
+        return torch.cat([zeros if bias is None else bias.detach().float() for bias, zeros in pairs])
 
     @property
     def bias(self) -> Tensor | None:
-        """The concatenated biases, as they are now; torch.compile takes them as they were."""
-        if self._bias is not None and not torch.compiler.is_compiling() and self._seen != [version(bias) for bias in self.biases]:
+        """The concatenated biases, as they are now: in torch.compile's graph, which sees no version counters, at each call."""
+        if self._bias is not None and torch.compiler.is_compiling():
+            return self._joined(self._bias.device)
+        if self._bias is not None and self._seen != [version(bias) for bias in self.biases]:
             self.join()
         return self._bias
 
@@ -196,6 +202,8 @@ class _Group:
 class FusedLinear(DerivedLinear):
     """One of several fused linear layers. It is read, saved and reported as if it had its own weight."""
 
+    _has_part = True  # of the group's weight, when the weight was last set
+
     def __init__(self, group: _Group, index: int, linear: QuantLinear) -> None:
         super().__init__(linear, _part(group, index))
         self._group, self._index = group, index
@@ -220,7 +228,7 @@ class FusedLinear(DerivedLinear):
     def together(self) -> tuple[Packed, Tensor | None]:
         """The concatenated weight and bias of all layers that it is fused with, in one object for all as long as none has other tensors."""
         whole = self._whole
-        if not torch.compiler.is_compiling() and self._parameters["bias"] is not self._group.biases[self._index]:
+        if self._parameters["bias"] is not self._group.biases[self._index]:
             whole = replace(whole)
         return whole, self._group.bias
 
@@ -230,17 +238,19 @@ class FusedLinear(DerivedLinear):
     @property
     def _whole(self) -> Packed:
         """The weight of the group, or one that other code has put in its place for this layer."""
-        whole = self._group.packed
-        if torch.compiler.is_compiling() or (data := self.packed.data).data_ptr() == whole.data.data_ptr():
-            return whole
-        return replace(whole, data=data.view(whole.data.shape))
+        whole, part = self._group.packed, self.packed
+        if torch.compiler.is_compiling():  # which knows no addresses
+            is_part = part.data is self._packed.data and self._has_part
+        else:
+            is_part = part.data.data_ptr() == whole.data.data_ptr()
+        return whole if is_part else replace(whole, data=part.data.view(whole.data.shape))
 
     @property
     def weight(self) -> Tensor:
         """The dequantized weight [N, K]; computed when it is used."""
         rows = self._group.rows(self._index)
-        if torch.compiler.is_compiling():
-            return ops.dequantize(self._group.packed, self.dtype)[rows]
+        if torch.compiler.is_dynamo_compiling():
+            return traced(ops.dequantize(self._whole, self.dtype)[rows], self)
         return WeightView(self._whole, self.dtype, self.weight_shape, rows)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,14 +271,15 @@ class FusedLinear(DerivedLinear):
 
     def _set_packed(self, packed: AnyPacked) -> None:
         super()._set_packed(packed)
-        if packed.data.data_ptr() == self._group.packed.data.data_ptr():
+        self._has_part = packed.data.data_ptr() == self._group.packed.data.data_ptr()
+        if self._has_part:
             self.packed_check = self._group.check.view(1)  # listed for each layer
 
     def _set_codes(self, codes: Codes) -> None:
         self._group.put(self._index, codes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
-        device = fn(torch.empty(0, dtype=torch.uint8, device=self._group.packed.device)).device
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device
         self._group.move(device)
         self._set_packed(_part(self._group, self._index))
         super()._apply(fn, recurse)

@@ -25,7 +25,8 @@ from halfbyte.kernels.problem import Addition, Combination, Window
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.modules import AnyPacked, QuantModule, version
+from halfbyte.nn.modules import QuantModule, version
+from halfbyte.nn.weight_view import AnyPacked
 from halfbyte.ops import conv, elementwise
 from halfbyte.ops.checks import check_floats, check_here
 from halfbyte.ops.cpu import qlinear_step
@@ -241,7 +242,7 @@ class IntegerModule(QuantModule):
 
     bias: nn.Parameter | None
     table: Tensor
-    _seen: tuple[int, int] | None = None
+    _seen: tuple[Any, Any] | None = None
 
     def __init__(
         self,
@@ -274,14 +275,14 @@ class IntegerModule(QuantModule):
         scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
         table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]
-        self._seen = version(self.bias)
+        self._seen = version(self._packed.data), version(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if not _has_gradient(x):
             return self._multiply(x)
         if not x.requires_grad:
             raise ArgumentError(f"a layer on codes takes int8, or codes in floating point with gradients, got {x.dtype}: quantize x")
-        numbers = self._sums((x - self.source.zero) * self.source.step, ops.dequantize(self._packed, torch.float32))
+        numbers = self._sums((x - self.source.zero) * self.source.step, ops.dequantize(self.packed, torch.float32))
         numbers = numbers / self.result.step + self.result.zero
         return _rounded(_clamped(numbers, *self.clamp), self._multiply(_integers(x)))
 
@@ -294,8 +295,8 @@ class IntegerModule(QuantModule):
         raise NotImplementedError
 
     def current_table(self) -> Tensor:
-        """`table`, recomputed if the bias has changed; under torch.compile it is a constant."""
-        if not torch.compiler.is_compiling() and self._seen != version(self.bias):
+        """`table`, recomputed if the weight or the bias has changed; torch.compile takes the buffer as it is."""
+        if not torch.compiler.is_compiling() and self._seen != (version(self._packed.data), version(self.bias)):
             self.refresh()
         return self.table
 

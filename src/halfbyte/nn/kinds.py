@@ -16,9 +16,10 @@ from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.experts import QuantExperts, StackedExperts
 from halfbyte.nn.integer import IntegerModule
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks, pack_like
+from halfbyte.nn.modules import QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.scaled import factor_of
 from halfbyte.nn.transposed import is_conv1d, is_transposed
+from halfbyte.nn.weight_view import AnyPacked, pack_like
 from halfbyte.ops.conv import pack_conv, quantize_conv
 
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, StackedExperts)

@@ -7,9 +7,8 @@ guard there, on which loading into a float module fails.
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,20 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as module_file
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte import ops
+from halfbyte.bounded import version_of
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.kernels.problem import COMPUTES
 from halfbyte.layouts.base import Packed
-from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.scaled import Factor, scaled, set_factor
-from halfbyte.ops.conv import pack_conv
+from halfbyte.nn.weight_view import NOT_SET, AnyPacked, Changes, TracedWeight, WeightView, check_of, digest, repacked, traced, with_codes
 from halfbyte.ops.images import ACTIVATIONS
 
-AnyPacked = Packed | PackedConv
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
 PART = "_halfbyte_part"
 
@@ -85,196 +81,12 @@ def version(bias: Tensor | None) -> tuple[int, int] | None:
     return None if bias is None else (bias.data_ptr(), 0 if bias.is_inference() else bias._version)
 
 
-def _version_of(data: Tensor) -> int | None:
-    return None if data.is_inference() else data._version
-
-
-class Changes:
-    """Counts how often an attribute of a quantized module, or of another class that calls `add`, was set in this process: as long as
-    `count` is the same, none has changed."""
-
-    count: ClassVar[int] = 0
-    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
-
-    @classmethod
-    def add(cls) -> None:
-        """To be called after a change, so that nobody sees the new count with the old value; threads never set the same number."""
-        cls.count = next(cls._numbers)
-
-
 def guard(device: torch.device | str = "cpu") -> Tensor:
     """The tensor stored under the name of a quantized weight itself: a reader that takes it for the weight fails because of its shape.
 
     Without it a reader that does not know halfbyte finds no weight, and leaves one that was initialized randomly, with a warning at most.
     """
     return torch.zeros(1, dtype=torch.uint8, device=device)
-
-
-_SAMPLES = 4096  # bytes of a packed weight that `digest` reads
-
-
-def digest(data: Tensor) -> Tensor:
-    """Sum of squares of evenly spaced bytes, int64 [1]: not that of bytes that were averaged or scaled, as it is not linear."""
-    bytes_ = data.reshape(-1).view(torch.uint8)
-    sample = bytes_[:: max(1, len(bytes_) // _SAMPLES) | 1].long()
-    return (sample * sample).sum().view(1)
-
-
-_FROZEN = "a quantized weight is frozen"
-_NOT_SET = f"{_FROZEN}, and cannot be set: change the float weight and quantize again"
-
-
-class WeightView(Tensor):
-    """A packed weight that behaves like a float tensor: it has shape, dtype and device, and is dequantized when it is used.
-
-    Each operation dequantizes the weight again: code that reads `module.weight.dtype` costs nothing, code that multiplies by
-    `module.weight` gets the correct product slowly. It is read-only, except that it can be multiplied or divided in place by a number,
-    which acts on its scales and offsets: RWKV does that when it first runs. `scale` and `zero` are those of the codes, as a state_dict
-    names them.
-
-    rows   those of `packed` that are the weight, if not all
-    """
-
-    packed: AnyPacked
-    rows: slice | None
-
-    @staticmethod
-    def __new__(cls, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...], rows: slice | None = None) -> WeightView:
-        view: WeightView = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
-        view.packed, view.rows = packed, rows
-        return view
-
-    def __init__(self, packed: AnyPacked, dtype: torch.dtype, shape: tuple[int, ...], rows: slice | None = None) -> None:
-        super().__init__()
-
-    @property
-    def scale(self) -> Tensor:
-        return self._part_of_codes("scale")
-
-    @property
-    def zero(self) -> Tensor:
-        return self._part_of_codes("zero")
-
-    def _part_of_codes(self, name: str) -> Tensor:
-        codes = ops.unpack(self.packed)
-        tensors = (codes if self.rows is None else codes.select(self.rows)).tensors()
-        if name not in tensors:
-            raise AttributeError(f"a weight in {self.packed.codes_format} has no {name}")
-        return tensors[name]
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if not self.is_same(value):  # as after `weight.data *= 2`
-            raise UnsupportedError(_NOT_SET)
-
-    def is_same(self, other: object) -> bool:
-        """Whether `other` is a view of the same weight."""
-        return isinstance(other, WeightView) and other.packed.data is self.packed.data
-
-    def _numbers(self) -> Tensor:
-        if self.rows is not None:
-            return ops.dequantize(self.packed, self.dtype)[self.rows]
-        return ops.dequantize(self.packed, self.dtype).view(self.shape)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls torch's function. That the method exists keeps nn.TransformerEncoderLayer from its fast path, which would read all weights
-        (dequantizing each) instead of calling the modules."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable:
-            whole = getattr(args[0], "rows", None) is None  # not one of several fused weights
-            if (factor := _factor(func, args)) is None or not whole or not isinstance(packed := args[0].packed, Packed):
-                raise UnsupportedError(f"{_FROZEN}, and {func} would write to it: change the float weight and quantize again")
-            _multiply(packed, factor)
-            return args[0]
-        if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
-            return cls(args[0].packed, args[0].dtype, args[0].shape, args[0].rows)
-        args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise UnsupportedError("a quantized weight is frozen: change the float weight and quantize again")
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self._numbers()
-
-    def numpy(self, *, force: bool = False) -> Any:  # torch gives no subclass's
-        return self._numbers().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self._numbers().tolist()
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.codes_format})"
-
-
-def _factor(func: Any, args: Sequence[Any]) -> float | None:
-    """The number by which an operation multiplies a quantized weight in place; None for any other operation."""
-    name = func._schema.name
-    if name not in ("aten::mul_", "aten::div_") or func._overloadname not in ("Tensor", "Scalar") or not isinstance(args[0], WeightView):
-        return None
-    if isinstance(args[1], Tensor) and (args[1].dim() or args[1].is_meta):
-        return None
-    number = float(args[1])
-    if name == "aten::mul_":
-        return number
-    return 1 / number if number else None
-
-
-def _multiply(packed: Packed, factor: float) -> None:
-    """Multiplies a weight in place, for all modules that share it. Raises UnsupportedError where its scales cannot hold the result."""
-    codes = ops.unpack(packed)
-    tensors = codes.tensors()
-    for name in ("scale", "zero") if codes.format.zero == "offset" else ("scale",):
-        exact = tensors[name].double() * factor
-        tensors[name] = exact.to(tensors[name].dtype)
-        # A rounding to bfloat16 changes a number by 2^-9 of it at most; more is lost where it becomes subnormal or overflows.
-        if not bool(((tensors[name].double() - exact).abs() <= exact.abs() * 2**-8).all()):
-            kind = str(codes.format.scale).removeprefix("torch.")
-            raise UnsupportedError(
-                f"a weight in {codes.format} cannot be multiplied by {factor:.6g} in place, as its {kind} scales cannot hold the result: "
-                "quantize it with float32 scales, or leave it in floating point with skip"
-            )
-    changed = pack_like(packed, Codes.from_tensors(codes.format, codes.shape, tensors), packed.device)
-    packed.data.copy_(changed.data)
-    for cache in (_moved, _loaded):
-        cache.pop(packed.data, None)
-    Changes.add()
-
-
-# Weights that have moved to another device or got other codes, by their bytes before: modules that share one still share it afterwards.
-_moved: MutableMapping[Tensor, AnyPacked] = WeakTensorKeyDictionary()
-_loaded: MutableMapping[Tensor, AnyPacked] = WeakTensorKeyDictionary()
-
-
-def _repacked(packed: AnyPacked, device: torch.device) -> AnyPacked:
-    """The same weight, packed for another device."""
-    if (there := _moved.get(packed.data)) is None or there.device != device:
-        there = _moved[packed.data] = pack_like(packed, ops.unpack(packed), device)
-    return there
-
-
-def _with_codes(packed: AnyPacked, codes: Codes) -> AnyPacked:
-    """A weight with other codes, in place of `packed`."""
-    wanted, made = codes.to(packed.device).tensors(), _loaded.get(packed.data)
-    if made is None or not all(torch.equal(tensor, wanted[name]) for name, tensor in ops.unpack(made).tensors().items()):
-        made = _loaded[packed.data] = pack_like(packed, codes, packed.device)
-    return made
-
-
-def pack_like(packed: AnyPacked, codes: Codes, device: torch.device) -> AnyPacked:
-    """`codes` of the same shape as those of `packed`, packed for `device`."""
-    if isinstance(packed, PackedConv):
-        return pack_conv(codes, packed.sizes.kernel, packed.sizes.groups, device)
-    return ops.pack(codes, device, sparse=packed.sparse)
 
 
 class QuantModule(nn.Module):
@@ -304,18 +116,20 @@ class QuantModule(nn.Module):
         self.error = error
         # A buffer, so that torch counts and compiles it as part of the module; not persistent, as a layout is never stored.
         self.register_buffer("packed_data", packed.data, persistent=False)
-        self.register_buffer("packed_check", digest(packed.data), persistent=False)
+        self.register_buffer("packed_check", check_of(packed.data), persistent=False)
         self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
         self._packed = packed
-        self._checked = _version_of(packed.data)
+        self._checked = version_of(packed.data)
 
     @property
     def packed(self) -> AnyPacked:
         """The weight: the bytes in `packed_data`, also where other code has put them there. Raises ArgumentError if they were computed."""
-        if torch.compiler.is_compiling():
-            return self._packed
         data: Any = self._buffers["packed_data"]
         packed, checked = self._packed, self._checked
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
+                self._check_when_traced()
+            return packed if data is packed.data else replace(packed, data=data)
         if data is packed.data and (checked is None or (checked >= 0 and data._version == checked)):
             return packed
         return self._follow(data)
@@ -324,19 +138,30 @@ class QuantModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._checked = -1  # a copy's tensors count from the beginning
 
-    def _follow(self, data: Any) -> AnyPacked:
-        """Takes over `packed_data` after it was replaced or written to."""
-        if type(data) is not Tensor or data.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(data):
-            return replace(self._packed, data=data)  # for this call only
-        was, check = self._packed.data, self._buffers.get("packed_check")
-        if (data.dtype, data.shape, data.device) != (was.dtype, was.shape, was.device):
-            got, wanted = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (data, was))
-            raise ArgumentError(f"packed_data of a {type(self).__name__} is {wanted}, got {got}: move and load the module, not its bytes")
-        if check is not None and not torch.equal(digest(data), check):
+    @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+    def _check_when_traced(self) -> None:
+        """Called by torch.compile as it traces, with the module's own buffers, also within torch.func.functional_call."""
+        data: Any = self._buffers["packed_data"]
+        if type(data) is Tensor and not data.is_meta:
+            self._check(data)
+
+    def _check(self, data: Tensor) -> None:
+        """Raises ArgumentError for packed bytes that were computed with."""
+        if (check := self._buffers.get("packed_check")) is not None and not torch.equal(digest(data), check):
             raise ArgumentError(
                 f"packed_data of a {type(self).__name__} does not match packed_check: packed codes cannot be averaged or computed with, "
                 "and both are copied together: average parameters alone (use_buffers=False), or float models, and quantize the result"
             )
+
+    def _follow(self, data: Any) -> AnyPacked:
+        """Takes over `packed_data` after it was replaced or written to."""
+        if type(data) is not Tensor or data.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(data):
+            return replace(self._packed, data=data)  # for this call only
+        was = self._packed.data
+        if (data.dtype, data.shape, data.device) != (was.dtype, was.shape, was.device):
+            got, wanted = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (data, was))
+            raise ArgumentError(f"packed_data of a {type(self).__name__} is {wanted}, got {got}: move and load the module, not its bytes")
+        self._check(data)
         self._set_packed(replace(self._packed, data=data))
         self.refresh()
         return self._packed
@@ -358,15 +183,17 @@ class QuantModule(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dequantized weight, for code that reads it; computed when it is used."""
-        if torch.compiler.is_compiling():
-            return ops.dequantize(self._packed, self.dtype).view(self.weight_shape)
-        return WeightView(self.packed, self.dtype, self.weight_shape)
+        if torch.compiler.is_dynamo_compiling():
+            return traced(ops.dequantize(self.packed, self.dtype).view(self.weight_shape), self)
+        return WeightView(self.packed, self.dtype, self.weight_shape, check=self._buffers.get("packed_check"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # torch's own errors do not say why
             if isinstance(value, WeightView) and value.packed.data is self._packed.data:  # as after `module.weight *= 2`
                 return
-            raise UnsupportedError(_NOT_SET)
+            if isinstance(value, TracedWeight) and value.owner is self:
+                return
+            raise UnsupportedError(NOT_SET)
         super().__setattr__(name, value)
         Changes.add()
 
@@ -376,20 +203,25 @@ class QuantModule(nn.Module):
 
     def _set_packed(self, packed: AnyPacked) -> None:
         self.packed_data = packed.data
-        self.packed_check = digest(packed.data)
+        self.packed_check = check_of(packed.data)
         self._packed = packed
-        self._checked = _version_of(packed.data)
+        self._checked = version_of(packed.data)
 
     def _set_codes(self, codes: Codes) -> None:
         """Replaces the weight by codes of the same format and shape."""
-        self._set_packed(_with_codes(self._packed, codes))
+        self._set_packed(with_codes(self._packed, codes))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
-        device = fn(torch.empty(0, dtype=torch.uint8, device=self._packed.device)).device
-        if device != self._packed.device:
-            self._set_packed(_repacked(self._packed, device))
+        packed = self.packed  # checked, as its digest is computed anew
+        device = fn(torch.empty(0, dtype=torch.uint8, device=packed.device)).device
+        if device != packed.device:
+            packed = repacked(packed, device)
+            self._set_packed(packed)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._set_packed(replace(self._packed, data=self.packed_data))
+        data = self.packed_data
+        if data is not packed.data and not torch.equal(data, packed.data):  # as after to_empty
+            data = packed.data
+        self._set_packed(replace(packed, data=data))
         self.refresh()
         return self
 

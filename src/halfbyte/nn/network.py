@@ -91,16 +91,16 @@ class _Kept:
 
     def __init__(self, network: fx.GraphModule) -> None:
         self.inner = Inner.of(network)
-        biases = (module.bias for module in network.modules() if isinstance(module, IntegerModule))
-        self.biases = [bias for bias in biases if bias is not None and not bias.is_inference()]
+        self.layers = [module for module in network.modules() if isinstance(module, IntegerModule)]
         self.parameters = list(network.parameters())
         self.weights = self._weights()
         self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
         self.sums: Callable[[Tensor], Any] | None = None
 
     def _weights(self) -> tuple[int, list[int]]:
-        """A value that changes with the weights and biases."""
-        return weights_made(), [bias._version for bias in self.biases]
+        """A value that changes with the weights and biases; each layer looks for other ones."""
+        addresses = [layer.packed.data.data_ptr() for layer in self.layers if layer.current_table() is not None]
+        return weights_made(), addresses
 
     def has_gradient(self, x: Tensor) -> bool:
         """Whether gradients flow to x, or to a parameter of what runs in floating point."""

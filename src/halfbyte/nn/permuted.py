@@ -8,6 +8,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.nn.modules import DerivedLinear, QuantLinear
+from halfbyte.nn.weight_view import Step, WeightView, traced
 
 ORDER = "input_order"
 
@@ -31,8 +32,12 @@ class PermutedLinear(DerivedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight [N, K], columns in the order of the inputs; computed when it is read."""
-        return ops.dequantize(self.packed, self.dtype)[:, self.input_order.long().argsort()]
+        """The dequantized weight [N, K], columns in the order of the inputs; computed when it is used."""
+        in_order = self.input_order.long().argsort()
+        if torch.compiler.is_dynamo_compiling():
+            return traced(ops.dequantize(self.packed, self.dtype)[:, in_order], self)
+        sorted_ = Step(torch.index_select, (1, in_order), {}, None)
+        return WeightView(self.packed, self.dtype, self.weight_shape, steps=(sorted_,))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.index_select(-1, self.input_order))

@@ -20,10 +20,11 @@ from halfbyte.nn.convert import check_in_place
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.kinds import FLOAT_MODULES
-from halfbyte.nn.modules import AnyPacked, QuantEmbedding, QuantLinear, QuantModule, pack_like
+from halfbyte.nn.modules import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.report import add_notes
 from halfbyte.nn.runs import Progress, Runs
 from halfbyte.nn.transposed import is_conv1d
+from halfbyte.nn.weight_view import AnyPacked, pack_like
 from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune
 
 _ROWS = as_format("int8_channel")  # any format whose codes are the rows of a convolution's matrix

@@ -37,9 +37,10 @@ from halfbyte.nn.integer import (
 )
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.memory_format import Formats
-from halfbyte.nn.modules import AnyPacked, keep_hooks, why_not_hooks
+from halfbyte.nn.modules import keep_hooks, why_not_hooks
 from halfbyte.nn.network import IntegerNetwork
 from halfbyte.nn.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_not_torch
+from halfbyte.nn.weight_view import AnyPacked
 from halfbyte.ops import conv
 from halfbyte.ops.checks import check_floats
 

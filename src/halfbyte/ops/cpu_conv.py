@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from halfbyte.bounded import Bounded
+from halfbyte.bounded import Bounded, version_of
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.problem import Window
@@ -40,15 +40,20 @@ _CPU = torch.device("cpu")
 
 # What kernels multiply by that have weights of a form of their own, by its name, with the packed bytes that it comes from, by their id;
 # None: the kernel does not take these weights. (Torch's own dictionary with such keys takes as long as a small kernel.)
-_forms: dict[int, tuple[weakref.ref[Tensor], dict[str, Tensor | None]]] = {}
+_forms: dict[int, tuple[weakref.ref[Tensor], tuple[int, int | None], dict[str, Tensor | None]]] = {}
 
 
 def _forms_of(weight: Tensor) -> dict[str, Tensor | None]:
     key = id(weight)
     kept = _forms.get(key)
-    if kept is None or kept[0]() is not weight:
-        kept = _forms[key] = weakref.ref(weight, lambda _: _forms.pop(key, None)), {}
-    return kept[1]
+    if kept is None or kept[0]() is not weight or kept[1] != _bytes_of(weight):
+        kept = _forms[key] = weakref.ref(weight, lambda _: _forms.pop(key, None)), _bytes_of(weight), {}
+    return kept[2]
+
+
+def _bytes_of(weight: Tensor) -> tuple[int, int | None]:
+    """A value that changes when a tensor gets other memory or is written to."""
+    return weight.data_ptr(), version_of(weight)
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -198,6 +203,7 @@ class _Ready(NamedTuple):
     """A call of `qconv2d` that was made before, and of which nothing need be checked but that these are the same tensors."""
 
     weight: weakref.ref[Tensor]
+    bytes: tuple[int, int | None]
     table: weakref.ref[Tensor]
     strides: Shape
     threads: int
@@ -205,6 +211,9 @@ class _Ready(NamedTuple):
     weights: int  # the address of what the kernel reads
     convolved: Callable[..., Tensor]  # two functions, since importing them at each call takes longer than all of this
     threads_now: Callable[[], int]
+
+    def is_stale(self, weight: Tensor) -> bool:
+        return self.threads != self.threads_now() or self.bytes != _bytes_of(weight)
 
 
 _ready = PlanCache[_Ready]()
@@ -224,7 +233,7 @@ def qconv2d(
     check_codes(x)
     key = id(weight), id(table), x.shape, format, tuple(filter_numbers), tuple(window_numbers), in_zero, low, high
     ready = _ready.entries.get(key)
-    if ready is None or ready.weight() is not weight or ready.table() is not table or ready.threads != ready.threads_now():
+    if ready is None or ready.weight() is not weight or ready.table() is not table or ready.is_stale(weight):
         plan = _plan(x, format, filter_numbers, window_numbers, in_zero=in_zero)
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
         _check_weight(weight, plan)
@@ -245,7 +254,8 @@ def _prepared(x: Tensor, weight: Tensor, table: Tensor, plan: _Plan, in_zero: in
 
     kernel, weights = _kernel_of(weight, plan, integer=True)
     call = cast("PlannedConv", kernel).planned(x, plan.window, in_zero, weights)
-    return _Ready(weakref.ref(weight), weakref.ref(table), plan.strides, threads(), call, weights.data_ptr(), convolved, threads)
+    places = weakref.ref(weight), _bytes_of(weight), weakref.ref(table)
+    return _Ready(*places, plan.strides, threads(), call, weights.data_ptr(), convolved, threads)
 
 
 def qconv2d_step(

@@ -7,15 +7,15 @@ are implicit matrix products (`kernels/gpu/conv.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfbyte.bounded import ByTensor
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -49,7 +49,7 @@ _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 byt
 _replays = Replays()
 
 # What depthwise kernels (whether they take integers) and those of stems ("stem") multiply by, by the packed bytes it comes from.
-_made: MutableMapping[Tensor, dict[bool | str, Tensor]] = WeakTensorKeyDictionary()
+_made = ByTensor[dict[bool | str, Tensor]]()
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -473,5 +473,5 @@ def _kept(weight: Tensor, what: bool | str, make: Callable[[], Tensor]) -> Tenso
         return found[what]
     made = make()
     if not torch.cuda.is_current_stream_capturing():  # else its memory belongs to the graph
-        _made.setdefault(weight, {})[what] = made
+        _made.put(weight, {**(found or {}), what: made})
     return made

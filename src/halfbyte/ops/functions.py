@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfbyte.bounded import ByTensor
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
@@ -31,7 +31,7 @@ from halfbyte.quantizers.check import check_scales, check_weight
 _INFINITE = float("inf")
 
 # `integer_sums` of the weights that calls with requantization have been made with, by their packed bytes.
-_integer_sums: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+_integer_sums = ByTensor[tuple[Tensor, Tensor]]()
 
 # Codes and layouts
 
@@ -257,11 +257,11 @@ def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float
 
 def integer_sums(packed: Packed | PackedConv, n: int, k: int, taps: int) -> tuple[Tensor, Tensor]:
     """Sums of the codes of each of N outputs and of `taps` parts of K, int32 [N, taps], and the outputs' scales, float64 [N]."""
-    if packed.data not in _integer_sums:
-        codes = unpack(packed)
-        scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
-        _integer_sums[packed.data] = codes.values().reshape(n, taps, k // taps).sum(2, dtype=torch.int32), scales
-    return _integer_sums[packed.data]
+    if (found := _integer_sums.get(packed.data)) is not None:
+        return found
+    codes = unpack(packed)
+    scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
+    return _integer_sums.put(packed.data, (codes.values().reshape(n, taps, k // taps).sum(2, dtype=torch.int32), scales))
 
 
 def requantization_rows(
