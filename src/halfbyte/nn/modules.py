@@ -138,7 +138,7 @@ class QuantModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._checked = -1  # a copy's tensors count from the beginning
 
-    @torch.compiler.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _check_when_traced(self) -> None:
         """Called by torch.compile as it traces, with the module's own buffers, also within torch.func.functional_call."""
         data: Any = self._buffers["packed_data"]

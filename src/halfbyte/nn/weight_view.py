@@ -70,11 +70,11 @@ class Step(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
-    index: int | None
+    which: int | None
 
     def of(self, base: Tensor) -> Tensor:
         result = self.function(base, *self.arguments, **self.keywords)
-        return result if self.index is None else result[self.index]  # type: ignore[no-any-return]
+        return result if self.which is None else result[self.which]  # type: ignore[no-any-return]
 
 
 class WeightView(Tensor):
@@ -180,7 +180,7 @@ class WeightView(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         for written in _written(func, args, kwargs):
             if isinstance(written, WeightView):
                 _write(written, func, args)
@@ -314,7 +314,7 @@ def _write_outside(func: Any, args: Any, kwargs: Any) -> Tensor:
     return weight
 
 
-_TRACEABLE = torch.__version__ >= (2, 8)  # torch.compile makes no subclasses before
+_TRACEABLE = torch.__version__ >= (2, 8)  # type: ignore[operator]  # torch.compile makes no subclasses before
 
 
 def traced(weight: Tensor, owner: Any) -> Tensor:
