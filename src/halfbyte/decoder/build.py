@@ -244,8 +244,10 @@ class _Layer:
         router = f"{mlp}.{moe.router}"
         correction = None if moe.correction is None else tensors.tensor(f"{mlp}.{moe.correction}").flatten()
         scaling = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
+        gate_up, down = stacks
         return Experts(
-            *stacks,
+            gate_up,
+            down,
             router=tensors.tensor(f"{router}.{moe.router_weight}"),
             chosen=config.count_of(moe.top_k, self._index),
             normalized=moe.norm_topk is None or bool(getattr(config, moe.norm_topk)),

@@ -51,7 +51,8 @@ class MoEFamily:
     top_k: str = "num_experts_per_tok"
 
 
-class KVSharing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KVSharing:
     """Layers that reuse keys and values of an earlier layer (Gemma 4): attributes of self_attn and keys of the config.
 
     Attributes:
@@ -59,14 +60,14 @@ class KVSharing(NamedTuple):
         provides: Attribute: whether others may read its keys and values.
         kind: Attribute with the layer type that both have in common, the key in `shared_kv_states`.
         modes: Key of the config: "store" or "reuse" for each layer.
-        count: Key of the config: how many layers, the last ones, reuse, where transformers has no `modes`.
+        layers: Key of the config: how many layers, the last ones, reuse, where transformers has no `modes`.
     """
 
     reuses: str = "is_kv_shared_layer"
     provides: str = "store_full_length_kv"
     kind: str = "layer_type"
     modes: str = "kv_sharing_modes"
-    count: str = "num_kv_shared_layers"
+    layers: str = "num_kv_shared_layers"
 
 
 class RopeLayers(NamedTuple):
@@ -186,7 +187,7 @@ class Family:
 
 
 def _by_scalar(config: Any, head_dim: int) -> float:
-    return float(config.query_pre_attn_scalar) ** -0.5
+    return float(float(config.query_pre_attn_scalar) ** -0.5)
 
 
 def _by_multiplier(config: Any, head_dim: int) -> float:

@@ -438,7 +438,7 @@ def settings_of(layer: Any) -> list[tuple[Any, str]]:
     of_experts = [] if routed is None else mixtures.settings_of(layer, routed)
     of_attention = [name for name in ("is_causal", "scaling", "layer_idx", family.softcap) if name is not None]
     of_attention += () if family.rope_layers is None else family.rope_layers.attributes
-    of_attention += () if family.kv_sharing is None else family.kv_sharing[:3]
+    of_attention += () if family.kv_sharing is None else (family.kv_sharing.reuses, family.kv_sharing.provides, family.kv_sharing.kind)
     of_layer = [] if family.residual_multiplier is None else [(layer, family.residual_multiplier)]
     of_config = [(attention.config, name) for name in family.unsupported]
     return [*of_experts, *norms, *((attention, name) for name in of_attention), *of_layer, *of_config]

@@ -88,7 +88,7 @@ def lender(layer: Any) -> int | None:
         return None
     kinds, modes, own = attention.config.layer_types, getattr(attention.config, sharing.modes, None), shared_as(layer)
     if modes is None:
-        others = len(kinds) - getattr(attention.config, sharing.count)
+        others = len(kinds) - getattr(attention.config, sharing.layers)
         return next((i for i in reversed(range(others)) if kinds[i] == own), None)
     found = (i for i, (kind, mode) in enumerate(zip(kinds, modes, strict=True)) if kind == own and mode == "store")
     return next(found, None)

@@ -165,8 +165,8 @@ class LanguageModel:
         template = self.tokenizer.chat_templates.get("default")
         if template is None:
             raise UnsupportedError(f"the tokenizer of {self.path} has no chat template: write the prompt as a text")
-        special = {name: token for name, token in self.tokenizer.special_tokens.items() if name not in variables}
-        return render(template, messages, **special, **variables)
+        settings: dict[str, Any] = {**self.tokenizer.special_tokens, **variables}
+        return render(template, messages, **settings)
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
