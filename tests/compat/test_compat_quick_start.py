@@ -58,13 +58,17 @@ def test_as_typed(tmp_path: Path) -> None:
     _check(tokens, tmp_path / "small")
 
 
-def test_the_python_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"^```python\n(.*?)^```", QUICK_START, re.DOTALL | re.MULTILINE)
+    code, without_transformers = re.findall(r"^```python\n(.*?)^```", QUICK_START, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(compile(code.replace("path/to/model", str(MODELS / "tiny-llama")), "README.md", "exec"), names)
     inputs = AutoTokenizer.from_pretrained("small")(PROMPT, return_tensors="pt")
     _check(names["model"].generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0), tmp_path / "small")
+    capsys.readouterr()
+    exec(compile(without_transformers.replace("path/to/model", str(MODELS / "tiny-llama")), "README.md", "exec"), names)
+    text = PROMPT + capsys.readouterr().out.removesuffix("\n")
+    _check(AutoTokenizer.from_pretrained("small")(text, return_tensors="pt")["input_ids"], tmp_path / "small")
 
 
 def _is_installed() -> bool:
