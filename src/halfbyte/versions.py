@@ -25,7 +25,7 @@ class VersionRange(NamedTuple):
 
 TESTED = {
     "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
-    "triton": VersionRange("3.6", "3.8", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
+    "triton": VersionRange("3.6", "3.9", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
 }
 
 
