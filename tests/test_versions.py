@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -82,6 +84,39 @@ def test_launches_of_an_untested_triton_are_not_replayed(monkeypatch: pytest.Mon
         reason = relaunch.broken(torch.device("cuda", 0))
     assert reason is not None
     assert reason.startswith("triton 99.0.0 is newer")
+
+
+UNTESTED_PEFT = """
+import sys, warnings
+from importlib import metadata
+real = metadata.version
+metadata.version = lambda name: "0.99.0" if name == "peft" else real(name)
+import torch
+import halfbyte as hb
+from halfbyte.errors import UnsupportedError
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import peft
+    import peft.tuners.lora.model
+assert [str(one.message) for one in told if "peft" in str(one.message)] == [
+    "peft 0.99.0 is newer than 0.21, the newest version tested: it attaches no adapters to quantized models; install peft 0.21"
+], told
+assert "halfbyte.integrations.peft" not in sys.modules
+config = peft.LoraConfig(target_modules=["0"], modules_to_save=["1"])
+peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), config)
+for attach in (peft.get_peft_model, lambda model, config: peft.inject_adapter_in_model(config, model)):
+    try:
+        attach(hb.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), "q4_0"), config)
+    except UnsupportedError as error:
+        assert "peft 0.99.0 is newer than 0.21" in str(error) and "install peft 0.21, or attach them to the float model" in str(error)
+    else:
+        raise AssertionError("accepted")
+"""
+
+
+def test_an_untested_peft_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", UNTESTED_PEFT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pyproject_caps_what_is_tested() -> None:

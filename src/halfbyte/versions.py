@@ -22,8 +22,12 @@ class VersionRange(NamedTuple):
     newest: str
     off: str
 
+    def __str__(self) -> str:
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
 
 TESTED = {
+    "peft": VersionRange("0.21", "0.21", "it attaches no adapters to quantized models"),
     "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
     "triton": VersionRange("3.6", "3.9", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
 }
@@ -40,13 +44,17 @@ def why_untested(package: str) -> str | None:
         >>> why_untested("transformers")  # with transformers 5.99.0 installed
         "transformers 5.99.0 is newer than 5.24, the newest version tested"
     """
-    tested, version = TESTED[package], metadata.version(package)
+    tested = TESTED[package]
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:  # a folder on sys.path, without metadata
+        version = "of an unknown version"
     minor = _minor(version)
     if _minor(tested.oldest) <= minor <= _minor(tested.newest):
         return None
     side, bound = ("newer", tested.newest) if minor > _minor(tested.newest) else ("older", tested.oldest)
     reason = f"{package} {version} is {side} than {bound}, the {side.replace('er', 'est')} version tested"
-    warnings.warn(f"{reason}: {tested.off}; install {package} {tested.oldest} to {tested.newest}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"{reason}: {tested.off}; install {package} {tested}", RuntimeWarning, stacklevel=3)
     return reason
 
 

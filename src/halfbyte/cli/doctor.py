@@ -22,7 +22,7 @@ from halfbyte.versions import TESTED, why_untested
 if TYPE_CHECKING:
     from halfbyte.cli.selftest import Result
 
-_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers")
+_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers", "peft")
 
 
 def add(commands: Commands) -> None:
