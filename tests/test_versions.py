@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from language_model import make_decoder
+from packaging.version import Version
 
 import halfbyte as hb
 from halfbyte import versions
 from halfbyte.integrations.shortened import Shortened
+from halfbyte.machine import GPUS
 from halfbyte.versions import TESTED, why_untested
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +116,19 @@ for attach in (peft.get_peft_model, lambda model, config: peft.inject_adapter_in
 """
 
 
+def test_hopper_gpus_of_an_untested_gluon_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte.kernels.gpu.hopper import not_hopper
+
+    assert not_hopper(GPUS["sm_90"]) is None
+    why_untested.cache_clear()
+    pretend(monkeypatch, "triton", "3.9.0")
+    assert "made of Hopper's instructions" in (not_hopper(GPUS["sm_80"]) or ""), "without a warning"
+    with pytest.warns(RuntimeWarning, match="triton 3.9.0 is newer than 3.7, .*: Hopper GPUs .* install triton 3.6 to 3.7"):
+        reason = not_hopper(GPUS["sm_90"])
+    assert reason == "triton 3.9.0 is newer than 3.7, the newest version tested"
+    assert why_untested("triton") is None
+
+
 def test_an_untested_peft_is_refused() -> None:
     done = subprocess.run([sys.executable, "-c", UNTESTED_PEFT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -123,6 +138,9 @@ def test_pyproject_caps_what_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     for package, tested in TESTED.items():
+        if tested.package:
+            assert Version(tested.newest) <= Version(TESTED[tested.package].newest)
+            continue
         (wanted,) = {one.partition(";")[0].strip() for one in asked if one.startswith(f"{package}>=")}
         major, minor = map(int, tested.newest.split("."))
         assert wanted == f"{package}>={tested.oldest},<{major}.{minor + 1}", f"{package} is tested from {tested.oldest} to {tested.newest}"
