@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers as tf
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+from tiny_encoders import CASES, SIZES, inputs, make_encoder, states
 
 import halfbyte as hb
 from halfbyte.cli import main
@@ -31,62 +30,17 @@ from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.nn.report import remarks
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
-    "vocab_size": 60,
-    "initializer_range": 0.2,
-}
-OF_IMAGES = SIZES | {"image_size": 24, "patch_size": 8}
-OF_DISTILBERT = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 40, "vocab_size": 60, "initializer_range": 0.2}
-OF_WHISPER = {"d_model": 32, "encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 40, "max_source_positions": 12}
-KINDS: dict[str, Callable[..., Any]] = {
-    "bert": lambda **more: tf.BertModel(tf.BertConfig(**SIZES | more)),
-    "camembert": lambda **more: tf.CamembertModel(tf.CamembertConfig(**SIZES | more)),
-    "electra": lambda **more: tf.ElectraModel(tf.ElectraConfig(embedding_size=16, **SIZES | more)),
-    "roberta": lambda **more: tf.RobertaModel(tf.RobertaConfig(**SIZES | more)),
-    "xlm-roberta": lambda **more: tf.XLMRobertaModel(tf.XLMRobertaConfig(**SIZES | more)),
-    "distilbert": lambda **more: tf.DistilBertModel(tf.DistilBertConfig(**OF_DISTILBERT | more)),
-    "mpnet": lambda **more: tf.MPNetModel(tf.MPNetConfig(**SIZES | more)),
-    "vit": lambda **more: tf.ViTModel(tf.ViTConfig(**OF_IMAGES | more)),
-    "deit": lambda **more: tf.DeiTModel(tf.DeiTConfig(**OF_IMAGES | more)),
-    "whisper": lambda **more: WhisperEncoder(tf.WhisperConfig(**OF_WHISPER | {"num_mel_bins": 8, "init_std": 0.2} | more)),
-}
-
 
 def pair(kind: str = "bert", *, shortened: bool = True, fused: bool = True, **more: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call)"""
     torch.manual_seed(7)
-    model = KINDS[kind](**more).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name.lower() or "bias" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    model = make_encoder(kind, **more)
     model.set_attn_implementation("sdpa")
     quantize_(model, Config("q8_0", compute="float", skip=["*embeddings*"] if kind != "whisper" else ["conv*"]))
     if fused:
         fuse_(model)
     short = copy.deepcopy(model)
     return model, shorten_(short) if shortened else short
-
-
-def inputs(model: Any, *lengths: int) -> dict[str, Tensor]:
-    """Sequences of these lengths, padded; or as many images, or spectrograms."""
-    if model.main_input_name == "input_features":
-        return {"input_features": torch.randn(len(lengths), 8, 2 * model.max_source_positions, generator=torch.Generator().manual_seed(1))}
-    if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.randn(len(lengths), 3, 24, 24, generator=torch.Generator().manual_seed(1))}
-    there = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    ids = torch.randint(3, 60, there.shape, generator=torch.Generator().manual_seed(1)).where(there, 1)
-    return {"input_ids": ids, "attention_mask": there.long()}
-
-
-def states(model: Any, given: dict[str, Tensor], **settings: Any) -> Tensor:
-    """Of the tokens that are there."""
-    with torch.inference_mode():
-        found: Tensor = model(**given, **settings).last_hidden_state
-    return found if "attention_mask" not in given else found[given["attention_mask"].bool()]
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -108,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_the_same_states(kind: str, calls: list[int]) -> None:
     plain, short = pair(kind)
     for lengths in ((1,), (9, 4, 1), (5, 5)):
@@ -273,16 +227,16 @@ def test_what_stays_as_it_is() -> None:
     eager = pair(shortened=False)[1]
     eager.set_attn_implementation("eager")
     assert reason(eager) == "its attn_implementation is \"eager\", not 'sdpa' or 'halfbyte'"
-    assert "is a Linear, which is not quantized" in reason(KINDS["bert"]())
+    assert "is a Linear, which is not quantized" in reason(CASES["bert"]())
     odd = pair(shortened=False, hidden_size=24, num_attention_heads=4)[1]  # found where weights are looked at, as they may move
     assert reason(odd) == "heads of 6 are not a multiple of 4"
     assert states(odd, inputs(odd, 3)).shape == (3, 24)
 
 
-@pytest.mark.parametrize("kind", ["bert", "electra", "xlm-roberta", "distilbert"])
+@pytest.mark.parametrize("kind", ["bert", "electra", "xlm_roberta", "distilbert"])
 def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    model = KINDS[kind]().eval()
+    model = CASES[kind]().eval()
     torch.nn.init.normal_(model.embeddings.LayerNorm.bias)
     quantize_(model, Config("int4_g32", compute="float"))
     plain, short = model.embeddings, shorten_(copy.deepcopy(model)).embeddings
@@ -316,7 +270,7 @@ def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_computes_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, short = pair()
-    with_quantized_tables = hb.quantize_(KINDS["mpnet"]().eval(), "q8_0")
+    with_quantized_tables = hb.quantize_(CASES["mpnet"]().eval(), "q8_0")
     hb.save(with_quantized_tables, tmp_path / "small")
     assert main(["explain", str(tmp_path / "small")]) == 0
     said = capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -12,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from language_model import make_decoder
+from packaging.version import Version
 
 import halfbyte as hb
 from halfbyte import versions
 from halfbyte.integrations.shortened import Shortened
+from halfbyte.machine import GPUS
 from halfbyte.versions import TESTED, why_untested
 
 ROOT = Path(__file__).parents[1]
@@ -84,10 +88,59 @@ def test_launches_of_an_untested_triton_are_not_replayed(monkeypatch: pytest.Mon
     assert reason.startswith("triton 99.0.0 is newer")
 
 
+UNTESTED_PEFT = """
+import sys, warnings
+from importlib import metadata
+real = metadata.version
+metadata.version = lambda name: "0.99.0" if name == "peft" else real(name)
+import torch
+import halfbyte as hb
+from halfbyte.errors import UnsupportedError
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import peft
+    import peft.tuners.lora.model
+assert [str(one.message) for one in told if "peft" in str(one.message)] == [
+    "peft 0.99.0 is newer than 0.21, the newest version tested: it attaches no adapters to quantized models; install peft 0.21"
+], told
+assert "halfbyte.integrations.peft" not in sys.modules
+config = peft.LoraConfig(target_modules=["0"], modules_to_save=["1"])
+peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), config)
+for attach in (peft.get_peft_model, lambda model, config: peft.inject_adapter_in_model(config, model)):
+    try:
+        attach(hb.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), "q4_0"), config)
+    except UnsupportedError as error:
+        assert "peft 0.99.0 is newer than 0.21" in str(error) and "install peft 0.21, or attach them to the float model" in str(error)
+    else:
+        raise AssertionError("accepted")
+"""
+
+
+def test_hopper_gpus_of_an_untested_gluon_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte.kernels.gpu.hopper import not_hopper
+
+    assert not_hopper(GPUS["sm_90"]) is None
+    why_untested.cache_clear()
+    pretend(monkeypatch, "triton", "3.9.0")
+    assert "made of Hopper's instructions" in (not_hopper(GPUS["sm_80"]) or ""), "without a warning"
+    with pytest.warns(RuntimeWarning, match="triton 3.9.0 is newer than 3.7, .*: Hopper GPUs .* install triton 3.6 to 3.7"):
+        reason = not_hopper(GPUS["sm_90"])
+    assert reason == "triton 3.9.0 is newer than 3.7, the newest version tested"
+    assert why_untested("triton") is None
+
+
+def test_an_untested_peft_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", UNTESTED_PEFT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_pyproject_caps_what_is_tested() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     for package, tested in TESTED.items():
+        if tested.package:
+            assert Version(tested.newest) <= Version(TESTED[tested.package].newest)
+            continue
         (wanted,) = {one.partition(";")[0].strip() for one in asked if one.startswith(f"{package}>=")}
         major, minor = map(int, tested.newest.split("."))
         assert wanted == f"{package}>={tested.oldest},<{major}.{minor + 1}", f"{package} is tested from {tested.oldest} to {tested.newest}"

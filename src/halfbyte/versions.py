@@ -16,37 +16,53 @@ from typing import NamedTuple
 
 
 class VersionRange(NamedTuple):
-    """Minor versions, such as "5.24": the oldest and the newest that were tested, and what is off outside of these."""
+    """Minor versions, such as "5.24": the oldest and the newest that were tested, and what is off outside of these.
+
+    Attributes:
+        package: the package that has these versions, if it is not the key of TESTED: a part of one may have a range of its own.
+    """
 
     oldest: str
     newest: str
     off: str
+    package: str = ""
+
+    def __str__(self) -> str:
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
 TESTED = {
+    "peft": VersionRange("0.21", "0.21", "it attaches no adapters to quantized models"),
     "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
-    "triton": VersionRange("3.6", "3.8", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
+    "triton": VersionRange("3.6", "3.9", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
+    # Triton 3.8 refuses views of shared memory that are larger than what they are made from, 3.9 has renamed `_reinterpret`.
+    "gluon": VersionRange("3.6", "3.7", "Hopper GPUs (sm_90) run kernels in Triton instead of those in Gluon", "triton"),
 }
 
 
 @cache
-def why_untested(package: str) -> str | None:
+def why_untested(name: str) -> str | None:
     """Return why private interfaces of an installed package are not used, with a warning the first time; None if it is in the tested range.
 
     Args:
-        package: a key of TESTED, installed.
+        name: a key of TESTED, installed.
 
     Example:
         >>> why_untested("transformers")  # with transformers 5.99.0 installed
         "transformers 5.99.0 is newer than 5.24, the newest version tested"
     """
-    tested, version = TESTED[package], metadata.version(package)
+    tested = TESTED[name]
+    package = tested.package or name
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:  # a folder on sys.path, without metadata
+        version = "of an unknown version"
     minor = _minor(version)
     if _minor(tested.oldest) <= minor <= _minor(tested.newest):
         return None
     side, bound = ("newer", tested.newest) if minor > _minor(tested.newest) else ("older", tested.oldest)
     reason = f"{package} {version} is {side} than {bound}, the {side.replace('er', 'est')} version tested"
-    warnings.warn(f"{reason}: {tested.off}; install {package} {tested.oldest} to {tested.newest}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"{reason}: {tested.off}; install {package} {tested}", RuntimeWarning, stacklevel=3)
     return reason
 
 

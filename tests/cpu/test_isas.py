@@ -16,7 +16,7 @@ import torch
 from emulated import chains, kernels, program
 from emulated.program import Emulator
 from samples import largest_sums, random_codes
-from support import activations, pairwise, run_linear
+from support import activations, pairwise, run_linear, skip_what_crashes
 
 from halfbyte import machine as machine_module
 from halfbyte import ops
@@ -75,6 +75,7 @@ def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     isa, cpu = TARGETS[request.param]
     if reason := program.missing(isa.arch):
         pytest.skip(reason)
+    skip_what_crashes(isa)
     return Emulator(isa, cpu, tmp_path_factory.mktemp(request.param))
 
 
@@ -362,6 +363,7 @@ def test_neon_tiles_keep_operands_off_the_stack(name: str) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rvv_tiles_multiply_vectors(bits: int) -> None:
     isa = BY_NAME["rvv"]
+    skip_what_crashes(isa)
     rows, vectors, *_ = isa.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
     spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()

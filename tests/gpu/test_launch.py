@@ -175,6 +175,43 @@ def test_tensor_descriptors_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> No
     assert (list(made.shape), tuple(made.strides), made.padding) == ([6, 16], (16, 1), "zero")
 
 
+def test_the_launcher_is_called_as_triton_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the class that the installed version has for it, whose function in C is replaced by one that keeps its arguments."""
+    monkeypatch.setattr(launch, "current_stream", lambda index: 9)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", SimpleNamespace(utils=None))
+    run: Any = object.__new__(importlib.import_module("triton.backends.nvidia.driver").CudaLauncher)
+    fake = FakeLauncher()
+    vars(run).update(vars(fake), launch=fake.launch, gsan_enabled=False, num_ctas=1, global_scratch_align=1, profile_scratch_align=1)
+    if "kernel_signature" in inspect.getsource(type(run)):
+        run.arg_annotations, run.kernel_signature = ["an annotation"], b"a signature"
+    x, y, bias, device = torch.zeros(64), torch.zeros(64), torch.zeros(64), torch.device("cpu", 0)
+    call = recorded(run, x[4:], y, (bias, None), 10, 1.5, BLOCK=8, num_warps=4)
+    run(5, 1, 1, 9, call.compiled.function, call.compiled.packed_metadata, None, None, None, *call.args, 8)
+    replay = relaunch.bind([call], (x, y, bias), device)
+    assert not isinstance(replay, str)
+    replay(x.data_ptr(), y.data_ptr(), bias.data_ptr())
+    theirs, ours = fake.seen
+
+    def addresses(value: Any) -> Any:
+        return tuple(map(addresses, value)) if isinstance(value, tuple) else value.data_ptr() if hasattr(value, "data_ptr") else value
+
+    assert ours == addresses(theirs)
+
+
+def test_descriptors_have_what_triton_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "current_stream", lambda index: 9)
+    unpack: Any = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
+    run, x, y = FakeLauncher(), torch.zeros(8, 16), torch.zeros(8)
+    described = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor(x, [2, 16])
+    replay = relaunch.bind([recorded(run, described, y, (None, None), 10, 1, BLOCK=8)], (x, y), torch.device("cpu", 0))
+    assert not isinstance(replay, str)
+    replay(x.data_ptr(), y.data_ptr())
+    [made] = [value for value in run.seen[0] if hasattr(value, "base")]
+    nothing = [None] * (len(inspect.signature(unpack).parameters) - 1)
+    (base, *ours), (tensor, *theirs) = (unpack(each, *nothing) for each in (made, described))
+    assert (base.data_ptr(), ours) == (tensor.data_ptr(), theirs)
+
+
 def test_what_cannot_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu", 0)
     x, y = torch.zeros(8), torch.zeros(8)

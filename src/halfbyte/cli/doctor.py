@@ -22,7 +22,7 @@ from halfbyte.versions import TESTED, why_untested
 if TYPE_CHECKING:
     from halfbyte.cli.selftest import Result
 
-_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers")
+_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers", "peft")
 
 
 def add(commands: Commands) -> None:
@@ -105,7 +105,8 @@ def _versions() -> dict[str, Any]:
     installed = {package: metadata.version(package) if find_spec(package) else None for package in _PACKAGES}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        untested = [reason for package in TESTED if installed[package] and (reason := why_untested(package)) is not None]
+        here = {name: tested for name, tested in TESTED.items() if installed[tested.package or name]}
+        untested = [f"{reason}: {tested.off}" for name, tested in here.items() if (reason := why_untested(name)) is not None]
     about = {"halfbyte": __version__, "python": platform.python_version(), "system": platform.platform()}
     return {**about, **installed, "untested": untested}
 

@@ -4,6 +4,7 @@ on_import.py        registers with transformers and peft when they are imported
 transformers.py     the quantizer of `from_pretrained`; tensor_parallel.py: for several processes
 vocabulary.py       embeddings get another size; training.py: the Trainer
 peft.py             LoRA; peft_modules.py: whole layers and single tokens that are trained; peft_prompts.py: prompts
+peft_untested.py    quantized models are refused in other versions of peft than those that were tested
 gguf.py, text.py    models are opened; text is generated and timed; compiling.py: GPU kernels are compiled before the first prompt
 optimizing.py       all that makes a model faster (`optimize_`); self_check.py: compares it with the plain model the first time
 calls.py            the arguments of transformers' forwards that are replaced, and which values of these are understood

@@ -17,8 +17,8 @@ _INTEGRATIONS = {
     "transformers.quantizers.auto": ("halfbyte.integrations.transformers", "transformers, which has to be version 5.17 or newer"),
     "transformers.modeling_utils": ("halfbyte.integrations.vocabulary", "transformers, whose embeddings are resized in another way"),
     "transformers.trainer": ("halfbyte.integrations.training", "transformers, whose Trainer works in another way"),
-    "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, of which version 0.21 is tested"),
-    "peft.peft_model": ("halfbyte.integrations.peft_prompts", "peft, of which version 0.21 is tested"),
+    "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, whose classes have changed"),
+    "peft.peft_model": ("halfbyte.integrations.peft_prompts", "peft, whose classes have changed"),
 }
 _REGISTRY = "transformers.quantizers.auto"
 
@@ -36,6 +36,12 @@ def register() -> bool:
 
 def _integrate(name: str) -> None:
     home, wanted = _INTEGRATIONS[name]
+    if name.startswith("peft."):
+        from halfbyte.versions import why_untested
+
+        if (reason := why_untested("peft")) is not None:
+            import_module("halfbyte.integrations.peft_untested").refuse(sys.modules[name], reason)
+            return
     try:
         import_module(home)
     except ImportError as error:

@@ -8,13 +8,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from halfbyte.machine import Gpu
+from halfbyte.versions import why_untested
 
 
 def not_hopper(gpu: Gpu) -> str | None:
     """Why `gpu` does not run them, or None."""
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
-    return None
+    return why_untested("gluon")
 
 
 @gluon.constexpr_function

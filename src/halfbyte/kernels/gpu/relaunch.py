@@ -41,6 +41,7 @@ class _Descriptor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     padding: str
+    round_f32_to_tf32: bool
 
 
 def reach(tensor: Tensor) -> tuple[int, int]:
@@ -102,8 +103,14 @@ class _Source:
             raise _Unbindable(f"{compiled.name} needs memory that Triton allocates at each launch")
         bound = signature.bind(*call.args, **{name: value for name, value in call.options.items() if name in signature.parameters})
         bound.apply_defaults()
-        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
-        values = [*map(self._value, (*call.grid, 1, 1)[:3]), "stream", *map(self._value, (*before, *bound.arguments.values()))]
+        # Without metadata for hooks, hooks before and after, and scratch memory of two kinds.
+        metadata, arguments = compiled.packed_metadata, tuple(bound.arguments.values())
+        if hasattr(run, "kernel_signature"):  # one launcher for all kernels, which newer versions of Triton have
+            rest = (metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature, arguments)
+        else:
+            rest = (None, None, metadata, None, None, None, *arguments)
+        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        values = [*map(self._value, (*call.grid, 1, 1)[:3]), "stream", *map(self._value, (*before, *rest))]
         return f"{self.name(run.launch)}({', '.join(values)})"
 
     def _value(self, value: Any) -> str:
@@ -114,7 +121,8 @@ class _Source:
         if type(value) is tuple:
             return f"({''.join(self._value(member) + ', ' for member in value)})"
         if hasattr(value, "base") and hasattr(value, "block_shape"):
-            rest = ", ".join(self.name(part) for part in (tuple(value.shape), tuple(value.strides), value.padding))
+            rounds = getattr(value, "round_f32_to_tf32", False)  # which newer versions of Triton read
+            rest = ", ".join(self.name(part) for part in (tuple(value.shape), tuple(value.strides), value.padding, rounds))
             return f"Descriptor(Address({self._value(value.base)}), {rest})"
         return self.name(value)
 
