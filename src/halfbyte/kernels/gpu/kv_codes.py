@@ -1,0 +1,106 @@
+"""Keys and values in 8 bits, in registers: `layouts/records.py` has the format.
+
+    encoded: float32 x -> codes, scales, x' = scale * code          decoded: codes, scales -> x'
+
+Codes are read as words of four. A head of W elements, a power of two, is in registers in the order of `permuted`: byte 0 of all words, then
+byte 1 of all, and so on: so two numbers that a matrix unit wants side by side come from the same byte of two words, and nothing is packed.
+
+Arithmetic: as on a CPU, bit for bit; x' is exact in float32 and is rounded once, to the type of the product that reads it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC
+from halfbyte.layouts import records
+
+BLOCK = tl.constexpr(records.BLOCK)
+MOST = tl.constexpr(float(records.MOST))
+LEAST_SCALE = tl.constexpr(records.LEAST_SCALE)
+LEAST_WIDE = 64  # elements of a head: fewer words are not for the matrix units
+# Of two words 4 times two numbers. A code c becomes the float32 32768 + 128 + c, whose third byte is c + 128, as conversions of bytes take
+# four instructions each: scale * c is that times scale, less 32896 * scale, both exact.
+_PAIR = "prmt.b32 c, u, $10, {sel}; prmt.b32 d, v, $10, {sel}; fma.rn.f32 f, c, $6, $8; fma.rn.f32 g, d, $7, $9; "
+_ASM = "{ .reg .b32 u, v, c, d; .reg .f32 f, g; xor.b32 u, $4, 0x80808080; xor.b32 v, $5, 0x80808080; "
+_ASM += "".join(_PAIR.format(sel=f"0x74{i}4") + f"cvt.rn.TYPE.f32 ${i}, g, f; " for i in range(4)) + "}"
+_TO_BFLOAT16 = tl.constexpr(_ASM.replace("TYPE", "bf16x2"))
+_TO_FLOAT16 = tl.constexpr(_ASM.replace("TYPE", "f16x2"))
+_REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r")
+
+
+@triton.jit
+def magic_bits():
+    """The bits of float32 32768, from where the compiler does not know them: constants of `prmt` take it a move each, but for one."""
+    if INTERPRETED:
+        return 0x47000000
+    else:
+        asm: tl.constexpr = "{ .reg .b32 a; mov.u32 a, %lanemask_lt; mov.u32 $0, %lanemask_gt; and.b32 $0, $0, a; or.b32 $0, $0, $1; }"
+        return tl.inline_asm_elementwise(asm, "=r,r", [tl.full((), 0x47000000, tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def permuted(WIDE: tl.constexpr):
+    """The element at each place of a head."""
+    i = tl.arange(0, WIDE)
+    return i % (WIDE // 4) * 4 + i // (WIDE // 4)
+
+
+@triton.jit
+def encoded(x, GROUPS: tl.constexpr):
+    """x float32 [W], permuted -> codes int8 [W], scales float32 [GROUPS] that bfloat16 holds, and x' float32 [W]."""
+    WIDE: tl.constexpr = x.shape[0]
+    blocks = tl.reshape(tl.permute(tl.reshape(x, (4, GROUPS, WIDE // GROUPS // 4)), (1, 0, 2)), (GROUPS, WIDE // GROUPS))
+    codes, scales, near = encoded_blocks(blocks)
+    codes = tl.permute(tl.reshape(codes, (GROUPS, 4, WIDE // GROUPS // 4)), (1, 0, 2))
+    near = tl.permute(tl.reshape(near, (GROUPS, 4, WIDE // GROUPS // 4)), (1, 0, 2))
+    return tl.reshape(codes, (WIDE,)), scales, tl.reshape(near, (WIDE,))
+
+
+@triton.jit
+def encoded_blocks(x):
+    """x float32 [R, BLOCK] -> codes int8, scales [R] and x' alike, of a block in each row."""
+    reach = tl.abs(x)
+    finite = tl.max(tl.where(reach < float("inf"), 0, 1), axis=1) == 0
+    scales = tl.max(tl.where(reach < float("inf"), reach, 0.0), axis=1)
+    scales = tl.div_rn(scales, tl.full(scales.shape, MOST, tl.float32))
+    scales = _to_bfloat16(tl.where(scales < LEAST_SCALE, 0.0, scales))
+    whole = tl.div_rn(x, tl.broadcast_to(tl.where(scales > 0, scales, 1.0)[:, None], x.shape))
+    whole = (tl.where((scales > 0)[:, None] & (reach < float("inf")), whole, 0.0) + MAGIC) - MAGIC
+    scales = tl.where(finite, scales, float("nan"))
+    return whole.to(tl.int8), scales, whole * scales[:, None]
+
+
+@triton.jit
+def decoded(words, scales, magic, dtype: tl.constexpr):
+    """words int32 [R, W / 4], scales bfloat16 [R, G] -> x' [R, W] of `dtype`, permuted."""
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    GROUPS: tl.constexpr = scales.shape[1]
+    blocks = tl.reshape(words, (ROWS, GROUPS, WORDS // GROUPS))
+    scales = tl.broadcast_to(scales.to(tl.float32)[:, :, None], blocks.shape)
+    if INTERPRETED or dtype == tl.float32:
+        x0 = ((blocks << 24 >> 24).to(tl.float32) * scales).to(dtype)
+        x1 = ((blocks << 16 >> 24).to(tl.float32) * scales).to(dtype)
+        x2 = ((blocks << 8 >> 24).to(tl.float32) * scales).to(dtype)
+        x3 = ((blocks >> 24).to(tl.float32) * scales).to(dtype)
+    else:
+        operands = blocks, scales, scales * -32896.0, tl.broadcast_to(magic, blocks.shape)
+        if dtype == tl.bfloat16:
+            x0, x1, x2, x3 = tl.inline_asm_elementwise(
+                _TO_BFLOAT16, _REGISTERS, operands, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
+        else:
+            x0, x1, x2, x3 = tl.inline_asm_elementwise(
+                _TO_FLOAT16, _REGISTERS, operands, dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+            )
+    joined = tl.join(tl.join(x0, x1), tl.join(x2, x3))
+    return tl.reshape(tl.permute(joined, (0, 4, 3, 1, 2)), (ROWS, 4 * WORDS))
+
+
+@triton.jit
+def _to_bfloat16(x):
+    """x float32, finite, rounded to what bfloat16 holds, ties to even; Triton's interpreter would cut."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
