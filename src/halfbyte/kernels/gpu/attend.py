@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.compile_time import CompileTime
-from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, permuted
+from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, permuted, quarters
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
@@ -375,7 +375,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         end = tl.minimum(now if S.others > 0 else now + 1, size)
         seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
         if S.codes:
-            magic = magic_bits()
+            magic, q0, q1, sums = magic_bits(), quarters(q0), quarters(q1), quarters(sums)
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
             t = step + tl.arange(0, TOKENS)
             if S.codes:
@@ -385,6 +385,9 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             seen_now = _but(seen, t != place, S) if S.ring and S.others > 0 else seen
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
+        if S.codes:
+            sums = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+            sums = tl.reshape(tl.permute(sums, (0, 2, 3, 1)), (ROWS, WIDE))
         if S.others > 0:
             sees = fits
             if mask is not None:
@@ -418,10 +421,16 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
 
 @triton.jit
 def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
-    """The largest score, the sum of the weights and the weighted sum of the values, with a tile's tokens that are seen."""
+    """The largest score, the sum of the weights and the weighted sum of the values, with a tile's tokens that are seen. Of codes queries,
+    keys, values and sums are `quarters`."""
     ROWS: tl.constexpr = S.rows
     TOKENS: tl.constexpr = S.tokens
-    scores = _product(q0, q1, tl.trans(keys), tl.zeros((ROWS, TOKENS), tl.float32))
+    scores = tl.zeros((ROWS, TOKENS), tl.float32)
+    if S.codes:
+        for i in tl.static_range(4):
+            scores = _product(q0[i], q1[i], tl.trans(keys[i]), scores)
+    else:
+        scores = _product(q0, q1, tl.trans(keys), scores)
     if S.added:
         scores = tl.where(seen[None, :] == float("-inf"), float("-inf"), scores + seen[None, :])
     else:
@@ -431,8 +440,16 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
     weights = tl.exp2(scores - base[:, None])
     less = tl.exp2(most - base)
     total = total * less + tl.sum(weights, axis=1)
-    w0, w1 = _pieces(weights, keys.dtype)
-    return larger, total, _product(w0, w1, values, sums * less[:, None])
+    if S.codes:
+        w0, w1 = _pieces(weights, values[0].dtype)
+        s0 = _product(w0, w1, values[0], sums[0] * less[:, None])
+        s1 = _product(w0, w1, values[1], sums[1] * less[:, None])
+        s2 = _product(w0, w1, values[2], sums[2] * less[:, None])
+        s3 = _product(w0, w1, values[3], sums[3] * less[:, None])
+        return larger, total, (s0, s1, s2, s3)
+    else:
+        w0, w1 = _pieces(weights, keys.dtype)
+        return larger, total, _product(w0, w1, values, sums * less[:, None])
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def encoded_blocks(x):
 
 @triton.jit
 def decoded(words, scales, magic, dtype: tl.constexpr):
-    """words int32 [R, W / 4], scales bfloat16 [R, G] -> x' [R, W] of `dtype`, permuted."""
+    """words int32 [R, W / 4], scales bfloat16 [R, G] -> the `quarters` of x' [R, W] of `dtype`."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     GROUPS: tl.constexpr = scales.shape[1]
@@ -95,8 +95,19 @@ def decoded(words, scales, magic, dtype: tl.constexpr):
             x0, x1, x2, x3 = tl.inline_asm_elementwise(
                 _TO_FLOAT16, _REGISTERS, operands, dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
             )
-    joined = tl.join(tl.join(x0, x1), tl.join(x2, x3))
-    return tl.reshape(tl.permute(joined, (0, 4, 3, 1, 2)), (ROWS, 4 * WORDS))
+    shape: tl.constexpr = (ROWS, WORDS)
+    return tl.reshape(x0, shape), tl.reshape(x1, shape), tl.reshape(x2, shape), tl.reshape(x3, shape)
+
+
+@triton.jit
+def quarters(x):
+    """x [R, W], permuted -> what comes from byte 0, 1, 2 and 3 of its words, [R, W / 4] each."""
+    ROWS: tl.constexpr = x.shape[0]
+    WORDS: tl.constexpr = x.shape[1] // 4
+    low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, 2 * WORDS)), (0, 2, 1)))
+    x0, x1 = tl.split(tl.permute(tl.reshape(low, (ROWS, 2, WORDS)), (0, 2, 1)))
+    x2, x3 = tl.split(tl.permute(tl.reshape(high, (ROWS, 2, WORDS)), (0, 2, 1)))
+    return x0, x1, x2, x3
 
 
 @triton.jit
