@@ -49,8 +49,10 @@ _MOST_OF_WIDE = 8192  # by 256 threads, of heads wider than 256, whose tiles hav
 _MOST_SPLITS = 64
 _FEW_TILES = 2  # of a block, which are read to registers
 _STREAMED = (64, 4, 3)  # tokens, warps and stages where there are more
-_STREAMED_CODES = (64, 4, 3)
 _BLOCKS = 2  # of those, that a multiprocessor has room for
+_CODES = (16, 1, 4)  # the same of codes, where the registers of a warp hold a head: what is multiplied is in no other warp's memory
+_BLOCKS_OF_CODES = 8  # of those
+_START = 4  # tiles in the time of which a block begins and ends
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -151,19 +153,32 @@ def static(
 ) -> tuple[Static, int]:
     """For caches of `size` tokens, and the blocks that share a key head: as many as fill the GPU, each with a tile or more. A kernel takes
     any number of them, as one that is compiled for the sizes of a cache would have to be compiled for each."""
-    group, wide, programs = heads // kv_heads, max(LEAST_WIDE if codes else 0, _wide(dim)), batch * kv_heads
+    if codes:
+        return _static_of_codes(batch * kv_heads, heads // kv_heads, size, dim, dtype, gpu)
+    group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
     splits = max(1, min(_MOST_SPLITS, tiles, round(1.2 * gpu.sms / programs)))
     many = tokens == 64 or _rows(group) * wide > _MOST
-    stages = 2 if codes else 1  # the new token's codes come from registers
-    few = Static(dim, wide, group, _rows(group), tokens, 8 if many else 4, stages, launcher.starts_early(gpu), dim, codes=codes)
+    few = Static(dim, wide, group, _rows(group), tokens, 8 if many else 4, 1, launcher.starts_early(gpu), dim)
     if tiles <= _FEW_TILES * splits or tokens < 64:
         return few, splits
-    tokens, warps, stages = _STREAMED_CODES if codes else _STREAMED
+    tokens, warps, stages = _STREAMED
     tiles = -(-size // tokens)
     splits = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=lambda n: _us(n, programs, tiles, gpu.sms))
     return replace(few, tokens=tokens, warps=warps, stages=stages), splits
+
+
+def _static_of_codes(programs: int, group: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> tuple[Static, int]:
+    """Tiles are always streamed, and the new token comes last."""
+    wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(group)
+    (tokens, warps, stages), blocks = _CODES, _BLOCKS_OF_CODES
+    if dtype == torch.float32 or rows * wide > 2048:
+        warps, stages, blocks = 8 if rows * wide > _MOST else 4, 2, _BLOCKS
+    tiles = max(1, -(-size // tokens))
+    rounds = {n: -(-programs * n // (blocks * gpu.sms)) for n in range(1, min(_MOST_SPLITS, tiles) + 1)}
+    splits = min(rounds, key=lambda n: rounds[n] * (-(-tiles // n) + _START))
+    return Static(dim, wide, group, rows, tokens, warps, stages, launcher.starts_early(gpu), dim, codes=True), splits
 
 
 def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
@@ -340,8 +355,8 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         # What is attended to is what the cache will hold.
         k = k.to(FLOAT)
         if S.codes:
-            k_codes, k_scales, k = encoded(k.to(tl.float32), S.groups)
-            v_codes, v_scales, v = encoded(v.to(tl.float32), S.groups)
+            k_codes, k_scales, k = encoded(k.to(tl.float32), d, S.groups)
+            v_codes, v_scales, v = encoded(v.to(tl.float32), d, S.groups)
             k, v = k.to(FLOAT), v.to(FLOAT)
     q0, q1 = _pieces(q, FLOAT)
     most = tl.full((ROWS,), float("-inf"), tl.float32)

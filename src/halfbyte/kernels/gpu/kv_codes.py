@@ -19,6 +19,7 @@ from halfbyte.layouts import records
 BLOCK = tl.constexpr(records.BLOCK)
 MOST = tl.constexpr(float(records.MOST))
 LEAST_SCALE = tl.constexpr(records.LEAST_SCALE)
+INFINITY_BITS = tl.constexpr(0x7F800000)
 LEAST_WIDE = 64  # elements of a head: fewer words are not for the matrix units
 # Of two words 4 times two numbers. A code c becomes the float32 32768 + 128 + c, whose third byte is c + 128, as conversions of bytes take
 # four instructions each: scale * c is that times scale, less 32896 * scale, both exact.
@@ -48,28 +49,19 @@ def permuted(WIDE: tl.constexpr):
 
 
 @triton.jit
-def encoded(x, GROUPS: tl.constexpr):
-    """x float32 [W], permuted -> codes int8 [W], scales float32 [GROUPS] that bfloat16 holds, and x' float32 [W]."""
-    WIDE: tl.constexpr = x.shape[0]
-    blocks = tl.reshape(tl.permute(tl.reshape(x, (4, GROUPS, WIDE // GROUPS // 4)), (1, 0, 2)), (GROUPS, WIDE // GROUPS))
-    codes, scales, near = encoded_blocks(blocks)
-    codes = tl.permute(tl.reshape(codes, (GROUPS, 4, WIDE // GROUPS // 4)), (1, 0, 2))
-    near = tl.permute(tl.reshape(near, (GROUPS, 4, WIDE // GROUPS // 4)), (1, 0, 2))
-    return tl.reshape(codes, (WIDE,)), scales, tl.reshape(near, (WIDE,))
-
-
-@triton.jit
-def encoded_blocks(x):
-    """x float32 [R, BLOCK] -> codes int8, scales [R] and x' alike, of a block in each row."""
-    reach = tl.abs(x)
-    finite = tl.max(tl.where(reach < float("inf"), 0, 1), axis=1) == 0
-    scales = tl.max(tl.where(reach < float("inf"), reach, 0.0), axis=1)
+def encoded(x, d, GROUPS: tl.constexpr):
+    """x float32 [W], of the elements d -> codes int8 [W], scales float32 [GROUPS] that bfloat16 holds, and x' float32 [W]."""
+    mine = (d // BLOCK)[None, :] == tl.arange(0, GROUPS)[:, None]
+    # Not of x in another shape: Triton 3.6 reduces wrongly where the lanes of a row are not side by side.
+    bits = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the numbers, NaN last
+    largest = tl.max(tl.where(mine, bits[None, :], 0), axis=1)
+    scales = largest.to(tl.float32, bitcast=True)
     scales = tl.div_rn(scales, tl.full(scales.shape, MOST, tl.float32))
-    scales = _to_bfloat16(tl.where(scales < LEAST_SCALE, 0.0, scales))
-    whole = tl.div_rn(x, tl.broadcast_to(tl.where(scales > 0, scales, 1.0)[:, None], x.shape))
-    whole = (tl.where((scales > 0)[:, None] & (reach < float("inf")), whole, 0.0) + MAGIC) - MAGIC
-    scales = tl.where(finite, scales, float("nan"))
-    return whole.to(tl.int8), scales, whole * scales[:, None]
+    scales = tl.where(largest < INFINITY_BITS, _to_bfloat16(tl.where(scales < LEAST_SCALE, 0.0, scales)), float("nan"))
+    of_each = tl.sum(tl.where(mine, scales[:, None], 0.0), axis=0)
+    whole = tl.where(of_each > 0, tl.div_rn(x, tl.where(of_each > 0, of_each, 1.0)), 0.0)
+    whole = (whole + MAGIC) - MAGIC
+    return whole.to(tl.int8), scales, whole * of_each
 
 
 @triton.jit
