@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.compile_time import CompileTime
-from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, permuted, quarters
+from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, whole
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
@@ -50,9 +50,6 @@ _MOST_SPLITS = 64
 _FEW_TILES = 2  # of a block, which are read to registers
 _STREAMED = (64, 4, 3)  # tokens, warps and stages where there are more
 _BLOCKS = 2  # of those, that a multiprocessor has room for
-_CODES = (16, 1, 4)  # the same of codes, where the registers of a warp hold a head: what is multiplied is in no other warp's memory
-_BLOCKS_OF_CODES = 8  # of those
-_START = 4  # tiles in the time of which a block begins and ends
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -169,16 +166,37 @@ def static(
     return replace(few, tokens=tokens, warps=warps, stages=stages), splits
 
 
+class _Tile(NamedTuple):
+    """A tile of codes: the blocks that a multiprocessor has room for, and about how many microseconds one takes to begin and end, and for a
+    tile."""
+
+    tokens: int
+    warps: int
+    stages: int
+    blocks: int
+    start: float
+    each: float
+
+
+# Few blocks of four warps, or many of one, whose tiles no other warp waits for.
+_OF_CODES = (_Tile(64, 4, 3, 3, 9.0, 1.9), _Tile(16, 1, 4, 8, 12.0, 1.5))
+_SPLIT = 0.3  # microseconds to add up what one block more has
+
+
 def _static_of_codes(programs: int, group: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> tuple[Static, int]:
     """Tiles are always streamed, and the new token comes last."""
     wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(group)
-    (tokens, warps, stages), blocks = _CODES, _BLOCKS_OF_CODES
+    tiles = _OF_CODES
     if dtype == torch.float32 or rows * wide > 2048:
-        warps, stages, blocks = 8 if rows * wide > _MOST else 4, 2, _BLOCKS
-    tiles = max(1, -(-size // tokens))
-    rounds = {n: -(-programs * n // (blocks * gpu.sms)) for n in range(1, min(_MOST_SPLITS, tiles) + 1)}
-    splits = min(rounds, key=lambda n: rounds[n] * (-(-tiles // n) + _START))
-    return Static(dim, wide, group, rows, tokens, warps, stages, launcher.starts_early(gpu), dim, codes=True), splits
+        tiles = (_Tile(16, 8 if rows * wide > _MOST else 4, 2, _BLOCKS, 9.0, 1.9),)
+
+    def us(tile: _Tile, splits: int) -> float:
+        rounds, longest = -(-programs * splits // (tile.blocks * gpu.sms)), -(-size // (tile.tokens * splits))
+        return rounds * (tile.start + tile.each * longest) + _SPLIT * splits
+
+    ways = [(tile, n) for tile in tiles for n in range(1, max(1, min(_MOST_SPLITS, -(-size // tile.tokens))) + 1)]
+    tile, splits = min(ways, key=lambda way: us(*way))
+    return Static(dim, wide, group, rows, *tile[:3], launcher.starts_early(gpu), dim, codes=True), splits
 
 
 def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
@@ -269,7 +287,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     FLOAT: tl.constexpr = qkv.dtype.element_ty
     start = tl.program_id(1) * TOKENS
     splits = tl.num_programs(1)
-    d = permuted(WIDE) if S.codes else tl.arange(0, WIDE)
+    d = tl.arange(0, WIDE)
     g = tl.arange(0, ROWS)
     inside = d < DIM
     turned = d < TURNED
@@ -401,8 +419,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
         if S.codes:
-            sums = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
-            sums = tl.reshape(tl.permute(sums, (0, 2, 3, 1)), (ROWS, WIDE))
+            sums = whole(sums)
         if S.others > 0:
             sees = fits
             if mask is not None:
@@ -501,7 +518,7 @@ def _tile(cache, first, t, end, S: tl.constexpr):
 
 @triton.jit
 def _decoded_tile(cache, first, t, end, magic, dtype: tl.constexpr, S: tl.constexpr):
-    """The same of a cache of codes, permuted."""
+    """The same of a cache of codes, as `quarters`."""
     word, group = tl.arange(0, S.wide // 4), tl.arange(0, S.groups)
     there = (t < end)[:, None] & (word < S.dim // 4)[None, :]
     at = first * (S.dim // 4) + (t[:, None] * (S.dim // 4) + word[None, :])

@@ -2,8 +2,8 @@
 
     encoded: float32 x -> codes, scales, x' = scale * code          decoded: codes, scales -> x'
 
-Codes are read as words of four. A head of W elements, a power of two, is in registers in the order of `permuted`: byte 0 of all words, then
-byte 1 of all, and so on: so two numbers that a matrix unit wants side by side come from the same byte of two words, and nothing is packed.
+Codes are read as words of four, and a head is in registers as its quarters: what comes from byte 0 of all words, from byte 1, and so on.
+So two numbers that a matrix unit wants side by side come from the same byte of two words, and nothing is packed.
 
 Arithmetic: as on a CPU, bit for bit; x' is exact in float32 and is rounded once, to the type of the product that reads it.
 """
@@ -42,13 +42,6 @@ def magic_bits():
 
 
 @triton.jit
-def permuted(WIDE: tl.constexpr):
-    """The element at each place of a head."""
-    i = tl.arange(0, WIDE)
-    return i % (WIDE // 4) * 4 + i // (WIDE // 4)
-
-
-@triton.jit
 def encoded(x, d, GROUPS: tl.constexpr):
     """x float32 [W], of the elements d -> codes int8 [W], scales float32 [GROUPS] that bfloat16 holds, and x' float32 [W]."""
     mine = (d // BLOCK)[None, :] == tl.arange(0, GROUPS)[:, None]
@@ -59,9 +52,9 @@ def encoded(x, d, GROUPS: tl.constexpr):
     scales = tl.div_rn(scales, tl.full(scales.shape, MOST, tl.float32))
     scales = tl.where(largest < INFINITY_BITS, _to_bfloat16(tl.where(scales < LEAST_SCALE, 0.0, scales)), float("nan"))
     of_each = tl.sum(tl.where(mine, scales[:, None], 0.0), axis=0)
-    whole = tl.where(of_each > 0, tl.div_rn(x, tl.where(of_each > 0, of_each, 1.0)), 0.0)
-    whole = (whole + MAGIC) - MAGIC
-    return whole.to(tl.int8), scales, whole * of_each
+    codes = tl.where(of_each > 0, tl.div_rn(x, tl.where(of_each > 0, of_each, 1.0)), 0.0)
+    codes = (codes + MAGIC) - MAGIC
+    return codes.to(tl.int8), scales, codes * of_each
 
 
 @triton.jit
@@ -93,13 +86,21 @@ def decoded(words, scales, magic, dtype: tl.constexpr):
 
 @triton.jit
 def quarters(x):
-    """x [R, W], permuted -> what comes from byte 0, 1, 2 and 3 of its words, [R, W / 4] each."""
+    """x [R, W] -> what comes from byte 0, 1, 2 and 3 of its words, [R, W / 4] each."""
     ROWS: tl.constexpr = x.shape[0]
     WORDS: tl.constexpr = x.shape[1] // 4
-    low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, 2 * WORDS)), (0, 2, 1)))
-    x0, x1 = tl.split(tl.permute(tl.reshape(low, (ROWS, 2, WORDS)), (0, 2, 1)))
-    x2, x3 = tl.split(tl.permute(tl.reshape(high, (ROWS, 2, WORDS)), (0, 2, 1)))
+    even, odd = tl.split(tl.reshape(x, (ROWS, WORDS, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def whole(x):
+    """The inverse of `quarters`."""
+    ROWS: tl.constexpr = x[0].shape[0]
+    WORDS: tl.constexpr = x[0].shape[1]
+    return tl.reshape(tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])), (ROWS, 4 * WORDS))
 
 
 @triton.jit
