@@ -33,11 +33,9 @@ def rounded(x: Tensor) -> Tensor:
 
 def logits(model: Any, cache: Any, ids: Tensor, widths: tuple[int, ...]) -> Tensor:
     """Of the last token of each of several calls."""
-    found = []
     with torch.no_grad():
-        for part in ids.split(widths, 1):
-            found.append(model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1])
-    return torch.stack(found)
+        parts = ids.split(widths, 1)
+        return torch.stack([model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits[:, -1] for part in parts])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

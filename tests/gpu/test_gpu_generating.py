@@ -139,7 +139,8 @@ def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(decoding_gpu, "_CACHES", layers)
             cache = graphs.static_cache(quantized, 32, int8=True)
-            found.append(torch.stack([quantized(x, past_key_values=cache, logits_to_keep=1).logits for x in ids.split((12, 1, 1, 5, 1), 1)]))
+            parts = ids.split((12, 1, 1, 5, 1), 1)
+            found.append(torch.stack([quantized(x, past_key_values=cache, logits_to_keep=1).logits for x in parts]))
     assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) < 1e-2
     text = quantized.generate(**there(9), past_key_values=hb.Int8Cache(quantized.config), max_new_tokens=12, eos_token_id=None)
     assert text.shape == (1, 21)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,27 +23,23 @@ H, B, F = torch.float16, torch.bfloat16, torch.float32
     [
         (1, 8, 2, 64, 100, 57, F, {}, Kind()),
         (3, 6, 3, 80, 77, 76, H, {}, Kind(turned=10)),
-        (2, 3, 1, 16, 300, 0, B, {}, Kind()),
+        (2, 3, 1, 16, 100, 0, B, {}, Kind()),
         (2, 4, 4, 128, 65, 40, B, {}, Kind(turned=96)),
         (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, plus_one=True, factor=0.4)),
-        (1, 8, 2, 64, 100, 57, F, {"splits": 1}, Kind()),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, plus_one=True)),
-        (3, 4, 2, 96, 77, 60, B, {"splits": 2}, Kind()),
+        (3, 4, 2, 96, 37, 30, B, {"splits": 2}, Kind()),
         (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(turned=32, factor=2.5)),
-        (64, 1, 1, 16, 12, 11, H, {"splits": 1}, Kind()),
-        (70, 4, 1, 128, 40, 21, B, {"splits": 2, "warps": 1}, Kind()),
-        (2, 4, 2, 64, 150, 150, B, {}, Kind(ring=True)),
+        (66, 2, 1, 128, 12, 11, B, {"splits": 1, "warps": 1}, Kind()),
         (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
-        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
-        (1, 6, 2, 80, 130, 130 * 3 + 61, H, {"splits": 2}, Kind(ring=True, added=True, pairs="twice")),
+        (2, 4, 2, 64, 70, 70 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
+        (1, 6, 2, 80, 50, 50 * 3 + 31, H, {"splits": 2}, Kind(ring=True, added=True, pairs="twice")),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, made="qk", values_normed=True)),
         (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, made="qk", values_normed=True)),
         (3, 6, 3, 48, 77, 76, H, {"splits": 3}, Kind(made="q", added=True)),
-        (1, 4, 2, 32, 200, 200 * 7 + 70, H, {}, Kind(ring=True, made="q")),
+        (1, 4, 2, 32, 90, 90 * 7 + 70, H, {}, Kind(ring=True, made="q")),
     ],
 )
-@pytest.mark.parametrize("masked", [False, True])
 def test_attention_to_codes(
     batch: int,
     heads: int,
@@ -55,13 +50,13 @@ def test_attention_to_codes(
     dtype: torch.dtype,
     how: dict[str, int],
     kind: Kind,
-    masked: bool,
     gpu: Gpu,
     device: torch.device,
     interpreted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is not there yet has NaN as its scales; where it is masked, the last of the batch is padded on the left."""
+    """What is not there yet has NaN as its scales; with an even length it is masked, and the last of the batch is padded on the left."""
+    masked = length % 2 == 0 or kind.added
     assert attend.supports(heads, kv_heads, dim, dtype, codes=True) is None
     if how:
         monkeypatch.setattr(attend, "static", streamed(**how))
@@ -114,6 +109,44 @@ def test_attention_to_codes(
     of_queries = kind._replace(made="q")
     expected, _, values = attention(qkv[:, : heads * dim], rotary, rounded, length, mask, heads, norms, of_queries, sinks)
     size_of = float(qkv.double().square().mean().sqrt() * rounded[0].abs().max()) * (10 if kind.plus_one else 4)
-    error = (2.0**-22 * dim + cut * dim**0.5) * size_of + 4 * unit + cut
+    # Scores are off by the roundings of queries, the result by those of weights and values.
+    error = (2.0**-22 * dim + (max(unit, cut) if dtype != F else 0) * dim**0.5) * size_of + 4 * unit + cut
     largest = float(values.abs().max()) * kind.factor
     assert bool(((out.cpu().double() - expected).abs() <= error * largest + (2 * unit + cut) * expected.abs()).all())
+
+
+def test_what_is_not_finite_and_what_is_nothing(gpu: Gpu, device: torch.device) -> None:
+    """A block of the new value with a NaN or an infinity becomes NaN, and no other; zeros and what is smaller than a scale become 0."""
+    qkv = torch.randn(3, 3 * 96)
+    qkv[0, 192 + 40], qkv[1, 192 + 3], qkv[2, 192:256] = torch.nan, torch.inf, 1e-37
+    cache = [torch.zeros(3, 1, 5, 96, dtype=torch.int8, device=device) for _ in range(2)]
+    scales = [torch.zeros(3, 1, 5, 3, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    out = torch.full((3, 96), -1.0, device=device)
+    attend.launch(gpu, qkv.to(device), None, (*cache, *scales), torch.tensor([0], device=device), None, out, 0.1)
+    expected = qkv[:, 192:].view(3, 3, 32).clone()
+    expected[0, 1], expected[1, 0], expected[2, :2] = torch.nan, torch.nan, 0
+    assert torch.allclose(out.cpu().view(3, 3, 32), expected, atol=4 / 127, equal_nan=True)
+    found = from_codes(cache[1][:, 0, 0].cpu(), scales[1][:, 0, 0].cpu(), torch.float32)
+    assert torch.equal(found.isnan(), expected.flatten(1).isnan())
+
+
+def test_heads_of_odd_width() -> None:
+    assert "whole words" in (attend.supports(4, 2, 42, B, codes=True) or "")
+    assert attend.supports(4, 2, 42, B) is None
+
+
+COMPILED = [("sm_80", 1, 128), ("sm_90", 128, 128), ("sm_90", 3, 256)]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[list[Binary]]:
+    jobs = [Job("aot:launch_codes", arch, {"rows": rows, "dim": dim}, "resources") for arch, rows, dim in COMPILED]
+    return compile_all(jobs)
+
+
+@pytest.mark.parametrize("index", range(len(COMPILED)), ids=["-".join(map(str, case)) for case in COMPILED])
+def test_it_compiles_without_spills(index: int, compiled: list[list[Binary]]) -> None:
+    first, _ = compiled[index]
+    assert first.spills == 0
+    assert "prmt.b32" in first.ptx, "codes become floats by their bits"
+    assert first.shared <= GPUS[COMPILED[index][0]].shared

@@ -41,7 +41,8 @@ _library.define(
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
-    "Tensor(d!)? key_scales, Tensor(e!)? value_scales, Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
+    "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
     "bool turned_first, str made, bool values_normed, float factor, int advance, bool ring) -> Tensor"
 )
 
@@ -369,8 +370,8 @@ class _Token(NamedTuple):
                 return heads
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, self.values, *self.scales, self.length, *self.rows))
         raise ArgumentError(
-            f"attend takes qkv [B, (H + {self.others} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, or int8 with scales, one int64, cosines and sines "
-            f"[B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
+            f"attend takes qkv [B, (H + {self.others} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, or int8 with scales, one int64, "
+            f"cosines and sines [B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
         )
 
 

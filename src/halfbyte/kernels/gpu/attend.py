@@ -20,9 +20,9 @@ sequences or long ones give it more tiles (`stages` > 1), what takes time is mem
 before them are multiplied, and the new token comes last, from registers.
 
 Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
-in float32; keys are rounded to the cache's type as they enter it. Or the cache has codes of 8 bits and their scales (`kv_codes.py`): the
-new token's are made here, and what is multiplied is scale * code, rounded to qkv's type. Where a cache that is no ring is full already the result is NaN, and
-nothing is written.
+in float32; keys are rounded to the cache's type as they enter it. Or the cache has int8 codes and their scales (`kv_codes.py`): the new
+token's are computed here, and the matrix units multiply scale * code, queries and weights, each rounded once to qkv's type. There tiles are
+always streamed. Where a cache that is no ring is full already the result is NaN, and nothing is written.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _Tile(NamedTuple):
 
 
 # Few blocks of four warps, or many of one, whose tiles no other warp waits for.
-_OF_CODES = (_Tile(64, 4, 3, 3, 9.0, 1.9), _Tile(16, 1, 4, 8, 12.0, 1.5))
+_OF_CODES = (_Tile(64, 4, 3, 3, 7.5, 1.7), _Tile(16, 1, 3, 8, 10.0, 1.4))
 _SPLIT = 0.3  # microseconds to add up what one block more has
 
 
@@ -408,7 +408,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         end = tl.minimum(now if S.others > 0 else now + 1, size)
         seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
         if S.codes:
-            magic, q0, q1, sums = magic_bits(), quarters(q0), quarters(q1), quarters(sums)
+            magic, q0, sums = magic_bits(), quarters(q0), quarters(sums)
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
             t = step + tl.arange(0, TOKENS)
             if S.codes:
@@ -460,7 +460,7 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
     scores = tl.zeros((ROWS, TOKENS), tl.float32)
     if S.codes:
         for i in tl.static_range(4):
-            scores = _product(q0[i], q1[i], tl.trans(keys[i]), scores)
+            scores = dot(q0[i], tl.trans(keys[i]), scores)
     else:
         scores = _product(q0, q1, tl.trans(keys), scores)
     if S.added:
@@ -473,11 +473,11 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
     less = tl.exp2(most - base)
     total = total * less + tl.sum(weights, axis=1)
     if S.codes:
-        w0, w1 = _pieces(weights, values[0].dtype)
-        s0 = _product(w0, w1, values[0], sums[0] * less[:, None])
-        s1 = _product(w0, w1, values[1], sums[1] * less[:, None])
-        s2 = _product(w0, w1, values[2], sums[2] * less[:, None])
-        s3 = _product(w0, w1, values[3], sums[3] * less[:, None])
+        w = weights.to(values[0].dtype)
+        s0 = dot(w, values[0], sums[0] * less[:, None])
+        s1 = dot(w, values[1], sums[1] * less[:, None])
+        s2 = dot(w, values[2], sums[2] * less[:, None])
+        s3 = dot(w, values[3], sums[3] * less[:, None])
         return larger, total, (s0, s1, s2, s3)
     else:
         w0, w1 = _pieces(weights, keys.dtype)
