@@ -93,7 +93,8 @@ def _lent(layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, shared
     if index is None or shared_as(layer) not in shared or (past is not None and index >= len(past.layers)):
         return None
     keys, values = shared[shared_as(layer)]
-    cache, tokens = None if past is None else past.layers[index], x.shape[1]
+    cache: Any = None if past is None else past.layers[index]
+    tokens = x.shape[1]
     if keys.dtype != x.dtype or keys.device != x.device:
         return None
     if type(cache) in (StaticLayer, StaticInt8Layer):

@@ -19,7 +19,7 @@ from halfbyte.layouts.records import from_codes, scales_of, to_codes
 
 
 class _Codes:
-    """Precedes the class of a layer.
+    """Mixin that precedes the class of a layer.
 
     scales  of keys and of values
     floats  the dtype of keys and values as others see them
@@ -43,27 +43,29 @@ class _Codes:
         (keys, of_keys), (values, of_values) = to_codes(key_states), to_codes(value_states)
         scales = self._scales().update(of_keys, of_values)
         codes = super().update(keys, values, *args, **kwargs)  # type: ignore[misc]
-        return self._decoded(codes, scales)
+        return _decoded(codes, scales, self.floats)
 
     def in_floats(self: Any) -> tuple[Tensor, Tensor]:
         """Keys and values, those of a ring in their order."""
-        if isinstance(self, Ring):
-            return self._decoded(self.in_order(), self._scales().in_order())
-        return self._decoded((self.keys, self.values), (self.scales.keys, self.scales.values))
+        of_codes = self._scales()
+        if self.is_sliding:
+            return _decoded(self.in_order(), of_codes.in_order(), self.floats)
+        return _decoded((self.keys, self.values), (of_codes.keys, of_codes.values), self.floats)
 
     def _scales(self: Any) -> Any:
         """With the length of the codes."""
         self.scales.cumulative_length.copy_(self.cumulative_length)
-        if isinstance(self, Ring):
+        if self.is_sliding:
             self.scales.cumulative_length_int = self.cumulative_length_int
         return self.scales
-
-    def _decoded(self, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return from_codes(codes[0], scales[0], self.floats), from_codes(codes[1], scales[1], self.floats)
 
     def reorder_cache(self: Any, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._scales().reorder_cache(beam_idx)
+
+
+def _decoded(codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return from_codes(codes[0], scales[0], dtype), from_codes(codes[1], scales[1], dtype)
 
 
 class StaticInt8Layer(_Codes, StaticLayer):  # type: ignore[no-untyped-call]
@@ -85,7 +87,8 @@ def with_codes(cache: StaticCache) -> StaticCache:
 
 
 def _of_codes(layer: Any) -> Any:
-    new = (kind := _CODES[type(layer)]).__new__(kind)
+    kind: Any = _CODES[type(layer)]
+    new = kind.__new__(kind)
     vars(new).update(vars(layer), cumulative_length=layer.cumulative_length.clone(), scales=layer)
     return new
 

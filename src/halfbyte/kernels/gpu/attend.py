@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.compile_time import CompileTime
-from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, whole
+from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, tiled, whole
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
@@ -151,7 +151,10 @@ def static(
     """For caches of `size` tokens, and the blocks that share a key head: as many as fill the GPU, each with a tile or more. A kernel takes
     any number of them, as one that is compiled for the sizes of a cache would have to be compiled for each."""
     if codes:
-        return _static_of_codes(batch * kv_heads, heads // kv_heads, size, dim, dtype, gpu)
+        wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(heads // kv_heads)
+        tile, splits = tiled(batch * kv_heads, rows, wide, size, dtype, gpu)
+        found = Static(dim, wide, heads // kv_heads, rows, tile.tokens, tile.warps, tile.stages, launcher.starts_early(gpu), dim)
+        return replace(found, codes=True), splits
     group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
@@ -164,39 +167,6 @@ def static(
     tiles = -(-size // tokens)
     splits = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=lambda n: _us(n, programs, tiles, gpu.sms))
     return replace(few, tokens=tokens, warps=warps, stages=stages), splits
-
-
-class _Tile(NamedTuple):
-    """A tile of codes: the blocks that a multiprocessor has room for, and about how many microseconds one takes to begin and end, and for a
-    tile."""
-
-    tokens: int
-    warps: int
-    stages: int
-    blocks: int
-    start: float
-    each: float
-
-
-# Few blocks of four warps, or many of one, whose tiles no other warp waits for.
-_OF_CODES = (_Tile(64, 4, 3, 3, 7.5, 1.7), _Tile(16, 1, 3, 8, 10.0, 1.4))
-_SPLIT = 0.3  # microseconds to add up what one block more has
-
-
-def _static_of_codes(programs: int, group: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> tuple[Static, int]:
-    """Tiles are always streamed, and the new token comes last."""
-    wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(group)
-    tiles = _OF_CODES
-    if dtype == torch.float32 or rows * wide > 2048:
-        tiles = (_Tile(16, 8 if rows * wide > _MOST else 4, 2, _BLOCKS, 9.0, 1.9),)
-
-    def us(tile: _Tile, splits: int) -> float:
-        rounds, longest = -(-programs * splits // (tile.blocks * gpu.sms)), -(-size // (tile.tokens * splits))
-        return rounds * (tile.start + tile.each * longest) + _SPLIT * splits
-
-    ways = [(tile, n) for tile in tiles for n in range(1, max(1, min(_MOST_SPLITS, -(-size // tile.tokens))) + 1)]
-    tile, splits = min(ways, key=lambda way: us(*way))
-    return Static(dim, wide, group, rows, *tile[:3], launcher.starts_early(gpu), dim, codes=True), splits
 
 
 def _us(splits: int, programs: int, tiles: int, sms: int) -> float:

@@ -10,11 +10,15 @@ Arithmetic: as on a CPU, bit for bit; x' is exact in float32 and is rounded once
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC
 from halfbyte.layouts import records
+from halfbyte.machine import Gpu
 
 BLOCK = tl.constexpr(records.BLOCK)
 MOST = tl.constexpr(float(records.MOST))
@@ -29,6 +33,39 @@ _ASM += "".join(_PAIR.format(sel=f"0x74{i}4") + f"cvt.rn.TYPE.f32 ${i}, g, f; " 
 _TO_BFLOAT16 = tl.constexpr(_ASM.replace("TYPE", "bf16x2"))
 _TO_FLOAT16 = tl.constexpr(_ASM.replace("TYPE", "f16x2"))
 _REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r")
+
+
+class Tile(NamedTuple):
+    """Tokens, warps and stages of a block; the blocks that a multiprocessor has room for; and about how many microseconds a block takes to
+    begin and end, and for a tile."""
+
+    tokens: int
+    warps: int
+    stages: int
+    blocks: int
+    start: float
+    each: float
+
+
+# Few blocks of four warps, or many of one, whose tiles no other warp waits for.
+_TILES = (Tile(64, 4, 3, 3, 7.5, 1.7), Tile(16, 1, 3, 8, 10.0, 1.4))
+_WIDE_TILES = (Tile(16, 4, 2, 2, 9.0, 1.9),)  # of what is too much for the registers of a warp
+_WIDEST_TILES = (Tile(16, 8, 2, 2, 9.0, 1.9),)
+_SPLIT = 0.3  # microseconds to add up what one block more has
+_MOST_SPLITS = 64
+
+
+def tiled(programs: int, rows: int, wide: int, size: int, dtype: torch.dtype, gpu: Gpu) -> tuple[Tile, int]:
+    """The tile for caches of `size` tokens, and the blocks that share each of `programs` key heads, whose queries are `rows` of `wide`."""
+    narrow = dtype != torch.float32 and rows * wide <= 2048
+    tiles = _TILES if narrow else _WIDE_TILES if rows * wide <= 4096 else _WIDEST_TILES
+
+    def us(tile: Tile, splits: int) -> float:
+        rounds, longest = -(-programs * splits // (tile.blocks * gpu.sms)), -(-size // (tile.tokens * splits))
+        return rounds * (tile.start + tile.each * longest) + _SPLIT * splits
+
+    ways = [(tile, n) for tile in tiles for n in range(1, max(1, min(_MOST_SPLITS, -(-size // tile.tokens))) + 1)]
+    return min(ways, key=lambda way: us(*way))
 
 
 @triton.jit
