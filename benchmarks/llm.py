@@ -7,14 +7,15 @@
     python benchmarks/llm.py --family gemma3 --contenders halfbyte llama-bench --gguf gemma3.gguf    CPU: another family; makes the file
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte halfbyte-compiled
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte llama-bench --gguf model.gguf
+    python benchmarks/llm.py --device cuda --size 8b --batch 128 --contenders halfbyte halfbyte-int8-cache    a step of many sequences
     python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-fused     what shorten_ gains
 
 "llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
 for this CPU (--llama-bench names it).
 "halfbyte-fused" has transformers' layers, with the products of `fuse_` and the loop that writes.
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
-after it, as a user's calls do. Of compiled contenders on a GPU only the "step" is told: one decoding step of `--batch` sequences after the
-prompt, as a CUDA graph.
+after it, as a user's calls do. Of compiled contenders on a GPU, and of all with a `--batch`, only the "step" is told: one decoding step of
+so many sequences after the prompt, as a CUDA graph.
 "reading" is the time that a bare read of the weights of a step takes (all but the embedding, of which a step reads one row), and
 "of roofline" is that time over the step's.
 
@@ -40,7 +41,7 @@ from typing import Any
 from llm_models import FAMILIES, SIZES, make_config, make_file, make_model, make_tokenizer
 
 CONTENDERS = (
-    *("halfbyte", "halfbyte-compiled", "halfbyte-fused", "halfbyte-2:4", "halfbyte-int8-cache"),
+    *("halfbyte", "halfbyte-compiled", "halfbyte-fused", "halfbyte-2:4", "halfbyte-int8-cache", "halfbyte-int8-cache-compiled"),
     *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench"),
 )
 
@@ -279,12 +280,12 @@ class Torch:
         if "int4" in args.worker:
             with_int4pack(self.model)
         self.tokenizer = make_tokenizer(vocabulary(args))
-        self.compiled = args.worker.endswith("compiled")
+        self.compiled, self.int8_cache = args.worker.endswith("compiled"), "int8-cache" in args.worker
         self.facts = {"weight_bytes": weight_bytes(self.model), "torch": torch.__version__, **opening}
         _ = self.generated(self.args.new) if args.where else self.round()
 
     def round(self) -> dict[str, float]:
-        if self.args.device == "cuda" and self.compiled:
+        if self.args.device == "cuda" and (self.compiled or self.args.batch > 1):
             return self.step()
         if self.args.where:
             return self.where()
@@ -332,7 +333,7 @@ class Torch:
         self.seed += 1
         prompt = {"input_ids": torch.tensor([random_prompt(self.args, self.seed)])}
         prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-        cache = halfbyte.Int8Cache(self.model.config) if self.args.worker.endswith("int8-cache") else None
+        cache = halfbyte.Int8Cache(self.model.config) if self.int8_cache else None
         settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "compiled": self.compiled, "cache": cache}
         return generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
 
@@ -361,8 +362,8 @@ class Torch:
     def captured(self) -> tuple[Any, ...]:
         """The graph of a step, and what it reads and nothing else keeps: ids, positions and, last, the cache."""
         import torch
-        from transformers import StaticCache
 
+        from halfbyte.integrations.graphs import static_cache
         from halfbyte.integrations.steps import likeliest
 
         model = self.model
@@ -371,10 +372,10 @@ class Torch:
             return likeliest(model(**inputs).logits)
 
         with torch.inference_mode():
-            cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
+            cache = static_cache(model, self.args.prompt + max(8, self.args.new), int8=self.int8_cache)
             ids = torch.full((self.args.batch, 1), 300, device="cuda")
             position = torch.full((1, 1), self.args.prompt, device="cuda")
-            step = torch.compile(forward, fullgraph=True, dynamic=False)
+            step = torch.compile(forward, fullgraph=True, dynamic=False) if self.compiled else forward
             model(input_ids=ids.expand(-1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
 
             def run() -> Any:

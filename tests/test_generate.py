@@ -286,7 +286,7 @@ def test_garbage_is_collected_again_after_an_error() -> None:
         (("--repetition-penalty", "1e-320"), "--repetition-penalty is 1e-05"),
         (("--temperature", 1, "--top-p", 1.5), "--top-p is"),
         (("--temperature", 1, "--seed", 1 << 70), "--seed has 64 bits, got 1180591620717411303424: use a smaller"),
-        (("--cache", "int8", "--compile"), "--cache int8 is one that grows"),
+        (("--cache", "int8", "--compile"), "--cache int8 is another one"),
         (("--top-k", 0), "--top-k is"),
         (("--top-k", 9), "add --temperature"),
         (("--repetition-penalty", -1), "--repetition-penalty"),

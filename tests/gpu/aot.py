@@ -226,6 +226,20 @@ def launch_families(gpu: Gpu) -> None:
     routing.launch_logits(gpu, empty(512, k), before, of_many, empty(512, k), empty(512, experts, dtype=torch.float32))
 
 
+def launch_codes(gpu: Gpu, rows: int, dim: int) -> None:
+    """Attention of one token to a cache of codes."""
+    from halfbyte.kernels.gpu import attend
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, kv_heads, size = 32, 8, 576
+    codes, scales = empty(rows, kv_heads, size, dim, dtype=torch.int8), empty(rows, kv_heads, size, -(-dim // 32))
+    cache, rotary, length = (codes, codes, scales, scales), (empty(rows, dim), empty(rows, dim)), empty(1, dtype=torch.int64)
+    qkv, out = empty(rows, (heads + 2 * kv_heads) * dim), empty(rows, heads * dim)
+    attend.launch(gpu, qkv, rotary, cache, length, empty(rows, size, dtype=torch.bool), out, dim**-0.5)
+
+
 def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
     """What lies between the products of so many tokens; `masked`: also with norms of heads and sinks."""
     from halfbyte.kernels.gpu import attend_many, turn

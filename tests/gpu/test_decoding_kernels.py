@@ -328,7 +328,7 @@ STREAMED = {"tokens": 16, "warps": 4, "stages": 3}
 def streamed(splits: int, **how: int) -> Any:
     """In place of `attend.static`: with as many blocks and tiles of another kind."""
     own = attend.static
-    return lambda *sizes: (replace(own(*sizes)[0], **{**STREAMED, **how}), splits)
+    return lambda *sizes, **kind: (replace(own(*sizes, **kind)[0], **{**STREAMED, **how}), splits)
 
 
 @pytest.mark.parametrize(

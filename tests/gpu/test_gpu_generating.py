@@ -15,8 +15,9 @@ from test_generating import ASKED, FAMILIES, LENGTHS, AfterThree, Odd, both, mak
 from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 import halfbyte as hb
-from halfbyte.integrations import generating, graphs
+from halfbyte.integrations import decoding_gpu, generating, graphs
 from halfbyte.integrations.decoding import is_short
+from halfbyte.integrations.static_codes import IN_CODES
 from halfbyte.integrations.steps import likeliest
 from halfbyte.kernels.gpu import launch
 
@@ -106,6 +107,44 @@ def test_a_cache_of_the_caller(family: str, ends: bool) -> None:
     found = model.generate(**settings, past_key_values=cache)
     with transformers_own(model):
         assert torch.equal(found, model.generate(**settings))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
+@pytest.mark.parametrize("lengths", [(9,), (30, 5, 13)])
+def test_a_cache_in_8_bits(family: str, lengths: tuple[int, ...], captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a fixed size, becomes larger, and has the codes of one that grows."""
+    monkeypatch.setattr(generating, "_LATER", 16)
+    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
+    model = (make() if family == "Llama" else make_family(family)).cuda()
+    settings = {**there(*lengths), "max_new_tokens": 30, "eos_token_id": None}
+    with transformers_own(model):
+        expected = model.generate(**settings, past_key_values=hb.Int8Cache(model.config))
+    cache = hb.Int8Cache(model.config)
+    found = model.generate(**settings, past_key_values=cache)
+    assert captures
+    assert {type(layer) for layer in graphs.keeping(cache)} <= set(IN_CODES)
+    assert torch.equal(found, expected)
+    longer = {"input_ids": torch.cat((found, found[:, :3]), 1)}
+    longer["attention_mask"] = torch.cat((settings["attention_mask"], torch.ones_like(longer["input_ids"][:, max(lengths) :])), 1)
+    more = model.generate(**longer, past_key_values=cache, max_new_tokens=9, eos_token_id=None)
+    with transformers_own(model):
+        assert torch.equal(more, model.generate(**longer, past_key_values=hb.Int8Cache(model.config), max_new_tokens=9, eos_token_id=None))
+
+
+def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
+    """Their logits are those of layers that get floats, but for the order of sums."""
+    ids = torch.randint(99, (3, 20), device="cuda")
+    found = []
+    for layers in (decoding_gpu._CACHES, ()):
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(decoding_gpu, "_CACHES", layers)
+            cache = graphs.static_cache(quantized, 32, int8=True)
+            parts = ids.split((12, 1, 1, 5, 1), 1)
+            found.append(torch.stack([quantized(x, past_key_values=cache, logits_to_keep=1).logits for x in parts]))
+    assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) < 1e-2
+    text = quantized.generate(**there(9), past_key_values=hb.Int8Cache(quantized.config), max_new_tokens=12, eos_token_id=None)
+    assert text.shape == (1, 21)
+    assert len(captures) == 1
 
 
 def test_processors_and_criteria_of_the_caller(model: Any) -> None:

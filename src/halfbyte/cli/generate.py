@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
     if args.cache and args.compile:
-        raise ArgumentError("--compile decodes with a static cache, and --cache int8 is one that grows: leave out one of them")
+        raise ArgumentError("--compile decodes with a static cache of floats, and --cache int8 is another one: leave out one of them")
     if not -(1 << 63) <= args.seed < 1 << 64:
         raise ArgumentError(f"--seed has 64 bits, got {args.seed}: use a smaller number")
     _choice_of_tokens(args)

@@ -8,7 +8,7 @@ peft_untested.py    quantized models are refused in other versions of peft than 
 gguf.py, text.py    models are opened; text is generated and timed; compiling.py: GPU kernels are compiled before the first prompt
 optimizing.py       all that makes a model faster (`optimize_`); self_check.py: compares it with the plain model the first time
 calls.py            the arguments of transformers' forwards that are replaced, and which values of these are understood
-attention.py        an implementation of attention for transformers; cache.py: a cache of keys and values in 8 bits
+attention.py        an implementation of attention for transformers; cache.py: a cache in 8 bits; static_codes.py: on GPUs
 Layers and steps in few calls (`shorten_`)
   decoding.py       decoder layers; decoding_cpu.py: on a CPU, decoding_step.py: a token through all of the model; growing.py: its cache
   decoding_gpu.py   decoder layers on a GPU, for a token; prompt_gpu.py: for prompts; layer_gpu.py: what both read; rings.py: windows

@@ -28,8 +28,9 @@ from transformers.cache_utils import StaticLayer
 from halfbyte.integrations.decoding_cpu import all_norms, groups_of, third_of
 from halfbyte.integrations.families import borrows, known, lender, lends, mlp_of, shared_as
 from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, own_input, parts, routed, with_own_input
-from halfbyte.integrations.rings import Ordered, Ring
+from halfbyte.integrations.rings import Later, Ring
 from halfbyte.integrations.shortened import products_of
+from halfbyte.integrations.static_codes import IN_CODES, scales_or_none
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
@@ -43,7 +44,7 @@ from halfbyte.ops.norms import normed, why_not_norm
 from halfbyte.ops.routing import add_experts, describe, why_not_experts
 
 DEVICES = ("cuda",)
-_CACHES = (StaticLayer, Ring)
+_CACHES = (StaticLayer, Ring, *IN_CODES)
 _TORCH = "torch's operations"
 
 
@@ -68,14 +69,14 @@ def token(
         return None
     kept = layers[index]
     turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
-    seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, type(kept) is Ring
-    advance = 0 if index == 0 or reads else 1
+    seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, isinstance(kept, Ring)
+    advance, scales = 0 if index == 0 or reads else 1, scales_or_none(kept)
 
     def steps() -> list[Tensor]:
-        h = _computed(found, x, turns, (kept.keys, kept.values, length), seen, advance=advance, ring=ring)
+        h = _computed(found, x, turns, (kept.keys, kept.values, length), seen, scales, advance=advance, ring=ring)
         return [with_own_input(found, h, own)]
 
-    others = seen, *(turns or (None, None)), kept.keys, kept.values, length, own
+    others = seen, *(turns or (None, None)), kept.keys, kept.values, length, *(scales or (None, None)), own
     (y,) = chain("token", found, steps, x, others, advance, ring, undo=lambda: length.sub_(advance))
     if reads:
         return y
@@ -85,9 +86,16 @@ def token(
     if ring:
         kept.cumulative_length_int += 1
     if lends(layer):
-        both = (kept.in_order() if settings.get("return_shared_kv_states") else Ordered(kept)) if ring else (kept.keys, kept.values)
-        shared[shared_as(layer)] = both
+        shared[shared_as(layer)] = _lent(kept, now=bool(settings.get("return_shared_kv_states")))
     return y
+
+
+def _lent(kept: Any, *, now: bool) -> Any:
+    """Keys and values as other layers take them: what is to be computed is `now`, or when somebody reads it."""
+    if type(kept) is StaticLayer:
+        return kept.keys, kept.values
+    both = kept.in_floats if type(kept) in IN_CODES else kept.in_order
+    return both() if now else Later(both)
 
 
 def _computed(
@@ -96,6 +104,7 @@ def _computed(
     turns: tuple[Tensor, Tensor] | None,
     place: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
     *,
     advance: int,
     ring: bool,
@@ -105,7 +114,8 @@ def _computed(
         read, first, second = normed(x, first.before), first._replace(before=None), second._replace(before=None)
     products = [normed_linear(read, first.before, weight.packed, weight.bias) for weight in first.qkv]
     qkv = (torch.cat(products, -1) if len(products) > 1 else products[0]).view(len(x), -1)
-    seen = attend(qkv, turns, *place, mask, first.heads, factor=first.factor, advance=advance, ring=ring).unsqueeze(1)
+    how: dict[str, Any] = {"scales": scales, "factor": first.factor, "advance": advance, "ring": ring}
+    seen = attend(qkv, turns, *place, mask, first.heads, **how).unsqueeze(1)
     if isinstance(second, Experts):
         return add_experts(added(first, found.o, seen, x)[0], second)
     assert found.down is not None
@@ -139,7 +149,7 @@ def _fits(x: Tensor, layers: list[Any], index: int) -> bool:
         and type(layers[0]) in _CACHES
         and type(layers[index]) in _CACHES
         and layers[index].is_initialized
-        and layers[index].keys.dtype == x.dtype
+        and (layers[index].floats if type(layers[index]) in IN_CODES else layers[index].keys.dtype) == x.dtype
         and layers[index].keys.device == x.device
         and not torch.is_grad_enabled()
         and not in_mode()

@@ -25,10 +25,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from halfbyte.errors import ArgumentError
+from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.calls import KV_CACHE, cache_name, parameters_of
 from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.shortened import Shortened, shorten
+from halfbyte.integrations.static_codes import IN_CODES
 from halfbyte.integrations.steps import Choice, Step
 from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel import is_parallel
@@ -39,6 +41,7 @@ _LATER = 1024  # tokens for which a cache has room at first, at most
 _CACHE_STEP = 64  # tokens
 # These may be asked about ids in any memory.
 _ANYWHERE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_LAYERS = (StaticLayer, StaticSlidingWindowLayer, Ring, *IN_CODES)  # of caches of fixed size
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Methods of GenerationMixin that are called or replaced here, with the parameters that they have in all tested versions.
 _METHODS = {
@@ -126,13 +129,19 @@ def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -
     if not plain or not _on_gpu(ids.device):
         return bool(plain)
     made = getattr(cache, _MADE, False) and config.cache_implementation != "dynamic"
-    if cache.offloading or not (type(cache) is StaticCache or (type(cache) is DynamicCache and made)):
+    ours = _is_static(cache) or (type(cache) is DynamicCache and made) or (type(cache) is Int8Cache and not cache.get_seq_length())
+    if cache.offloading or not ours:
         return False  # another kind of cache was asked for
     if (reason := _why_not_captured(model, ids.device, cache)) is not None:
         _tell(model, reason)
         return False
     # A static cache of the caller is made larger here only.
     return model not in _slow or not made
+
+
+def _is_static(cache: Any) -> bool:
+    """Whether it has a fixed size; an Int8Cache has one on a GPU, from its first tokens on."""
+    return type(cache) is StaticCache or (type(cache) is Int8Cache and any(type(layer) in IN_CODES for layer in cache.layers))
 
 
 def _on_gpu(device: torch.device) -> bool:
@@ -147,17 +156,17 @@ def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | Non
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):
         return "it is on several devices"
-    layers = keeping(cache if type(cache) is StaticCache else static_cache(model, 1))
-    other = next((type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer, Ring)), None)
+    layers = keeping(cache if _is_static(cache) else static_cache(model, 1))
+    other = next((type(layer).__name__ for layer in layers if type(layer) not in _LAYERS), None)
     return None if other is None else f"its cache has a {other}"
 
 
-def new_cache(model: Any, tokens: int = _LATER) -> Cache:
-    """An empty cache of the best kind for a text that is continued, at first with room for so many tokens: `past_key_values` of several
-    calls of `generate`, which makes it larger where needed."""
+def new_cache(model: Any, tokens: int = _LATER, *, int8: bool = False) -> Cache:
+    """An empty cache of the best kind for a text that is continued, at first with room for so many tokens, perhaps in 8 bits:
+    `past_key_values` of several calls of `generate`, which makes it larger where needed."""
     if _on_gpu(model.device) and _why_not_captured(model, model.device, None) is None:
-        return static_cache(model, tokens)
-    return DynamicCache(config=model.config)
+        return static_cache(model, tokens, int8=int8)
+    return Int8Cache(model.config) if int8 else DynamicCache(config=model.config)
 
 
 def first_size(known: int, most: int) -> int:
@@ -184,6 +193,8 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
         size = first_size(known, known - prompt + config.max_length)
         if type(arguments[name]) is DynamicCache:
             arguments[name] = static_cache(model, size)
+        elif not _is_static(arguments[name]):
+            arguments[name].layers = static_cache(model, size, int8=True).layers
         elif capacity(make_rings(arguments[name]), model) < known:
             enlarge(arguments[name], model, size)
     cache = arguments[name]

@@ -20,6 +20,7 @@ from transformers import StaticCache, cache_utils
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.rings import Ring, make_rings
+from halfbyte.integrations.static_codes import IN_CODES, with_codes
 from halfbyte.integrations.steps import TOKEN, Choice, Step
 
 # By device and the stream of replays, as two graphs in one memory must not run at the same time: a graph whose memory others share.
@@ -124,14 +125,15 @@ class GraphStep(Step):
         """Takes the last token out of the cache."""
         self.close()
         for layer in keeping(self._cache):
-            if type(layer) is Ring:
+            if isinstance(layer, Ring):
                 layer.cumulative_length_int -= 1
             layer.cumulative_length.sub_(1)
 
 
-def static_cache(model: Any, size: int) -> StaticCache:
-    """An empty cache for a model, with room for `size` tokens; windows are rings."""
-    return make_rings(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size))
+def static_cache(model: Any, size: int, *, int8: bool = False) -> StaticCache:
+    """An empty cache for a model, with room for `size` tokens, perhaps in 8 bits; windows are rings."""
+    cache = make_rings(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size))
+    return with_codes(cache) if int8 else cache
 
 
 def keeping(cache: Any) -> list[Any]:
@@ -147,22 +149,30 @@ def capacity(cache: StaticCache, model: Any) -> int:
 
 def enlarge(cache: StaticCache, model: Any, size: int) -> None:
     """Makes room for `size` tokens, in place."""
-    pairs: Any = zip(cache.layers, static_cache(model, size).layers, strict=True)
+    int8 = any(type(layer) in IN_CODES for layer in cache.layers)
+    pairs: Any = zip(cache.layers, static_cache(model, size, int8=int8).layers, strict=True)
     for index, (old, new) in enumerate(pairs):
         if type(new) is _EMPTY or new.max_cache_len <= old.max_cache_len:
             continue
         if old.is_initialized:
             new.lazy_initialization(old.keys, old.values)
-            for mine, theirs in ((new.keys, old.keys), (new.values, old.values)):
-                mine[:, :, : old.max_cache_len] = theirs
+            _copy(old, new)
+            if type(old) in IN_CODES:
+                new.floats = old.floats
+                _copy(old.scales, new.scales)
             new.cumulative_length.copy_(old.cumulative_length)
-            if type(old) is Ring:
+            if isinstance(old, Ring):
                 new.cumulative_length_int = old.cumulative_length_int
         cache.layers[index] = new
 
 
+def _copy(old: Any, new: Any) -> None:
+    for mine, theirs in ((new.keys, old.keys), (new.values, old.values)):
+        mine[:, :, : old.max_cache_len] = theirs
+
+
 def _rings(cache: StaticCache) -> list[Ring]:
-    return [layer for layer in cache.layers if type(layer) is Ring]
+    return [layer for layer in cache.layers if isinstance(layer, Ring)]
 
 
 class _Graph:

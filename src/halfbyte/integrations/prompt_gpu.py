@@ -28,6 +28,7 @@ from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.decoding_cpu import all_norms, norms_of, visible
 from halfbyte.integrations.families import borrows, lender, lends, mlp_of, shared_as
 from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_distributed, is_eager, own_input, parts, with_own_input
+from halfbyte.integrations.static_codes import StaticInt8Layer
 from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.decoder import Attention, Dense
@@ -70,7 +71,9 @@ def tokens(
     if type(cache) is StaticLayer:
         y, kept = _with_static(found, x, seen, turns, cache, own)
     else:
-        y, kept = _with_any(found, x, seen, turns, None if past is None else partial(past.update, layer_idx=index), own)
+        # Of codes all of a static cache comes back as floats; of it the new tokens see what is before them.
+        before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
+        y, kept = _with_any(found, x, seen, turns, None if past is None else partial(past.update, layer_idx=index), own, before)
     if lends(layer):
         shared[shared_as(layer)] = kept
     if isinstance(found.second, Dense) or found.for_token:
@@ -90,10 +93,11 @@ def _lent(layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, shared
     if index is None or shared_as(layer) not in shared or (past is not None and index >= len(past.layers)):
         return None
     keys, values = shared[shared_as(layer)]
-    cache, tokens = None if past is None else past.layers[index], x.shape[1]
+    cache: Any = None if past is None else past.layers[index]
+    tokens = x.shape[1]
     if keys.dtype != x.dtype or keys.device != x.device:
         return None
-    if type(cache) is StaticLayer:
+    if type(cache) in (StaticLayer, StaticInt8Layer):
         return keys, values, cache.cumulative_length - tokens
     if mask is not None:  # which tells of what is there, too
         return (keys, values, None) if mask.shape[3] == keys.shape[2] else None
@@ -134,9 +138,16 @@ def _with_static(
 
 
 def _with_any(
-    parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, update: Callable[..., Any] | None, own: Tensor | None
+    parts: Parts,
+    x: Tensor,
+    mask: Tensor | None,
+    turns: _Turns,
+    update: Callable[..., Any] | None,
+    own: Tensor | None,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The output, and keys and values, with a cache that takes these by itself, or none."""
+    """The output, and keys and values, with a cache that takes these by itself, or none. before: how many tokens are before the new ones in
+    what the cache gives back; None: by the mask, or none."""
     first, heads = parts.first, parts.first.heads
 
     def begin() -> list[Tensor]:
@@ -151,9 +162,9 @@ def _with_any(
     seen = None if mask is None else mask[..., : keys.shape[2]]
 
     def end() -> list[Tensor]:
-        return [_after(parts, x, z, queries, (keys, values, None), seen, own)]
+        return [_after(parts, x, z, queries, (keys, values, before), seen, own)]
 
-    (y,) = chain("after", parts, end, x, (None if z is x else z, queries, keys, values, seen, own))
+    (y,) = chain("after", parts, end, x, (None if z is x else z, queries, keys, values, before, seen, own))
     return y, (keys, values)
 
 

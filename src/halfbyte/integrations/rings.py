@@ -6,7 +6,7 @@ gets them in their order, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,14 +49,14 @@ class Ring(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return keys.index_select(2, order), values.index_select(2, order)
 
 
-class Ordered:
-    """Keys and values of a ring in their order, put into it when somebody takes them apart: `keys, values = Ordered(ring)`."""
+class Later:
+    """Keys and values that are computed when somebody takes them apart: `keys, values = Later(ring.in_order)`."""
 
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, both: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        self._both = both
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._ring.in_order())
+        return iter(self._both())
 
 
 def make_rings(cache: StaticCache) -> StaticCache:

@@ -30,6 +30,7 @@ from halfbyte.checkpoint.quantization_config import METHOD
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
 from halfbyte.integrations import attention
+from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.compiling import compile_ahead
 from halfbyte.integrations.generating import check_tokens, first_size, generate_fast, new_cache
@@ -226,10 +227,11 @@ def generate(
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)
     with torch.inference_mode(), _as_wanted(model.device), _blaming(model.generation_config):
-        if not known and not compiled and (cache is None or isinstance(cache, StaticCache)):
-            there = 0 if cache is None else capacity(cache, model)
+        int8 = isinstance(cache, Int8Cache)
+        if not known and not compiled and (cache is None or int8 or isinstance(cache, StaticCache)):
+            there = 0 if cache is None or int8 else capacity(cache, model)
             size = there if there > count else first_size(count, count + settings["max_new_tokens"])
-            compile_ahead(model, 1, count, partial(new_cache, model, size))
+            compile_ahead(model, 1, count, partial(new_cache, model, size, int8=int8))
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings

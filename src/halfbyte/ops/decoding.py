@@ -22,6 +22,7 @@ from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import GATES, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
+from halfbyte.layouts.records import from_codes, scales_of, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
@@ -40,6 +41,7 @@ _library.define(
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
+    "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
     "bool turned_first, str made, bool values_normed, float factor, int advance, bool ring) -> Tensor"
 )
@@ -83,6 +85,7 @@ def attend(
     mask: Tensor | None,
     heads: Heads,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     factor: float = 1.0,
     advance: int = 1,
     ring: bool = False,
@@ -94,7 +97,7 @@ def attend(
     rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
                   head are rotated, or neighbours, where `heads.pairs` says so: by the first half of R, or by R numbers, each twice), or
                   of R / 2 numbers where the other half is the same; None: nothing is
-    keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T
+    keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T; or their codes, int8 (layouts/records.py)
     length        int64, one number: the tokens in the cache, or that a ring has seen, with the new one where nothing is appended;
                   `advance`, 1 or 0, is added
     mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
@@ -102,6 +105,7 @@ def attend(
     heads         the factor of scores, sinks and pairs; how many heads there are follows from qkv and the cache, as a process may have a
                   part of them. Norms, if any, are RMS norms, before the rotation unless `heads` say that it is first, which differ in
                   nothing but their weights: [D] of each head, or, before the rotation, [H * D] and [Hkv * D] of all heads together
+    scales        of keys and of values that are codes, bfloat16 [B, Hkv, T, ceil(D / 32)]; None: these are floats of qkv's type
     factor        of the result
     ring          the cache is a window that keeps the last T tokens
 
@@ -113,7 +117,8 @@ def attend(
     (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
     of_heads = heads.scale, heads.width, heads.pairs, heads.turned_first, heads.made, heads.values_normed
     settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring
-    return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
+    of_codes = (None, None) if scales is None else scales
+    return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, *of_codes, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
 
 # normed_linear
@@ -285,6 +290,8 @@ class _Token(NamedTuple):
     values: Tensor
     length: Tensor
     mask: Tensor | None
+    key_scales: Tensor | None
+    value_scales: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
@@ -316,6 +323,11 @@ class _Token(NamedTuple):
         return None if self.cos is None or self.sin is None else (self.cos, self.sin)
 
     @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Of codes; none where the cache has floats."""
+        return () if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
+
+    @property
     def others(self) -> int:
         """How many of keys and values are made."""
         return len(self.made) - 1
@@ -328,7 +340,10 @@ class _Token(NamedTuple):
     def heads(self) -> int:
         """The number of query heads. Raises ArgumentError where shapes or dtypes do not fit."""
         qkv, keys, mask = self.qkv, self.keys, self.mask
-        fits = keys.dim() == 4 and keys.shape == self.values.shape and keys.dtype == self.values.dtype == qkv.dtype and qkv.dim() == 2
+        kind = torch.int8 if self.scales else qkv.dtype
+        fits = keys.dim() == 4 and keys.shape == self.values.shape and keys.dtype == self.values.dtype == kind and qkv.dim() == 2
+        fits = fits and (self.key_scales is None) == (self.value_scales is None)
+        fits = fits and all(t.shape == (*keys.shape[:3], scales_of(keys.shape[3])) and t.dtype == torch.bfloat16 for t in self.scales)
         if fits:
             batch, kv_heads, size, dim = keys.shape
             others = self.others * kv_heads
@@ -353,10 +368,10 @@ class _Token(NamedTuple):
             fits &= widths in ([None, None], [(dim,), (dim,)], [(heads * dim,), (kv_heads * dim,)])
             if fits:
                 return heads
-        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, self.values, self.length, *self.rows))
+        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, self.values, *self.scales, self.length, *self.rows))
         raise ArgumentError(
-            f"attend takes qkv [B, (H + {self.others} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, one int64, cosines and sines "
-            f"[B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
+            f"attend takes qkv [B, (H + {self.others} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, or int8 with scales, one int64, "
+            f"cosines and sines [B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
         )
 
 
@@ -376,8 +391,13 @@ def _attend(*args: Any) -> Tensor:
     at = token.length.view(1) - (0 if token.others else 1)
     place = at % size if token.ring else at
     if token.others:
-        keys.index_copy_(2, place, k[:, :, None].to(keys.dtype))
-        values.index_copy_(2, place, v[:, :, None].to(values.dtype))
+        for part, new in zip(((keys, token.key_scales), (values, token.value_scales)), (k, v), strict=True):
+            entries = (new.to(qkv.dtype),) if part[1] is None else to_codes(new.to(qkv.dtype))
+            for tensor, entry in zip(part, entries, strict=False):
+                assert tensor is not None
+                tensor.index_copy_(2, place, entry[:, :, None])
+    if token.key_scales is not None and token.value_scales is not None:
+        keys, values = from_codes(keys, token.key_scales, qkv.dtype), from_codes(values, token.value_scales, qkv.dtype)
     tokens = torch.arange(size, device=keys.device)[None]
     seen, mask = tokens <= at, token.mask
     if mask is not None:
@@ -447,10 +467,10 @@ def _attend_cuda(*args: Any) -> Tensor:
     token = _Token(*args)
     qkv, keys, values = token.qkv, token.keys, token.values
     heads = token.heads()
-    contiguous = all(t.is_contiguous() for t in (qkv, keys, values)) and all(t.stride(-1) == 1 for t in token.rows)
+    contiguous = all(t.is_contiguous() for t in (qkv, keys, values, *token.scales)) and all(t.stride(-1) == 1 for t in token.rows)
     here = gpu(qkv.get_device())
     widest = heads * keys.shape[3] if token.of_all_heads else None
-    if not contiguous or why_not_attend(heads, keys.shape[1], keys.shape[3], qkv.dtype, here, widest) is not None:
+    if not contiguous or why_not_attend(heads, keys.shape[1], keys.shape[3], qkv.dtype, here, widest, codes=token.scales != ()) is not None:
         return _attend(*args)
     from halfbyte.kernels.gpu import attend as kernel
     from halfbyte.kernels.gpu import norm
@@ -465,7 +485,8 @@ def _attend_cuda(*args: Any) -> Tensor:
         read, within = (qkv, norms) if normed is None else (normed, None)
         of_heads = token.turned, token.pairs, token.sinks, token.turned_first, token.others, token.values_normed
         how = kernel.How(token.factor, token.ring, *of_heads)
-        kernel.launch(here, read, token.rotary, (keys, values), token.length, token.mask, out, token.scale, token.advance, within, how)
+        cache = keys, values, *token.scales
+        kernel.launch(here, read, token.rotary, cache, token.length, token.mask, out, token.scale, token.advance, within, how)
 
     tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]
     with on(qkv):
@@ -473,10 +494,13 @@ def _attend_cuda(*args: Any) -> Tensor:
     return out
 
 
-def why_not_attend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here: Gpu, normed: int | None = None) -> str | None:
+def why_not_attend(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here: Gpu, normed: int | None = None, *, codes: bool = False
+) -> str | None:
     """Why `attend` uses torch's operations for contiguous tensors of these sizes; None if `kernels/gpu/attend.py` computes it.
 
     normed  the width of a norm of all heads together, if there is one
+    codes   the cache has codes
     """
     if (trouble := triton_trouble()) is not None:
         return trouble
@@ -484,7 +508,7 @@ def why_not_attend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here
         return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
     from halfbyte.kernels.gpu import attend as kernel
 
-    return kernel.supports(heads, kv_heads, dim, dtype) or (None if normed is None else why_not_norm(normed, here))
+    return kernel.supports(heads, kv_heads, dim, dtype, codes=codes) or (None if normed is None else why_not_norm(normed, here))
 
 
 def _attend_fake(*args: Any) -> Tensor:

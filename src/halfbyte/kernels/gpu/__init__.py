@@ -30,5 +30,5 @@ Convolutions: docs/convolution-kernels.md
 
 Language models
   attend.py, norm.py, gates.py                           what lies between the products of a decoder layer; routing.py: of experts;
-                                                         turn.py, attend_many.py: attention of many tokens
+                                                         turn.py, attend_many.py: attention of many tokens; kv_codes.py: a cache in 8 bits
 """

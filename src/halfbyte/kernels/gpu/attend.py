@@ -20,8 +20,9 @@ sequences or long ones give it more tiles (`stages` > 1), what takes time is mem
 before them are multiplied, and the new token comes last, from registers.
 
 Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
-in float32; keys are rounded to the cache's type as they enter it. Where a cache that is no ring is full already the result is NaN, and
-nothing is written.
+in float32; keys are rounded to the cache's type as they enter it. Or the cache has int8 codes and their scales (`kv_codes.py`): the new
+token's are computed here, and the matrix units multiply scale * code, queries and weights, each rounded once to qkv's type. There tiles are
+always streamed. Where a cache that is no ring is full already the result is NaN, and nothing is written.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.compile_time import CompileTime
+from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, tiled, whole
 from halfbyte.kernels.gpu.norm import Norm
+from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
 
 _MOST = 4096  # numbers of a key head's result, by 128 threads
@@ -55,7 +58,7 @@ class Static(CompileTime):
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
     take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
     positions; `pairs`, `turned_first`, `others` and `values_normed` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are
-    added to scores."""
+    added to scores; `codes`: the cache has codes and scales."""
 
     dim: int
     wide: int
@@ -74,6 +77,17 @@ class Static(CompileTime):
     turned_first: bool = False
     others: int = 2
     values_normed: bool = False
+    codes: bool = False
+
+    @property
+    def scales(self) -> int:
+        """Of a head in the cache."""
+        return scales_of(self.dim)
+
+    @property
+    def groups(self) -> int:
+        """`scales` up to a power of two."""
+        return self.wide // BLOCK
 
     @property
     def neighbours(self) -> bool:
@@ -110,12 +124,14 @@ class How(NamedTuple):
     values_normed: bool = False
 
 
-def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
-    """Why this is not for the kernel, or None."""
+def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, codes: bool = False) -> str | None:
+    """Why this is not for the kernel, or None. codes: the cache has them."""
     if dtype not in _DTYPES:
         return f"it computes in {', '.join(map(str, _DTYPES))}, not {dtype}"
     if kv_heads < 1 or heads % kv_heads or dim % 2:
         return f"{heads} heads of {dim} do not share {kv_heads} key heads, or have no two halves"
+    if codes and dim % 4:
+        return f"the codes of heads of {dim} are not whole words of four"
     if _rows(heads // kv_heads) * _wide(dim) > (_MOST if _wide(dim) <= 256 else _MOST_OF_WIDE):
         return f"{heads // kv_heads} heads of {dim} for each key head are too many for a block's registers"
     return None
@@ -129,9 +145,16 @@ def _wide(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def static(batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu) -> tuple[Static, int]:
+def static(
+    batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu, *, codes: bool = False
+) -> tuple[Static, int]:
     """For caches of `size` tokens, and the blocks that share a key head: as many as fill the GPU, each with a tile or more. A kernel takes
     any number of them, as one that is compiled for the sizes of a cache would have to be compiled for each."""
+    if codes:
+        wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(heads // kv_heads)
+        tile, splits = tiled(batch * kv_heads, rows, wide, size, dtype, gpu)
+        found = Static(dim, wide, heads // kv_heads, rows, tile.tokens, tile.warps, tile.stages, launcher.starts_early(gpu), dim)
+        return replace(found, codes=True), splits
     group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
@@ -158,7 +181,7 @@ def launch(
     gpu: Gpu,
     qkv: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
     length: Tensor,
     mask: Tensor | None,
     out: Tensor,
@@ -170,13 +193,15 @@ def launch(
     """
     qkv     [B, (H + 2 Hkv) * D], or of as many others as `how` says, out [B, H * D], contiguous
     rotary  cosines and sines [B or 1, R or R / 2] of the positions, the last dimension contiguous; None: there are none
-    cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; `length` int64, one number, of the same cache
+    cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; or their codes, int8, and then scales of keys and of values,
+            bfloat16 [B, Hkv, T, ceil(D / 32)]
+    length  int64, one number: tokens of the cache
     mask    [B or 1, T], bool, or floating point, which is added; the last dimension contiguous; None: all true
     norms   of queries and of keys, weights [D], alike in what else they are; None: there are none
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim
-    s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu)
+    s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu, codes=len(cache) == 4)
     width = 0 if rotary is None else rotary[0].shape[1]
     turned = width if how.turned is None or rotary is None else how.turned
     s = replace(s, turned=turned, pairs=how.pairs, short=width < turned, added=mask is not None and mask.is_floating_point())
@@ -228,7 +253,8 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         gdc_launch_dependents()
     program = tl.program_id(0)
     batch, head = program // kv_heads, program % kv_heads
-    first = program.to(tl.int64) * size * DIM
+    first = program.to(tl.int64) * size  # of the key head's tokens
+    FLOAT: tl.constexpr = qkv.dtype.element_ty
     start = tl.program_id(1) * TOKENS
     splits = tl.num_programs(1)
     d = tl.arange(0, WIDE)
@@ -269,7 +295,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         fits = now < size
     row_mask = batch * strides[2]
     if S.stages == 1:
-        keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, inside, S)
+        keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, S)
         seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), size, oldest, size, S)
     mine = (g < HEADS)[:, None] & inside[None, :]
     row = qkv + batch.to(tl.int64) * ((HEADS + S.others) * kv_heads * DIM)
@@ -307,7 +333,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         k, k_half = k.to(tl.float32), k_half.to(tl.float32)
         if S.values_normed:
             wide = v.to(tl.float32)
-            v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + norms[2])).to(cache[0].dtype.element_ty)
+            v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + norms[2])).to(FLOAT)
         if norms is not None and not S.turned_first:
             k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
             k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
@@ -315,8 +341,12 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         if norms is not None and S.turned_first:
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * k_factor
         # What is attended to is what the cache will hold.
-        k = k.to(cache[0].dtype.element_ty)
-    q0, q1 = _pieces(q, cache[0].dtype.element_ty)
+        k = k.to(FLOAT)
+        if S.codes:
+            k_codes, k_scales, k = encoded(k.to(tl.float32), d, S.groups)
+            v_codes, v_scales, v = encoded(v.to(tl.float32), d, S.groups)
+            k, v = k.to(FLOAT), v.to(FLOAT)
+    q0, q1 = _pieces(q, FLOAT)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, WIDE), tl.float32)
@@ -334,7 +364,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             else:
                 keys_now, values_now = keys, tl.where((t <= now)[:, None], values, 0.0)
             seen_now = _but(seen, t <= now, S)
-            keys, values = _tile(cache, first, t + TOKENS * splits, end, inside, S)
+            keys, values = _tile(cache, first, t + TOKENS * splits, end, S)
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
         if S.ring:
@@ -347,12 +377,19 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
         end = tl.minimum(now if S.others > 0 else now + 1, size)
         seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
+        if S.codes:
+            magic, q0, sums = magic_bits(), quarters(q0), quarters(sums)
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
             t = step + tl.arange(0, TOKENS)
-            keys, values = _tile(cache, first, t, end, inside, S)
+            if S.codes:
+                keys, values = _decoded_tile(cache, first, t, end, magic, FLOAT, S)
+            else:
+                keys, values = _tile(cache, first, t, end, S)
             seen_now = _but(seen, t != place, S) if S.ring and S.others > 0 else seen
             seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
             most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
+        if S.codes:
+            sums = whole(sums)
         if S.others > 0:
             sees = fits
             if mask is not None:
@@ -367,9 +404,17 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
                 most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
     if S.others > 0:
         if fits & mine_too:
-            to = first + place * DIM + d
-            tl.store(cache[0] + to, k, mask=inside)
-            tl.store(cache[1] + to, v, mask=inside)
+            to = (first + place) * DIM + d
+            if S.codes:
+                tl.store(cache[0] + to, k_codes, mask=inside)
+                tl.store(cache[1] + to, v_codes, mask=inside)
+                group = tl.arange(0, S.groups)
+                of_scales = (first + place) * S.scales + group
+                tl.store(cache[2] + of_scales, k_scales.to(tl.bfloat16), mask=group < S.scales)
+                tl.store(cache[3] + of_scales, v_scales.to(tl.bfloat16), mask=group < S.scales)
+            else:
+                tl.store(cache[0] + to, k, mask=inside)
+                tl.store(cache[1] + to, v, mask=inside)
     part = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
     tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
@@ -378,10 +423,16 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
 
 @triton.jit
 def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
-    """The largest score, the sum of the weights and the weighted sum of the values, with a tile's tokens that are seen."""
+    """The largest score, the sum of the weights and the weighted sum of the values, with a tile's tokens that are seen. Of codes queries,
+    keys, values and sums are `quarters`."""
     ROWS: tl.constexpr = S.rows
     TOKENS: tl.constexpr = S.tokens
-    scores = _product(q0, q1, tl.trans(keys), tl.zeros((ROWS, TOKENS), tl.float32))
+    scores = tl.zeros((ROWS, TOKENS), tl.float32)
+    if S.codes:
+        for i in tl.static_range(4):
+            scores = dot(q0[i], tl.trans(keys[i]), scores)
+    else:
+        scores = _product(q0, q1, tl.trans(keys), scores)
     if S.added:
         scores = tl.where(seen[None, :] == float("-inf"), float("-inf"), scores + seen[None, :])
     else:
@@ -391,8 +442,16 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
     weights = tl.exp2(scores - base[:, None])
     less = tl.exp2(most - base)
     total = total * less + tl.sum(weights, axis=1)
-    w0, w1 = _pieces(weights, keys.dtype)
-    return larger, total, _product(w0, w1, values, sums * less[:, None])
+    if S.codes:
+        w = weights.to(values[0].dtype)
+        s0 = dot(w, values[0], sums[0] * less[:, None])
+        s1 = dot(w, values[1], sums[1] * less[:, None])
+        s2 = dot(w, values[2], sums[2] * less[:, None])
+        s3 = dot(w, values[3], sums[3] * less[:, None])
+        return larger, total, (s0, s1, s2, s3)
+    else:
+        w0, w1 = _pieces(weights, keys.dtype)
+        return larger, total, _product(w0, w1, values, sums * less[:, None])
 
 
 @triton.jit
@@ -402,8 +461,13 @@ def _prefetch(cache, first, start, end, S: tl.constexpr):
     PIECE: tl.constexpr = 32 // (cache[0].dtype.element_ty.primitive_bitwidth // 8)  # a sector of the cache's memory
     i = start * S.dim + tl.arange(0, S.tokens * S.wide // PIECE) * PIECE
     i = tl.maximum(tl.minimum(i, end * S.dim - 1), 0)
-    _to_l2(cache[0] + first + i)
-    _to_l2(cache[1] + first + i)
+    _to_l2(cache[0] + first * S.dim + i)
+    _to_l2(cache[1] + first * S.dim + i)
+    if S.codes:
+        j = start * S.scales + tl.arange(0, S.tokens * S.groups // 16) * 16
+        j = tl.maximum(tl.minimum(j, end * S.scales - 1), 0)
+        _to_l2(cache[2] + first * S.scales + j)
+        _to_l2(cache[3] + first * S.scales + j)
 
 
 @triton.jit
@@ -414,11 +478,26 @@ def _to_l2(pointers):
 
 
 @triton.jit
-def _tile(cache, first, t, end, inside, S: tl.constexpr):
+def _tile(cache, first, t, end, S: tl.constexpr):
     """keys, values [tokens, wide] before `end`."""
-    there = (t < end)[:, None] & inside[None, :]
-    at = t[:, None] * S.dim + tl.arange(0, S.wide)[None, :]
-    return tl.load(cache[0] + first + at, mask=there, other=0.0), tl.load(cache[1] + first + at, mask=there, other=0.0)
+    d = tl.arange(0, S.wide)
+    there = (t < end)[:, None] & (d < S.dim)[None, :]
+    at = first * S.dim + (t[:, None] * S.dim + d[None, :])
+    return tl.load(cache[0] + at, mask=there, other=0.0), tl.load(cache[1] + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _decoded_tile(cache, first, t, end, magic, dtype: tl.constexpr, S: tl.constexpr):
+    """The same of a cache of codes, as `quarters`."""
+    word, group = tl.arange(0, S.wide // 4), tl.arange(0, S.groups)
+    there = (t < end)[:, None] & (word < S.dim // 4)[None, :]
+    at = first * (S.dim // 4) + (t[:, None] * (S.dim // 4) + word[None, :])
+    keys, values = cache[0].to(tl.pointer_type(tl.int32), bitcast=True), cache[1].to(tl.pointer_type(tl.int32), bitcast=True)
+    keys, values = tl.load(keys + at, mask=there, other=0), tl.load(values + at, mask=there, other=0)
+    there = (t < end)[:, None] & (group < S.scales)[None, :]
+    at = first * S.scales + (t[:, None] * S.scales + group[None, :])
+    of_keys, of_values = tl.load(cache[2] + at, mask=there, other=0.0), tl.load(cache[3] + at, mask=there, other=0.0)
+    return decoded(keys, of_keys, magic, dtype), decoded(values, of_values, magic, dtype)
 
 
 @triton.jit
