@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from halfbyte.checkpoint import chat_templates
-from halfbyte.checkpoint.architecture import import_transformers
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value, is_gguf, read_header
 
@@ -135,6 +134,8 @@ def load(path: Path) -> Any:
     described = read(path)
     if described is None:
         return None
+    from halfbyte.checkpoint.architecture import import_transformers
+
     transformers = import_transformers("the tokenizer of a GGUF file")
     settings: dict[str, Any] = dict(described.special_tokens)
     if templates := described.chat_templates:

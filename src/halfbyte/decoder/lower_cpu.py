@@ -22,7 +22,6 @@ from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.norms import wide_norm
-from halfbyte.ops.routing import add_experts
 
 _FEW = 32  # tokens that take layers as one call: what lies between layers is kept for all of them
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
@@ -48,9 +47,7 @@ class CpuModel:
         if (reason := why_not_packed(packed)) is not None:
             raise UnsupportedError(f"its embedding has no kernel on a CPU: {reason}")
         self._layers = [DecoderLayer(layer.attention, layer.mlp) for layer in spec.layers]
-        self._attention = [
-            DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers
-        ]
+        self._attention = [DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers]
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
         self._step = DecodingStep(
             self._layers,
@@ -188,6 +185,8 @@ class CpuModel:
         attention = self._attention[index]
         assert attention is not None
         assert isinstance(spec.mlp, Experts)
+        from halfbyte.ops.routing import add_experts
+
         (h,) = run_layers((attention,), x, rotary, place, mask)
         return add_experts(h, spec.mlp)
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.checkpoint.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.entries import Entries
-from halfbyte.checkpoint.gguf_model import read_file
-from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -25,9 +22,12 @@ from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file
 from halfbyte.io.gguf import is_gguf, read_header
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.candidates import Candidate
-from halfbyte.nn.config import Config, choose
+from halfbyte.nn.described import Candidate
 from halfbyte.ops.layers import Weight
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoint.checkpoint_model import Checkpoint
+    from halfbyte.nn.config import Config
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -95,6 +95,8 @@ class EntriesSource:
         self._names = {self._module_name(name): name for name in entries.entries}
         self._quantize, self._formats = quantize, {}
         if quantize is not None:
+            from halfbyte.nn.config import choose
+
             tied = _HEAD not in self._names
             found = [
                 Candidate(name.removesuffix(".weight"), "Embedding" if name == _EMBEDDING else "Linear", _EMBEDDING if tied else name)
@@ -187,13 +189,21 @@ def open_checkpoint(path: Path, quantize: Config | None = None) -> tuple[dict[st
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
     """
     if quantize is not None:
+        from halfbyte.checkpoint.sources import open_floats
+
         config, entries = open_floats(path, torch.float32)
         return config, PackedTensors(EntriesSource(path, config, entries, quantize))
     if is_file(path) and is_gguf(path):
+        from halfbyte.checkpoint.gguf_model import read_file
+
         config, entries = read_file(read_header(path), torch.float32, half=True)
         return config, PackedTensors(EntriesSource(path, config, entries))
+    from halfbyte.checkpoint.sources import open_source
+
     opened = open_source(path)
     if opened is not None:
         return opened[0], PackedTensors(EntriesSource(path, *opened))
+    from halfbyte.checkpoint.checkpoint_model import Checkpoint
+
     model = Checkpoint(path)
     return model.config, PackedTensors(CheckpointSource(model))

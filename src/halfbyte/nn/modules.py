@@ -23,12 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.kernels.problem import COMPUTES
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.described import check_compute
 from halfbyte.nn.scaled import Factor, scaled, set_factor
 from halfbyte.ops.conv import pack_conv
-from halfbyte.ops.images import ACTIVATIONS
 
 AnyPacked = Packed | PackedConv
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
@@ -568,11 +567,3 @@ class QuantEmbeddingBag(QuantModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, format={self._packed.codes_format}"
-
-
-def check_compute(compute: str, activation: str) -> None:
-    """Raises ArgumentError for a `compute` or `activation` that does not exist."""
-    if compute not in COMPUTES:
-        raise ArgumentError(f"compute is one of {', '.join(COMPUTES)}, got {compute!r}")
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
+from halfbyte.nn.described import ORDER
 from halfbyte.nn.modules import DerivedLinear, QuantLinear
-
-ORDER = "input_order"
 
 
 class PermutedLinear(DerivedLinear):
