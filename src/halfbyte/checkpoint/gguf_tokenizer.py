@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from halfbyte.checkpoint import chat_templates
 from halfbyte.errors import CheckpointError
-from halfbyte.io.gguf import Value, is_gguf, read_header
+from halfbyte.io.gguf import File, Value, is_gguf, read_header
 
 _KINDS = ("gpt2", "llama", "gemma4")
 CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are matched before a text is split
@@ -102,13 +102,17 @@ def import_tokenizers(why: str) -> ModuleType:
     return tokenizers
 
 
-def read(path: Path) -> GgufTokenizer | None:
+def read(path: Path, file: File | None = None) -> GgufTokenizer | None:
     """Builds the tokenizer of a GGUF file, without transformers; None where the file has none.
+
+    Args:
+        path: The file.
+        file: Its header, where that has been read already.
 
     Raises:
         CheckpointError: The tokenizer is of an unsupported kind, or damaged.
     """
-    metadata = read_header(path).metadata
+    metadata = (file or read_header(path)).metadata
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind == "none":
         return None
@@ -197,7 +201,7 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     patterns = _cut(metadata)
-    merges = [_pair(merge) for merge in _sequence(metadata, "merges")]
+    merges = _pairs(metadata)
     whole = metadata.get("tokenizer.ggml.pre") in WHOLE
     backend: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
     steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
@@ -207,9 +211,9 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
+def _pairs(metadata: Mapping[str, Value]) -> list[tuple[str, ...]]:
+    """The merges, (left, right) each."""
+    return [merge.partition(" ")[::2] for merge in _sequence(metadata, "merges")]
 
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
@@ -217,7 +221,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata:
-        merges = [_pair(merge) for merge in _sequence(metadata, "merges")]
+        merges = _pairs(metadata)
     else:
         # The scores of gemma's tokens are not those that its merges were learned by; their order is.
         by_order = str(metadata.get("general.architecture")).startswith("gemma")

@@ -20,7 +20,7 @@ from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file
-from halfbyte.io.gguf import is_gguf, read_header
+from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import Candidate
 from halfbyte.ops.layers import Weight
@@ -178,12 +178,13 @@ class PackedTensors:
         return self.tensor(name) if self._source.form(name) is None else ops.pack(self._source.codes(name))
 
 
-def open_checkpoint(path: Path, quantize: Config | None = None) -> tuple[dict[str, Any], PackedTensors]:
+def open_checkpoint(path: Path, quantize: Config | None = None, header: File | None = None) -> tuple[dict[str, Any], PackedTensors]:
     """Open a checkpoint of any kind.
 
     Args:
         path: A halfbyte folder, a folder in floating point or quantized by another project, or a GGUF file.
         quantize: How to quantize a model in floating point as it is read.
+        header: That of a GGUF file, where it has been read already.
 
     Returns:
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
@@ -196,7 +197,7 @@ def open_checkpoint(path: Path, quantize: Config | None = None) -> tuple[dict[st
     if is_file(path) and is_gguf(path):
         from halfbyte.checkpoint.gguf_model import read_file
 
-        config, entries = read_file(read_header(path), torch.float32, half=True)
+        config, entries = read_file(header or read_header(path), torch.float32, half=True)
         return config, PackedTensors(EntriesSource(path, config, entries))
     from halfbyte.checkpoint.sources import open_source
 

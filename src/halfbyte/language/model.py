@@ -16,7 +16,8 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there
 from halfbyte.formats.spec import Format
-from halfbyte.io.files import is_there
+from halfbyte.io.files import is_file, is_there
+from halfbyte.io.gguf import is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.generate import Batch, Generation, run
@@ -85,10 +86,11 @@ class LanguageModel:
             from halfbyte.nn.config import as_config
 
             quantize = as_config(format)
-        config, tensors = open_checkpoint(source, quantize)
+        header = read_header(source) if is_file(source) and is_gguf(source) else None
+        config, tensors = open_checkpoint(source, quantize, header)
         try:
             spec = build_spec(config, tensors)
-            return cls(spec, Tokenizer.open(source), source, int8_cache=cache == "int8", speculate=speculate)
+            return cls(spec, Tokenizer.open(source, header), source, int8_cache=cache == "int8", speculate=speculate)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
 
