@@ -177,6 +177,11 @@ class PackedTensors:
             raise CheckpointError(f"the checkpoint has no {name}: it is incomplete, or of another architecture")
         return self.tensor(name) if self._source.form(name) is None else ops.pack(self._source.codes(name))
 
+    def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
+        from halfbyte.kernels.cpu import runtime
+
+        return runtime.each(lambda read: read(), reads)
+
 
 def open_checkpoint(path: Path, quantize: Config | None = None, header: File | None = None) -> tuple[dict[str, Any], PackedTensors]:
     """Open a checkpoint of any kind.
