@@ -8,6 +8,7 @@ Source: llama.cpp, src/llama-vocab.cpp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,7 +120,7 @@ def read(path: Path, file: File | None = None) -> GgufTokenizer | None:
     if kind not in _KINDS:
         raise CheckpointError(f"{path} has a tokenizer of kind {short(kind)}, halfbyte knows {', '.join(_KINDS)}: take it from elsewhere")
     tokenizers = import_tokenizers("the tokenizer of a GGUF file")
-    with _naming_the_file(path):
+    with _naming_the_file(path), _without_collections():
         tokens = list(_sequence(metadata, "tokens"))
         metadata = {**metadata, "tokenizer.ggml.tokens": tokens}  # decoded once
         backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
@@ -147,6 +148,18 @@ def load(path: Path) -> Any:
         settings["chat_template"] = templates[chat_templates.DEFAULT] if only_default else templates
     with _naming_the_file(path):
         return transformers.PreTrainedTokenizerFast(tokenizer_object=described.backend, clean_up_tokenization_spaces=False, **settings)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Hundreds of thousands of tuples that die young would make Python look through all objects of the process for cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as short
@@ -381,16 +382,23 @@ def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
 
 def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Extract) -> Codes:
     count = math.prod(entry.shape) // kind.weights  # of blocks: a row is a whole number of them
+    step = _CHUNK_WEIGHTS // kind.weights
+    if count <= step:
+        return _decoded(kind, count, file, entry.place.path, extract).reshape(entry.shape)
     flat = stored_tensors(kind.format, (count, kind.weights))
     parts = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in flat.items()}
-    step = _CHUNK_WEIGHTS // kind.weights
     for first in range(0, count, step):
         last = min(count, first + step)
-        raw = torch.empty(last - first, kind.nbytes, dtype=torch.uint8, device="cpu")
-        fill(file, raw, entry.place.path)
-        for name, tensor in ggml.decode(kind, (last - first, kind.weights), raw, extract).tensors().items():
+        for name, tensor in _decoded(kind, last - first, file, entry.place.path, extract).tensors().items():
             parts[name][first:last] = tensor
     return Codes.from_tensors(kind.format, (count, kind.weights), parts).reshape(entry.shape)
+
+
+def _decoded(kind: ggml.BlockType, count: int, file: FileIO, path: Path, extract: ggml.Extract) -> Codes:
+    """The codes of the next blocks of a file."""
+    raw = torch.empty(count, kind.nbytes, dtype=torch.uint8, device="cpu")
+    fill(file, raw, path)
+    return ggml.decode(kind, (count, kind.weights), raw, extract)
 
 
 class Writer(Placed):
