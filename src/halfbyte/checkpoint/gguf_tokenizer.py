@@ -224,9 +224,9 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     return backend
 
 
-def _pairs(metadata: Mapping[str, Value]) -> list[tuple[str, ...]]:
+def _pairs(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
     """The merges, (left, right) each."""
-    return [merge.partition(" ")[::2] for merge in _sequence(metadata, "merges")]
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in _sequence(metadata, "merges"))]
 
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:

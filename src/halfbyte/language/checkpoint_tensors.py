@@ -180,7 +180,10 @@ class PackedTensors:
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
         from halfbyte.kernels.cpu import runtime
 
-        return runtime.each(lambda read: read(), reads)
+        def call(read: Callable[[], Any]) -> Any:
+            return read()
+
+        return runtime.each(call, reads)
 
 
 def open_checkpoint(path: Path, quantize: Config | None = None, header: File | None = None) -> tuple[dict[str, Any], PackedTensors]:
