@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts.convolution import channels_first
-from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize, Scale
+from halfbyte.nn.described import Scale
+from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize
 
 _MICROSOFT = "com.microsoft"
 

@@ -36,8 +36,7 @@ from torch.utils._pytree import tree_leaves
 from halfbyte.checkpoint import convert, export, gguf_tokenizer
 from halfbyte.checkpoint.foreign import read_folder
 from halfbyte.checkpoint.loading import open_model
-from halfbyte.checkpoint.manifest import CONFIG
-from halfbyte.checkpoint.saving import INDEX
+from halfbyte.checkpoint.manifest import CONFIG, INDEX
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import as_format, ggml
 from halfbyte.integrations.text import open_tokenizer

@@ -188,9 +188,12 @@ def _kept_bounds(tree: ast.AST) -> Iterator[str]:
                         yield f"line {inner.lineno}: {name} bounds a loop and changes in the loop around it: make that `while`"
 
 
+_LAZY = ("halfbyte", "halfbyte.checkpoint")
+
+
 def _logic(module: str, tree: ast.Module) -> Iterator[str]:
-    """A package's __init__ holds a docstring, imports and tables. The root may look its names up lazily besides."""
-    root = module == "halfbyte"
+    """A package's __init__ holds a docstring, imports and tables. Those of `_LAZY` look their names up lazily besides."""
+    root, lazy = module == "halfbyte", module in _LAZY
     imports = (ast.Import, ast.ImportFrom)
     for statement in tree.body:
         match statement:
@@ -200,7 +203,7 @@ def _logic(module: str, tree: ast.Module) -> Iterator[str]:
                 continue
             case ast.Assign() | ast.AnnAssign() if root or statement.value is None or _is_table(statement.value):
                 continue
-            case ast.FunctionDef(name="__getattr__" | "__dir__") if root:
+            case ast.FunctionDef(name="__getattr__" | "__dir__") if lazy:
                 continue
         yield f"line {statement.lineno} is logic, which a package's __init__ has none of"
 

@@ -8,7 +8,8 @@ from samples import formats, random_codes, same_codes
 from halfbyte.formats import Format, as_format
 from halfbyte.formats.codes import unpack_nibbles
 from halfbyte.layouts.gpu_tiles import geometry, geometry_of, in_order, pack, unpack, views
-from halfbyte.nn.integer import IntegerLinear, Scale
+from halfbyte.nn.described import Scale
+from halfbyte.nn.integer import IntegerLinear
 
 
 @given(formats, st.integers(1, 140), st.integers(1, 330))

@@ -6,10 +6,14 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from language_model import make_language_model
 
 import halfbyte
+from halfbyte.checkpoint import convert, export
+from halfbyte.nn.config import Config
 
 OPTIONAL = ("llvmlite", "triton", "transformers", "rich", "gguf", "sentence_transformers")
 
@@ -41,6 +45,31 @@ def test_the_whole_face_needs_llvmlite_at_most() -> None:
     """The CPU's kernels are the one part of the face that may import something big, but for what changes models of transformers."""
     names = "".join(f"halfbyte.{name}\n" for name in PUBLIC if name not in ("HalfbyteConfig", "Int8Cache", "shorten_"))
     assert _new_modules(f"import halfbyte\n{names}") <= {"llvmlite"}
+
+
+NOT_OF_LANGUAGE_MODELS = (
+    *("transformers", "triton", "sympy", "jinja2", "rich", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes"),
+    *("halfbyte.nn.modules", "halfbyte.ops.cuda", "halfbyte.ops.conv", "halfbyte.dispatch.gpu"),
+    *("halfbyte.checkpoint.architecture", "halfbyte.checkpoint.loading"),
+)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gguf"])
+def test_a_language_model_imports_little(suffix: str, tmp_path: Path) -> None:
+    """To open a model and generate text, a halfbyte folder or a GGUF file."""
+    path, folder = tmp_path / f"model{suffix}", make_language_model(tmp_path / "float")
+    convert(folder, tmp_path / "model", Config("q4_0"))
+    if suffix:
+        export(tmp_path / "model", path)
+    code = f"""
+import json, sys
+import torch
+before = set(sys.modules)
+from halfbyte.language.model import LanguageModel
+LanguageModel.open({str(path)!r}).generate("the", max_new_tokens=2)
+print(json.dumps([name for name in {NOT_OF_LANGUAGE_MODELS} if name in sys.modules and name not in before]))
+"""
+    assert json.loads(_run(code)) == []
 
 
 def test_import_is_fast() -> None:

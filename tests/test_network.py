@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.nn import network as networks
-from halfbyte.nn.integer import AveragePool, Scale
+from halfbyte.nn.described import Scale
+from halfbyte.nn.integer import AveragePool
 from halfbyte.nn.network import IntegerNetwork
 
 

@@ -18,9 +18,10 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.candidates import ATTENTION, NOT_A_KIND
+from halfbyte.nn.candidates import ATTENTION
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
+from halfbyte.nn.described import NOT_A_KIND
 from halfbyte.nn.kinds import relative_error
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear
 from halfbyte.nn.report import report

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
-from halfbyte.nn.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, MaxPool, Quantize, Requantize, Scale
+from halfbyte.nn.described import Scale
+from halfbyte.nn.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, MaxPool, Quantize, Requantize
 from halfbyte.nn.report import CONFIG_ATTRIBUTE
 
 

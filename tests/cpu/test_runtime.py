@@ -214,3 +214,29 @@ def test_the_pool_has_a_name_for_people(monkeypatch: pytest.MonkeyPatch) -> None
     assert runtime.name() == "a thread pool of halfbyte's own"
     monkeypatch.setattr(runtime, "_openmp_table", object)
     assert runtime.name() == "OpenMP threads of torch"
+
+
+def test_calls_side_by_side_compute_alone() -> None:
+    """Each thread of `each` has one thread for kernels and torch's operations; results are in order; the caller keeps its threads."""
+    torch.set_num_threads(3)
+    assert runtime.each(lambda i: (i, runtime.threads(), torch.get_num_threads()), range(40)) == [(i, 1, 1) for i in range(40)]
+    assert runtime.threads() == torch.get_num_threads() == 3
+
+
+def test_the_first_error_of_calls_side_by_side_ends_them() -> None:
+    torch.set_num_threads(2)
+    done: list[int] = []
+
+    def work(i: int) -> None:
+        if i == 1:
+            raise ArgumentError("no")
+        time.sleep(0.001)
+        done.append(i)
+
+    with pytest.raises(ArgumentError, match="no"):
+        runtime.each(work, range(1000))
+    assert len(done) < 1000
+
+
+def test_one_call_runs_in_the_thread_that_asks() -> None:
+    assert runtime.each(lambda _: threading.get_ident(), [0]) == [threading.get_ident()]

@@ -19,9 +19,29 @@ Models
   generation_settings.py   values of generation_config.json
 """
 
-from halfbyte.checkpoint.converting import convert as convert
-from halfbyte.checkpoint.exporting import export as export
-from halfbyte.checkpoint.loading import describe as describe
-from halfbyte.checkpoint.loading import load as load
-from halfbyte.checkpoint.loading import load_tensors as load_tensors
-from halfbyte.checkpoint.saving import save as save
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoint.converting import convert as convert
+    from halfbyte.checkpoint.exporting import export as export
+    from halfbyte.checkpoint.loading import describe as describe
+    from halfbyte.checkpoint.loading import load as load
+    from halfbyte.checkpoint.loading import load_tensors as load_tensors
+    from halfbyte.checkpoint.saving import save as save
+
+# Imported when they are first used: a language model needs none of them.
+_HOME_OF = {
+    "convert": "halfbyte.checkpoint.converting",
+    "export": "halfbyte.checkpoint.exporting",
+    "describe": "halfbyte.checkpoint.loading",
+    "load": "halfbyte.checkpoint.loading",
+    "load_tensors": "halfbyte.checkpoint.loading",
+    "save": "halfbyte.checkpoint.saving",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'halfbyte.checkpoint' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)

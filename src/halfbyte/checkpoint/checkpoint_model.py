@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,7 +18,9 @@ from halfbyte.formats.dense import from_dense
 from halfbyte.formats.sharding import Ranges, stored_runs
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import checksum
-from halfbyte.nn.report import Report, Row
+
+if TYPE_CHECKING:
+    from halfbyte.nn.report import Report
 
 
 def _opened(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
@@ -92,6 +94,8 @@ class Checkpoint(StoredModel):
         return codes
 
     def report(self) -> Report:
+        from halfbyte.nn.report import Report, Row
+
         rows = []
         for name, owner in self.names():
             tied_to = None if owner == name else owner

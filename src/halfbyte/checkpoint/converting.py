@@ -24,9 +24,9 @@ from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
-from halfbyte.nn.candidates import NOT_A_KIND
 from halfbyte.nn.config import Config, as_config, choose, take_calibration
 from halfbyte.nn.convert import UNCALIBRATED
+from halfbyte.nn.described import NOT_A_KIND
 from halfbyte.nn.kinds import quantize_weight, relative_error
 from halfbyte.nn.report import Report
 

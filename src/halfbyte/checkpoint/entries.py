@@ -14,7 +14,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.candidates import NOT_A_KIND, Candidate
+from halfbyte.nn.described import NOT_A_KIND, Candidate
 
 Order = Callable[[], Tensor]
 NO_CODES = "integers do not hold it exactly"

@@ -13,7 +13,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.tensors import Placed, Spec
 from halfbyte.layouts.convolution import channels_first
-from halfbyte.nn.kinds import CONVOLUTIONS
+from halfbyte.nn.described import CONVOLUTIONS
 from halfbyte.nn.report import Row
 
 Progress = Callable[[int, int, str], object]

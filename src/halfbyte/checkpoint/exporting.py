@@ -14,8 +14,8 @@ from halfbyte.checkpoint.export_items import ExportItem, Progress, dequantized, 
 from halfbyte.checkpoint.files import ADAPTER_COPIED, companions, copy_companions, has_adapter, journal
 from halfbyte.checkpoint.folder import replacing, replacing_file, write_json
 from halfbyte.checkpoint.loading import open_model
-from halfbyte.checkpoint.manifest import CONFIG
-from halfbyte.checkpoint.saving import INDEX, publish, stored_specs
+from halfbyte.checkpoint.manifest import CONFIG, INDEX
+from halfbyte.checkpoint.saving import publish, stored_specs
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.checkpoint.targets import TARGETS, Target
 from halfbyte.errors import ArgumentError, model_path

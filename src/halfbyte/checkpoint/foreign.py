@@ -34,8 +34,8 @@ from halfbyte.io import awq, compressed_tensors, gptq, zero_points
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import Reader, load_json
 from halfbyte.io.tensors import Spec
+from halfbyte.nn.described import ORDER
 from halfbyte.nn.modules import guard
-from halfbyte.nn.permuted import ORDER
 
 _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
 # Of compressed-tensors' layouts of 2:4 sparse weights: sparse-24-bitmask and sparse-bitmask, marlin-24.

@@ -8,6 +8,7 @@ Source: llama.cpp, src/llama-vocab.cpp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from halfbyte.checkpoint import chat_templates
-from halfbyte.checkpoint.architecture import import_transformers
 from halfbyte.errors import CheckpointError
-from halfbyte.io.gguf import Value, is_gguf, read_header
+from halfbyte.io.gguf import File, Value, is_gguf, read_header
 
 _KINDS = ("gpt2", "llama", "gemma4")
 CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are matched before a text is split
@@ -103,20 +103,24 @@ def import_tokenizers(why: str) -> ModuleType:
     return tokenizers
 
 
-def read(path: Path) -> GgufTokenizer | None:
+def read(path: Path, file: File | None = None) -> GgufTokenizer | None:
     """Builds the tokenizer of a GGUF file, without transformers; None where the file has none.
+
+    Args:
+        path: The file.
+        file: Its header, where that has been read already.
 
     Raises:
         CheckpointError: The tokenizer is of an unsupported kind, or damaged.
     """
-    metadata = read_header(path).metadata
+    metadata = (file or read_header(path)).metadata
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind == "none":
         return None
     if kind not in _KINDS:
         raise CheckpointError(f"{path} has a tokenizer of kind {short(kind)}, halfbyte knows {', '.join(_KINDS)}: take it from elsewhere")
     tokenizers = import_tokenizers("the tokenizer of a GGUF file")
-    with _naming_the_file(path):
+    with _naming_the_file(path), _without_collections():
         tokens = list(_sequence(metadata, "tokens"))
         metadata = {**metadata, "tokenizer.ggml.tokens": tokens}  # decoded once
         backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
@@ -135,6 +139,8 @@ def load(path: Path) -> Any:
     described = read(path)
     if described is None:
         return None
+    from halfbyte.checkpoint.architecture import import_transformers
+
     transformers = import_transformers("the tokenizer of a GGUF file")
     settings: dict[str, Any] = dict(described.special_tokens)
     if templates := described.chat_templates:
@@ -142,6 +148,18 @@ def load(path: Path) -> Any:
         settings["chat_template"] = templates[chat_templates.DEFAULT] if only_default else templates
     with _naming_the_file(path):
         return transformers.PreTrainedTokenizerFast(tokenizer_object=described.backend, clean_up_tokenization_spaces=False, **settings)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Hundreds of thousands of tuples that die young would make Python look through all objects of the process for cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -196,7 +214,7 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     patterns = _cut(metadata)
-    merges = [_pair(merge) for merge in _sequence(metadata, "merges")]
+    merges = _pairs(metadata)
     whole = metadata.get("tokenizer.ggml.pre") in WHOLE
     backend: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
     steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
@@ -206,9 +224,9 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
+def _pairs(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
+    """The merges, (left, right) each."""
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in _sequence(metadata, "merges"))]
 
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
@@ -216,7 +234,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata:
-        merges = [_pair(merge) for merge in _sequence(metadata, "merges")]
+        merges = _pairs(metadata)
     else:
         # The scores of gemma's tokens are not those that its merges were learned by; their order is.
         by_order = str(metadata.get("general.architecture")).startswith("gemma")

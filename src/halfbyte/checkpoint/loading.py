@@ -26,13 +26,14 @@ from halfbyte.formats.spec import Format
 from halfbyte.nn.candidates import OWN_LOADER, candidates, named_tensors, own_tensors
 from halfbyte.nn.config import NOTHING, Config, as_config
 from halfbyte.nn.convert import finished
+from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import parallelize_
-from halfbyte.nn.permuted import ORDER, PermutedLinear
+from halfbyte.nn.permuted import PermutedLinear
 from halfbyte.nn.report import Report, add_kept, add_notes
-from halfbyte.nn.static import Calibrated, calibrated, rebuilt, replace_
+from halfbyte.nn.static import calibrated, rebuilt, replace_
 from halfbyte.nn.weight_view import AnyPacked
 
 if TYPE_CHECKING:

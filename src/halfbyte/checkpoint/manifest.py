@@ -20,12 +20,10 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.integer import Scale
-from halfbyte.nn.kinds import CONVOLUTIONS, KINDS
-from halfbyte.nn.modules import check_compute
-from halfbyte.nn.static import Calibrated
+from halfbyte.nn.described import CONVOLUTIONS, KINDS, Calibrated, Scale, check_compute
 
 SECTION = "halfbyte"
+INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 VERSION = 1
 _STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")

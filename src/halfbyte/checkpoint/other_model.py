@@ -17,8 +17,8 @@ from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.candidates import Candidate
 from halfbyte.nn.config import NOTHING, Config, Decisions, choose, take_calibration
+from halfbyte.nn.described import Candidate
 from halfbyte.nn.kinds import quantize_weight
 from halfbyte.nn.report import Report
 

@@ -17,9 +17,10 @@ from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.candidates import FLOATS, Candidate, candidates, named_tensors
+from halfbyte.nn.candidates import FLOATS, candidates, named_tensors
+from halfbyte.nn.described import CONVOLUTIONS, Candidate
 from halfbyte.nn.expanded import collapse_, expand_, originals
-from halfbyte.nn.kinds import CONVOLUTIONS, codes_shape, kind_of
+from halfbyte.nn.kinds import codes_shape, kind_of
 from halfbyte.nn.report import Report, Row
 from halfbyte.nn.transposed import is_transposed
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from reprlib import repr as short
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape
-from halfbyte.nn.conv import QuantConv2d
-from halfbyte.nn.experts import QuantExperts
-from halfbyte.nn.modules import QuantLinear, QuantModule, check_compute
-from halfbyte.nn.permuted import PermutedLinear
+from halfbyte.nn.described import check_compute
+
+if TYPE_CHECKING:
+    from halfbyte.nn.modules import QuantModule
 
 SETTINGS = "quantization_config"
 METHOD = "halfbyte"
@@ -46,6 +46,11 @@ class Module:
     @classmethod
     def of(cls, module: QuantModule, dtype: torch.dtype) -> Module:
         """dtype: the model's."""
+        from halfbyte.nn.conv import QuantConv2d
+        from halfbyte.nn.experts import QuantExperts
+        from halfbyte.nn.modules import QuantLinear
+        from halfbyte.nn.permuted import PermutedLinear
+
         own = None if module.dtype == dtype else module.dtype
         made = cls(module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear), dtype=own)
         if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.folder import Staging, replacing, write_json
-from halfbyte.checkpoint.manifest import Manifest, Weight
+from halfbyte.checkpoint.manifest import INDEX, Manifest, Weight
 from halfbyte.checkpoint.quantization_config import SETTINGS, Module, describe, dtype_named
 from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
@@ -23,17 +23,15 @@ from halfbyte.io.tensors import Spec
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.candidates import own_tensors
 from halfbyte.nn.conv import QuantConv2d
+from halfbyte.nn.described import CONVOLUTIONS, ORDER, Calibrated
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.fake_quantized import check_not_in_training
-from halfbyte.nn.kinds import CONVOLUTIONS
 from halfbyte.nn.modules import QuantLinear, QuantModule, guard
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
-from halfbyte.nn.permuted import ORDER
 from halfbyte.nn.rescaled import as_trained
-from halfbyte.nn.static import Calibrated, calibrated
+from halfbyte.nn.static import calibrated
 from halfbyte.quantizers.check import non_finite
 
-INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoint.architecture import is_transformers_model
 from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.files import weight_files
-from halfbyte.checkpoint.foreign import read_folder, read_plain, settings_of
 from halfbyte.checkpoint.gguf_model import read_file
 from halfbyte.checkpoint.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.quantization_config import SETTINGS
@@ -33,6 +31,8 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     config = load_json(source / CONFIG) if is_file(source / CONFIG) else {}
     if SECTION in config:
         return None
+    from halfbyte.checkpoint.foreign import read_folder, read_plain, settings_of
+
     if (settings := settings_of(source, config)) is not None:
         entries = read_folder(_reader(source, config), {**config, SETTINGS: settings})
         return {key: value for key, value in config.items() if key != SETTINGS}, entries
@@ -45,6 +45,8 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
 
 def _reader(source: Path, config: Mapping[str, Any]) -> Reader:
     """The tensors of a folder, by the names that they have in the model itself if it is one of transformers."""
+    from halfbyte.checkpoint.architecture import is_transformers_model
+
     reader = Reader(weight_files(source))
     if is_transformers_model(config):
         reader.rename(plain_names(reader.places))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,10 +15,11 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.permuted import ORDER
-from halfbyte.nn.report import Report
-from halfbyte.nn.static import Calibrated
+from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.quantizers.check import non_finite
+
+if TYPE_CHECKING:
+    from halfbyte.nn.report import Report
 
 
 @dataclass

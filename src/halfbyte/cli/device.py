@@ -61,6 +61,9 @@ def waking(device: str) -> Iterator[None]:
     be launched without Python's overhead. The block itself may import, but must not launch kernels."""
     import torch
 
+    if torch.device(device).type != "cuda":
+        yield
+        return
     from halfbyte.dispatch.gpu import triton_trouble
 
     def wake() -> None:
@@ -69,7 +72,7 @@ def waking(device: str) -> Iterator[None]:
         with torch.cuda.device(device):
             relaunch.broken(torch.device(device))
 
-    if torch.device(device).type != "cuda" or triton_trouble() is not None:
+    if triton_trouble() is not None:
         yield
         return
     with ThreadPoolExecutor(1) as other:
@@ -82,11 +85,11 @@ def _default() -> tuple[str, str]:
     """The default device, and, if there is a GPU that is not used, the reason."""
     import torch
 
+    if not torch.cuda.is_available():
+        return "cpu", ""
     from halfbyte.dispatch.gpu import triton_trouble
     from halfbyte.machine import gpu
 
-    if not torch.cuda.is_available():
-        return "cpu", ""
     found, count, processes = gpu(0), torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if found.backend != "cuda" or found.capability < _OLDEST:
         return "cpu", f" (the kernels are for NVIDIA GPUs from Ampere on; --device cuda takes {found.name} all the same)"

@@ -19,6 +19,10 @@ from halfbyte import __version__
 from halfbyte.cli import bench, chat, convert, doctor, eval, explain, generate, inspect, quantize, tune
 from halfbyte.errors import HalfbyteError
 
+# Iterations that an idle OpenMP thread waits for work by spinning: some hundred µs, longer than from token to token. The usual 300 000
+# cost a core while Python reads files and plans calls.
+_SPINS = "10000"
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -33,6 +37,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` as in sys.argv[1:]. Raises SystemExit(2) for arguments that do not parse."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is imported
     atexit.register(gc.freeze)  # so that Python does not look for cycles before it ends, which takes a second where torch is
     if sys.stdout is None:  # as Python has it where the file descriptor is closed
         return _fail("stdout is closed: send it to a file, a pipe or /dev/null")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,6 +35,9 @@ class Tensors(Protocol):
 
     def table(self, name: str) -> Weight | Tensor:
         """Read an embedding, quantized or not, as a weight that a tied head multiplies by."""
+
+    def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call functions that read tensors, on several threads where that takes less time."""
 
 
 def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
@@ -68,29 +72,25 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         for kind in kinds
     )
     windows = _windows(family, config, types)
-    layers = tuple(
-        _Layer(family, config, tensors, index).spec(kinds.index(types[index] if family.rope_per_type else ""), ropes, windows[index])
-        for index in range(config.num_hidden_layers)
-    )
-    table = tensors.table("model.embed_tokens.weight")
+
+    def layer(index: int) -> LayerSpec:
+        kind = types[index] if family.rope_per_type else ""
+        return _Layer(family, config, tensors, index).spec(kinds.index(kind), ropes, windows[index])
+
     tied = config.get("tie_word_embeddings", family.tie_word_embeddings)
-    head: Weight | Tensor | None
+    reads: list[Callable[[], Any]] = [partial(tensors.table, "model.embed_tokens.weight")]  # the largest first
+    reads.append((lambda: None) if tied else partial(_head, tensors))
+    reads += [partial(layer, index) for index in range(config.num_hidden_layers)]
+    table, head, *layers = tensors.each(reads)
     if tied:
         head = table
-    else:
-        bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
-        head = tensors.weight(["lm_head.weight"], bias)
-        if head is None:
-            if bias:
-                raise UnsupportedError("its lm_head has a bias and is not quantized")
-            head = tensors.tensor("lm_head.weight")
     factor = 1.0 if family.embedding_multiplier is None else config.number(family.embedding_multiplier)
     if family.sqrt_embedding:
         factor *= config.hidden_size**0.5
     spec = DecoderSpec(
         table.packed if isinstance(table, Weight) else table,
         factor,
-        layers,
+        tuple(layers),
         norm(family, config, tensors, f"model.{family.final_norm}"),
         head,
         _logits(family, config),
@@ -99,6 +99,14 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
     )
     _check_shapes(spec, config)
     return spec
+
+
+def _head(tensors: Tensors) -> Weight | Tensor:
+    bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
+    head = tensors.weight(["lm_head.weight"], bias)
+    if head is None and bias:
+        raise UnsupportedError("its lm_head has a bias and is not quantized")
+    return tensors.tensor("lm_head.weight") if head is None else head
 
 
 def norm(family: Family, config: TextConfig, tensors: Tensors, name: str) -> Norm:

@@ -7,7 +7,7 @@ is one for the attention half and `halfbyte::add_experts` for the rest. A decode
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.norms import wide_norm
-from halfbyte.ops.routing import add_experts
 
+_FEW = 32  # tokens that take layers as one call: what lies between layers is kept for all of them
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 
 
@@ -47,9 +47,7 @@ class CpuModel:
         if (reason := why_not_packed(packed)) is not None:
             raise UnsupportedError(f"its embedding has no kernel on a CPU: {reason}")
         self._layers = [DecoderLayer(layer.attention, layer.mlp) for layer in spec.layers]
-        self._attention = [
-            DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers
-        ]
+        self._attention = [DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers]
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
         self._step = DecodingStep(
             self._layers,
@@ -140,15 +138,40 @@ class CpuModel:
         cache.reserve(tokens)
         x = self._embedded(torch.tensor([list(ids)], dtype=torch.int64, device="cpu"))
         rotary = [rope.tables(before, before + tokens, total) for rope in self.spec.ropes]
-        for index, (spec, layer, entry) in enumerate(zip(self.spec.layers, self._layers, cache.layers, strict=True)):
-            mask = None if spec.sliding_window is None else _window_mask(spec.sliding_window, tokens, entry.length)
-            place = [(entry.keys, entry.values, entry.length)]
-            if layer.most_rows is None or tokens <= layer.most_rows:
-                (x,) = run_layers((layer,), x, rotary[spec.rope], place, mask)
+        for first, last in self._runs(tokens, cache):
+            spec, mask = self.spec.layers[first], self._mask(first, tokens, cache)
+            places = [(entry.keys, entry.values, entry.length) for entry in cache.layers[first:last]]
+            if self._fits(first, tokens):
+                x = run_layers(self._layers[first:last], x, rotary[spec.rope], places, mask)[-1]
             else:
-                x = self._by_halves(index, spec, x, rotary[spec.rope], place, mask)
+                x = self._by_halves(first, spec, x, rotary[spec.rope], places, mask)
         cache.append(tokens)
         return x
+
+    def _mask(self, index: int, tokens: int, cache: Cache) -> Tensor | None:
+        window = self.spec.layers[index].sliding_window
+        return None if window is None else _window_mask(window, tokens, cache.layers[index].length)
+
+    def _fits(self, index: int, tokens: int) -> bool:
+        """Whether one call of `run_layers` computes a layer for so many tokens."""
+        most = self._layers[index].most_rows
+        return most is None or tokens <= most
+
+    def _runs(self, tokens: int, cache: Cache) -> Iterator[tuple[int, int]]:
+        """Ranges of layers that are computed by one call: of few tokens, those with the same rope and mask."""
+        first, layers = 0, self.spec.layers
+        for last in range(1, len(layers) + 1):
+            if (
+                last < len(layers)
+                and tokens <= _FEW
+                and self._fits(first, tokens)
+                and self._fits(last, tokens)
+                and layers[first].rope == layers[last].rope
+                and self._mask(first, tokens, cache) is self._mask(last, tokens, cache)
+            ):
+                continue
+            yield first, last
+            first = last
 
     def _by_halves(
         self,
@@ -162,6 +185,8 @@ class CpuModel:
         attention = self._attention[index]
         assert attention is not None
         assert isinstance(spec.mlp, Experts)
+        from halfbyte.ops.routing import add_experts
+
         (h,) = run_layers((attention,), x, rotary, place, mask)
         return add_experts(h, spec.mlp)
 

@@ -117,6 +117,8 @@ def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor, extract: Extra
 
 def _f16(blocks: Tensor, at: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The float16 number of each block at byte `at`, [B, 1]."""
+    if blocks.shape[1] % 2 == 0 and blocks.is_contiguous() and blocks.storage_offset() % 2 == 0:
+        return blocks.view(torch.float16)[:, at // 2 : at // 2 + 1].to(dtype, memory_format=torch.contiguous_format, copy=True)
     return blocks[:, at : at + 2].contiguous().view(torch.float16).to(dtype)
 
 

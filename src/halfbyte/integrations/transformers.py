@@ -42,12 +42,13 @@ from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, choose, formats_of, take_calibration, with_known_settings
 from halfbyte.nn.convert import finished, quantize_
 from halfbyte.nn.dequantized import dequantize_
+from halfbyte.nn.described import ORDER
 from halfbyte.nn.expanded import collapse_, expand_, expanded
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules import QuantLinear, QuantModule
 from halfbyte.nn.parallel import PARTS_ONLY, is_parallel
-from halfbyte.nn.permuted import ORDER, PermutedLinear
+from halfbyte.nn.permuted import PermutedLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
 from halfbyte.nn.rescaled import as_trained
 from halfbyte.nn.transposed import is_transposed

@@ -23,7 +23,9 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as short
@@ -62,10 +64,14 @@ Value = Scalar | Sequence[Any]
 
 
 class Strings(Sequence[str]):
-    """An array of strings in the file's encoding; each is decoded when it is accessed."""
+    """An array of strings in the file's encoding, decoded when it is accessed: each, or at its first iteration all.
 
-    def __init__(self, text: bytes, ends: np.ndarray[Any, np.dtype[np.int64]], key: str) -> None:
+    ends   where each string ends in `text`, after a 0; it begins with its length in 8 bytes
+    """
+
+    def __init__(self, text: bytes, ends: list[int], key: str) -> None:
         self._text, self._ends, self._key = text, ends, key
+        self._decoded: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -86,11 +92,12 @@ class Strings(Sequence[str]):
             raise CheckpointError(f"string {index} of {self._key} is not UTF-8: the GGUF file is damaged") from None
 
     def __iter__(self) -> Iterator[str]:
-        ends = self._ends.tolist()
-        try:
-            return iter([self._text[start + 8 : end].decode() for start, end in pairwise(ends)])
-        except UnicodeDecodeError:
-            return super().__iter__()  # which says where
+        if self._decoded is None:
+            try:
+                self._decoded = [self._text[start + 8 : end].decode() for start, end in pairwise(self._ends)]
+            except UnicodeDecodeError:
+                return super().__iter__()  # which says where
+        return iter(self._decoded)
 
 
 class Numbers(Sequence[Any]):
@@ -264,16 +271,21 @@ class _Cursor:
             raise self.wrong(f"{short(key)} is an array of type {kind}, neither numbers nor strings")
         if 8 * count > self.size - self.at:
             raise self.wrong(f"{short(key)} has {count} strings, more than the file has room for")
-        begin, at, have = self.at, self.at, len(self.text)
-        ends, length = np.zeros(count + 1, np.int64), struct.Struct("<Q").unpack_from
-        for i in range(count):  # inlined: there may be hundreds of thousands
-            self.at = at
-            at += 8 + length(self.text, at)[0] if at + 8 <= have else 8
-            if at > have:
-                self.skip(at - self.at)  # raises
-            ends[i + 1] = at - begin
-        self.at = at
-        return Strings(self.text[begin:at], ends, key)
+        return Strings(self.text, self._string_ends(count), key)
+
+    def _string_ends(self, count: int) -> list[int]:
+        """Skips so many strings; returns where each ends, after where the first begins. There may be hundreds of thousands."""
+        text, at, ends, length = self.text, self.at, [self.at], struct.Struct("<Q").unpack_from
+        with suppress(struct.error, OverflowError):
+            for _ in range(count):
+                at += 8 + length(text, at)[0]
+                ends.append(at)
+            if at <= len(text):
+                self.at = at
+                return ends
+        for _ in range(count):
+            self.skip(self.number("Q"))  # raises where the first string ends beyond `text`
+        raise AssertionError
 
 
 def _parse(path: Path, text: bytes, size: int) -> File:
@@ -370,16 +382,23 @@ def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
 
 def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Extract) -> Codes:
     count = math.prod(entry.shape) // kind.weights  # of blocks: a row is a whole number of them
+    step = _CHUNK_WEIGHTS // kind.weights
+    if count <= step:
+        return _decoded(kind, count, file, entry.place.path, extract).reshape(entry.shape)
     flat = stored_tensors(kind.format, (count, kind.weights))
     parts = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in flat.items()}
-    step = _CHUNK_WEIGHTS // kind.weights
     for first in range(0, count, step):
         last = min(count, first + step)
-        raw = torch.empty(last - first, kind.nbytes, dtype=torch.uint8, device="cpu")
-        fill(file, raw, entry.place.path)
-        for name, tensor in ggml.decode(kind, (last - first, kind.weights), raw, extract).tensors().items():
+        for name, tensor in _decoded(kind, last - first, file, entry.place.path, extract).tensors().items():
             parts[name][first:last] = tensor
     return Codes.from_tensors(kind.format, (count, kind.weights), parts).reshape(entry.shape)
+
+
+def _decoded(kind: ggml.BlockType, count: int, file: FileIO, path: Path, extract: ggml.Extract) -> Codes:
+    """The codes of the next blocks of a file."""
+    raw = torch.empty(count, kind.nbytes, dtype=torch.uint8, device="cpu")
+    fill(file, raw, path)
+    return ggml.decode(kind, (count, kind.weights), raw, extract)
 
 
 class Writer(Placed):

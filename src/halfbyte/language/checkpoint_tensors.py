@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.checkpoint.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.entries import Entries
-from halfbyte.checkpoint.gguf_model import read_file
-from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file
-from halfbyte.io.gguf import is_gguf, read_header
-from halfbyte.nn.candidates import Candidate
-from halfbyte.nn.config import Config, choose
+from halfbyte.io.gguf import File, is_gguf, read_header
+from halfbyte.nn.described import Candidate
 from halfbyte.ops.layers import Weight
+
+if TYPE_CHECKING:
+    from halfbyte.checkpoint.checkpoint_model import Checkpoint
+    from halfbyte.nn.config import Config
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -101,6 +101,8 @@ class EntriesSource:
         self._stacks = _stacks(self._names)
         self._quantize, self._formats = quantize, {}
         if quantize is not None:
+            from halfbyte.nn.config import choose
+
             found = [
                 Candidate(name.removesuffix(".weight"), "Embedding" if name == _EMBEDDING else "Linear", name)
                 for name, stored in self._names.items()
@@ -230,26 +232,45 @@ class PackedTensors:
             return self.tensor(name)
         return Weight(ops.pack(self._source.codes(name), sparse=self._sparse), None, form.compute, form.activation)  # type: ignore[arg-type]
 
+    def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
+        from halfbyte.kernels.cpu import runtime
 
-def open_checkpoint(path: Path, quantize: Config | None = None, *, sparse: bool | None = None) -> tuple[dict[str, Any], PackedTensors]:
+        def call(read: Callable[[], Any]) -> Any:
+            return read()
+
+        return runtime.each(call, reads)
+
+
+def open_checkpoint(
+    path: Path, quantize: Config | None = None, header: File | None = None, *, sparse: bool | None = None
+) -> tuple[dict[str, Any], PackedTensors]:
     """Open a checkpoint of any kind.
 
     Args:
         path: A halfbyte folder, a folder in floating point or quantized by another project, or a GGUF file.
         quantize: How to quantize a model in floating point as it is read.
+        header: That of a GGUF file, where it has been read already.
         sparse: As for `ops.pack`.
 
     Returns:
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
     """
     if quantize is not None:
+        from halfbyte.checkpoint.sources import open_floats
+
         config, entries = open_floats(path, torch.float32)
         return config, PackedTensors(EntriesSource(path, config, entries, quantize), sparse=sparse)
     if is_file(path) and is_gguf(path):
-        config, entries = read_file(read_header(path), torch.float32, half=True)
+        from halfbyte.checkpoint.gguf_model import read_file
+
+        config, entries = read_file(header or read_header(path), torch.float32, half=True)
         return config, PackedTensors(EntriesSource(path, config, entries), sparse=sparse)
+    from halfbyte.checkpoint.sources import open_source
+
     opened = open_source(path)
     if opened is not None:
         return opened[0], PackedTensors(EntriesSource(path, *opened), sparse=sparse)
+    from halfbyte.checkpoint.checkpoint_model import Checkpoint
+
     model = Checkpoint(path)
     return model.config, PackedTensors(CheckpointSource(model), sparse=sparse)

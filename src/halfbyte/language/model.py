@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,13 +16,16 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there
 from halfbyte.formats.spec import Format
-from halfbyte.io.files import is_there
+from halfbyte.io.files import is_file, is_there
+from halfbyte.io.gguf import is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.generate import Batch, Generation, run
 from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
-from halfbyte.nn.config import Config, as_config
+
+if TYPE_CHECKING:
+    from halfbyte.nn.config import Config
 
 Message = Mapping[str, Any]
 
@@ -80,10 +83,16 @@ class LanguageModel:
             raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
         if has_adapter(source):
             raise UnsupportedError(f"{source} holds an adapter beside the model: merge it first")
-        config, tensors = open_checkpoint(source, None if format is None else as_config(format), sparse=sparse)
+        quantize = None
+        if format is not None:
+            from halfbyte.nn.config import as_config
+
+            quantize = as_config(format)
+        header = read_header(source) if is_file(source) and is_gguf(source) else None
+        config, tensors = open_checkpoint(source, quantize, header, sparse=sparse)
         try:
             spec = build_spec(config, tensors)
-            return cls(spec, Tokenizer.open(source), source, int8_cache=cache == "int8", speculate=speculate)
+            return cls(spec, Tokenizer.open(source, header), source, int8_cache=cache == "int8", speculate=speculate)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
 
@@ -128,9 +137,7 @@ class LanguageModel:
             pass
         return generation
 
-    def stream(
-        self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: Any
-    ) -> Iterator[str]:
+    def stream(self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: Any) -> Iterator[str]:
         """Generate the continuation of a prompt piece by piece, in whole characters.
 
         Args:

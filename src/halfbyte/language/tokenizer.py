@@ -14,7 +14,7 @@ from typing import Protocol
 from halfbyte.checkpoint import gguf_tokenizer
 from halfbyte.errors import ArgumentError, CheckpointError, check_type, not_there
 from halfbyte.io.files import is_file, is_folder, is_there
-from halfbyte.io.gguf import is_gguf
+from halfbyte.io.gguf import File, is_gguf
 from halfbyte.language import tokenizer_folder
 
 _ID_LIMIT = 1 << 32  # tokenizers stores ids in 32 bits
@@ -103,11 +103,12 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *end_ids]))
 
     @classmethod
-    def open(cls, path: Path) -> Tokenizer:
+    def open(cls, path: Path, header: File | None = None) -> Tokenizer:
         """Opens the tokenizer of a model.
 
         Args:
             path: A Hugging Face folder with tokenizer.json, a halfbyte folder or a .gguf file.
+            header: That of the .gguf file, where it has been read already.
 
         Returns:
             A tokenizer that gives the same ids as transformers' AutoTokenizer for the folder.
@@ -131,7 +132,7 @@ class Tokenizer:
             raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
         if not is_file(path) or not is_gguf(path):
             raise CheckpointError(f"{path} is no .gguf file: name a Hugging Face folder, a halfbyte folder or a .gguf file")
-        file = gguf_tokenizer.read(path)
+        file = gguf_tokenizer.read(path, header)
         if file is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return cls(file.backend, file.special_tokens, chat_templates=file.chat_templates, end_ids=file.end_ids)

@@ -1,6 +1,7 @@
 """Modules with quantized weights, and what puts them into a model.
 
 Quantizing in place
+  described.py      what configs and checkpoints say of modules
   config.py         what a model is quantized to; candidates.py: which modules that concerns; kinds.py: what each kind becomes
   convert.py        `quantize_`; report.py: what became of each module, and why
   modules.py        QuantLinear, QuantEmbedding and their base; conv.py, experts.py, permuted.py, scaled.py: others;

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from inspect import getattr_static
 
 import torch
@@ -13,37 +12,21 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.described import CONVOLUTIONS, NOT_A_KIND, Candidate
 from halfbyte.nn.experts import MixtureOfExperts, StackedExperts, stacks
 from halfbyte.nn.experts import why_not as why_not_experts
 from halfbyte.nn.fake_quantized import FakeQuantized
-from halfbyte.nn.kinds import CONVOLUTIONS, FLOAT_MODULES, kind_of
+from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
 from halfbyte.nn.modules import QuantModule, why_not_hooks
 from halfbyte.nn.scaled import factor_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
-NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
 ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"
 OWN_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A module that holds a weight, and can be quantized unless `reason` says why not.
-
-    kind    "Linear", "Conv2d", … or another class name
-    weight  equal for candidates that share one weight
-    narrow  a convolution whose taps have few channels: it takes int8_channel instead of a format with blocks
-    """
-
-    name: str
-    kind: str
-    weight: Hashable
-    reason: str | None = None
-    narrow: bool = False
 
 
 def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidate]:

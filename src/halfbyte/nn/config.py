@@ -17,9 +17,9 @@ from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.dense import stored_bytes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.nn.calibrate import Calibration, as_calibration, calibrated_names, check_given
-from halfbyte.nn.candidates import Candidate, candidates
+from halfbyte.nn.candidates import candidates
+from halfbyte.nn.described import Candidate, check_compute
 from halfbyte.nn.expanded import expanded
-from halfbyte.nn.modules import check_compute
 from halfbyte.nn.runs import Progress
 from halfbyte.nn.sensitivity import measure_losses
 from halfbyte.quantizers import CALIBRATED, METHODS

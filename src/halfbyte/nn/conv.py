@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.modules import QuantModule, check_compute
+from halfbyte.nn.described import check_compute
+from halfbyte.nn.modules import QuantModule
 from halfbyte.ops import conv
 
 

@@ -13,8 +13,9 @@ from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
-from halfbyte.nn.candidates import NOT_A_KIND, OWN_LOADER, Candidate, candidates, quantized
+from halfbyte.nn.candidates import OWN_LOADER, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
+from halfbyte.nn.described import NOT_A_KIND, Candidate
 from halfbyte.nn.expanded import expanded
 from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error

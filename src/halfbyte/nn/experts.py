@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.layouts.base import Packed
-from halfbyte.nn.modules import PART, QuantModule, check_compute, has_hooks, why_not_hooks
+from halfbyte.nn.described import check_compute
+from halfbyte.nn.modules import PART, QuantModule, has_hooks, why_not_hooks
 from halfbyte.nn.transposed import turned
 from halfbyte.ops.experts import MOST_PAIRS, Clamped, Mixture
 from halfbyte.ops.experts import why_not as why_not_one_call

@@ -12,7 +12,6 @@ estimator) and 0 for those beyond the ends; all else in a network acts on them a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from halfbyte.kernels.problem import Addition, Combination, Window
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.described import LEAST, MOST, Scale
 from halfbyte.nn.modules import QuantModule, version
 from halfbyte.nn.weight_view import AnyPacked
 from halfbyte.ops import conv, elementwise
@@ -36,28 +36,6 @@ from halfbyte.ops.pool import pooling
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
-
-LEAST, MOST = -128, 127
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What a code q stands for: step * (q - zero)."""
-
-    step: float
-    zero: int
-
-    @classmethod
-    def of_range(cls, low: float, high: float) -> Scale:
-        """The scale with the smallest step that covers `low` to `high` and represents 0 exactly."""
-        low, high = min(low, 0.0), max(high, 0.0)
-        step = (high - low) / (MOST - LEAST)
-        step = step if step > 2.0**-60 else 1.0  # its inverse must be a float32
-        return cls(step, max(LEAST, min(MOST, round(LEAST - low / step))))
-
-    def code(self, value: float) -> int:
-        """The code nearest to a number."""
-        return max(LEAST, min(MOST, round(value / self.step) + self.zero)) if abs(value) < float("inf") else (MOST if value > 0 else LEAST)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -14,6 +14,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
 from halfbyte.nn.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.described import CONVOLUTIONS, KINDS
 from halfbyte.nn.experts import QuantExperts, StackedExperts
 from halfbyte.nn.integer import IntegerModule
 from halfbyte.nn.modules import QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
@@ -23,8 +24,6 @@ from halfbyte.nn.weight_view import AnyPacked, pack_like
 from halfbyte.ops.conv import pack_conv, quantize_conv
 
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, StackedExperts)
-KINDS = ("Linear", "Embedding", "EmbeddingBag", "Conv1d", "Conv2d", "Experts")
-CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # kind -> dimensions of the kernel
 _ROWS = 128  # of a weight, from which its error is estimated: all would take longer than quantizing
 
 

@@ -21,11 +21,10 @@ from halfbyte import ops
 from halfbyte.bounded import version_of
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.kernels.problem import COMPUTES
 from halfbyte.layouts.base import Packed
+from halfbyte.nn.described import check_compute
 from halfbyte.nn.scaled import Factor, scaled, set_factor
 from halfbyte.nn.weight_view import NOT_SET, AnyPacked, Changes, TracedWeight, WeightView, check_of, digest, repacked, traced, with_codes
-from halfbyte.ops.images import ACTIVATIONS
 
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
 PART = "_halfbyte_part"
@@ -400,11 +399,3 @@ class QuantEmbeddingBag(QuantModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, format={self._packed.codes_format}"
-
-
-def check_compute(compute: str, activation: str) -> None:
-    """Raises ArgumentError for a `compute` or `activation` that does not exist."""
-    if compute not in COMPUTES:
-        raise ArgumentError(f"compute is one of {', '.join(COMPUTES)}, got {compute!r}")
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"activation is one of {', '.join(ACTIVATIONS)}, got {activation!r}")

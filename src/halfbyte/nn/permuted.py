@@ -7,10 +7,9 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
+from halfbyte.nn.described import ORDER
 from halfbyte.nn.modules import DerivedLinear, QuantLinear
 from halfbyte.nn.weight_view import Step, WeightView, traced
-
-ORDER = "input_order"
 
 
 class PermutedLinear(DerivedLinear):

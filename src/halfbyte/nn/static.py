@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +20,8 @@ from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.batchnorm import fold_
 from halfbyte.nn.candidates import FLOATS
-from halfbyte.nn.integer import (
-    LEAST,
-    MOST,
-    AveragePool,
-    Dequantize,
-    IntegerConv1d,
-    IntegerConv2d,
-    IntegerLinear,
-    MaxPool,
-    Quantize,
-    Requantize,
-    Scale,
-    nearest,
-)
+from halfbyte.nn.described import LEAST, MOST, Calibrated, Scale
+from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, MaxPool, Quantize, Requantize, nearest
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.memory_format import Formats
 from halfbyte.nn.modules import keep_hooks, why_not_hooks
@@ -82,20 +69,6 @@ class LayerWeight(NamedTuple):
 
 # What a layer is made of, by its name; or why it stays in floating point.
 Weights = Callable[[str, _Layer], LayerWeight | str]
-
-
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """What a network on codes is made from, beside the float network.
-
-    scales  of each result of the traced network, by the name of its node
-    floats  names of the layers that stay in floating point though they could do without
-    notes   what else runs in floating point, and what was folded
-    """
-
-    scales: Mapping[str, Scale]
-    floats: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 def calibrated(model: nn.Module) -> Calibrated | None:

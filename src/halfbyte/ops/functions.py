@@ -20,10 +20,10 @@ from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import Gpu
 from halfbyte.memory import joined
-from halfbyte.ops import cpu, cuda
+from halfbyte.ops import cpu
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_here, check_operands, check_requantization, code_range
 from halfbyte.ops.ends import optional
-from halfbyte.ops.library import OPS, differentiated, plain, transformed, transformed_linear
+from halfbyte.ops.library import OPS, differentiated, gpu_ops, plain, transformed, transformed_linear
 from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
@@ -53,7 +53,7 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
     check_weight(weight, name)
     weight = weight.detach().resolve_neg()
     if method == "absmax":
-        codes = cuda.quantize(weight, fmt) if weight.is_cuda else cpu.quantize(weight, fmt)
+        codes = gpu_ops().quantize(weight, fmt) if weight.is_cuda else cpu.quantize(weight, fmt)
         if codes is not None:
             check_scales(codes, weight, name)
             return codes
@@ -86,8 +86,8 @@ def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
     if on_cpu:
         packed = pack_dense(codes) if sparse is False else _pack_cpu(codes)
     else:
-        sparse_here = sparse is True and cuda.leaves_zeros_out(codes)
-        packed = gpu_tiles.pack(codes, sparse=sparse_here, paired=not sparse_here and cuda.takes_pairs(codes))
+        sparse_here = sparse is True and gpu_ops().leaves_zeros_out(codes)
+        packed = gpu_tiles.pack(codes, sparse=sparse_here, paired=not sparse_here and gpu_ops().takes_pairs(codes))
     return packed if sparse is None else replace(packed, sparse=sparse)
 
 
@@ -119,15 +119,15 @@ def _unpack(packed: Packed) -> Codes:
     if len(packed.shape) == 3:
         return experts.unpack(packed, _unpack)
     if packed.layout in (gpu_tiles.NAME, gpu_tiles.PAIRED, gpu_tiles.SPARSE):
-        return gpu_tiles.unpack(cuda.with_zeros(packed) if packed.layout == gpu_tiles.SPARSE else packed)
+        return gpu_tiles.unpack(gpu_ops().with_zeros(packed) if packed.layout == gpu_tiles.SPARSE else packed)
     return cpu_tiles.unpack(_all_codes(packed) if packed.layout == cpu_tiles.SPARSE else packed)
 
 
 def sparse_on(packed: Packed, gpu: Gpu) -> bool:
     """Whether a weight [N, K], wherever it is now, is packed as a 2:4 sparse one on that GPU."""
-    return (
-        packed.layout == gpu_tiles.SPARSE if packed.data.is_cuda else packed.sparse is True and cuda.leaves_zeros_out(unpack(packed), gpu)
-    )
+    if packed.data.is_cuda:
+        return packed.layout == gpu_tiles.SPARSE
+    return packed.sparse is True and bool(gpu_ops().leaves_zeros_out(unpack(packed), gpu))
 
 
 def _all_codes(packed: Packed) -> Packed:
@@ -186,7 +186,7 @@ def linear(
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cpu:
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
-            return cuda.linear_again(x, packed, bias, residual, compute, activation, low, high)
+            return gpu_ops().linear_again(x, packed, bias, residual, compute, activation, low, high)
         run = transformed_linear if transformed() else OPS.linear.default
         return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, *optional(low, high))
     except Exception:
@@ -281,7 +281,7 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
     n, k = _matrix(packed)
     try:
         if plain(ids):
-            run = cpu.embedding if ids.is_cpu else cuda.embedding
+            run = cpu.embedding if ids.is_cpu else gpu_ops().embedding
             return run(ids, packed.data, packed.name, n, k, dtype)
         return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
     except Exception:

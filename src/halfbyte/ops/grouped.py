@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.made import keep
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
-from halfbyte.machine import gpu
-from halfbyte.ops import cuda
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, autocast, casts, differentiated, loops, plain, transformed
-from halfbyte.ops.replay import Replays, run_first
 from halfbyte.ops.tensors import aligned
+
+if TYPE_CHECKING:
+    from halfbyte.ops.replay import Replays
 
 
 def grouped_linear(
@@ -145,10 +144,19 @@ def _cpu_kernel(*settings: Any) -> Any:
     return kernel_for(*settings)
 
 
-_replays = Replays()
+@functools.cache
+def _replays() -> Replays:
+    from halfbyte.ops.replay import Replays
+
+    return Replays()
 
 
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
+    from halfbyte.dispatch.gpu import choose_gpu, compute_of
+    from halfbyte.machine import gpu
+    from halfbyte.ops import cuda
+    from halfbyte.ops.replay import run_first
+
     compute = compute_of(s.compute)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -164,7 +172,7 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
             return run_first(problem, here, choose_gpu(problem, here).options, operands)
 
         with cuda.on(x):
-            _replays.run(key, start, operands)
+            _replays().run(key, start, operands)
         return out
 
     return multiply

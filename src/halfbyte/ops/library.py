@@ -6,8 +6,10 @@ They take the packed bytes as one uint8 tensor with the format's name and the si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.ops import cpu, cuda
+from halfbyte.ops import cpu
 from halfbyte.ops.ends import bounded, ends
 
 _library = torch.library.Library("halfbyte", "DEF")
@@ -267,15 +269,34 @@ def _linear_vmap(
     return OPS.linear.default(first(x, in_dims[0]), weight, bias, rest, *settings), 0
 
 
+@functools.cache
+def gpu_ops() -> ModuleType:
+    """`cuda.py`, imported when it is first needed: a program on a CPU never needs it."""
+    from halfbyte.ops import cuda
+
+    return cuda
+
+
+def _home(device: str, name: str) -> Callable[..., Any]:
+    """The function behind an op on a device."""
+    if device == "CPU":
+        return getattr(cpu, name)  # type: ignore[no-any-return]
+
+    def run(*arguments: Any) -> Any:
+        return getattr(gpu_ops(), name)(*arguments)
+
+    return run
+
+
 _library.impl("linear_gelu", cpu.linear_gelu, "CPU")
 _library.impl("linear_gelu", _linear_then_gelu, "CUDA")
-for _device, _home in (("CPU", cpu), ("CUDA", cuda)):
+for _device in ("CPU", "CUDA"):
     _library.impl("linear_gelu", _linear_gelu, f"Autograd{_device}")
-    _library.impl("linear", bounded(_home.linear), _device)
-    _library.impl("linear", partial(differentiable, _gradients, bounded(_home.linear)), f"Autograd{_device}")
-    _library.impl("qlinear", _home.qlinear, _device)
-    _library.impl("embedding", _home.embedding, _device)
-    _library.impl("dequantize", _home.dequantize, _device)
+    _library.impl("linear", bounded(_home(_device, "linear")), _device)
+    _library.impl("linear", partial(differentiable, _gradients, bounded(_home(_device, "linear"))), f"Autograd{_device}")
+    _library.impl("qlinear", _home(_device, "qlinear"), _device)
+    _library.impl("embedding", _home(_device, "embedding"), _device)
+    _library.impl("dequantize", _home(_device, "dequantize"), _device)
 casts(_library, "linear", 0, 3)
 casts(_library, "linear_gelu", 0)
 loops(_library, "linear_gelu", "qlinear", "embedding")

@@ -4,18 +4,18 @@ on NVIDIA GPUs that starts while the previous one is still running, and the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.made import keep
-from halfbyte.machine import Gpu, gpu
-from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.library import OPS, in_mode, plain, refuses_derivatives, transformed
-from halfbyte.ops.replay import run_alike
+
+if TYPE_CHECKING:
+    from halfbyte.machine import Gpu
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("normed(Tensor x, Tensor norm, float eps, bool plus_one, bool centred, Tensor? shift) -> Tensor")
@@ -79,6 +79,10 @@ def wide_norm(x: Tensor, norm: Norm) -> Tensor:
 
 def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
     """By a kernel, where it supports that."""
+    from halfbyte.machine import gpu
+    from halfbyte.ops.cuda import on
+    from halfbyte.ops.replay import run_alike
+
     _check(x, norm)
     here = gpu(x.get_device())
     if not x.numel() or why_not_norm(x.shape[-1], here) is not None:
@@ -103,6 +107,8 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
 
 def why_not_norm(k: int, here: Gpu) -> str | None:
     """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/norm.py`."""
+    from halfbyte.dispatch.gpu import triton_trouble
+
     if (trouble := triton_trouble()) is not None:
         return trouble
     from halfbyte.kernels.gpu import norm
@@ -156,6 +162,10 @@ def _add_normed_cuda(
     then_eps: float,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    from halfbyte.machine import gpu
+    from halfbyte.ops.cuda import on
+    from halfbyte.ops.replay import run_alike
+
     _check_added(x, residual, weight, then, scale)
     here, k = gpu(x.get_device()), x.shape[-1]
     if not x.numel() or why_not_norm(k, here) is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from halfbyte.kernels.cpu.ir import Value
 
 Buffer = ctypes.Array[ctypes.c_char]
+_FLOATS, _INTEGER = struct.Struct("<2f"), struct.Struct("<q")
 _HEADER = ("first_phase", "second_phase", "openmp", "counter")
 
 
@@ -23,6 +24,10 @@ class Block:
 
     fields: tuple[str, ...]
     floats: frozenset[str] = frozenset()
+    _offsets: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_offsets", {name: 8 * i for i, name in enumerate(self.fields)})
 
     def struct(self, first: str | None = None, last: str | None = None) -> struct.Struct:
         """The layout of all fields, or of those from `first` to `last`."""
@@ -33,13 +38,15 @@ class Block:
     def buffer(self, values: Mapping[str, int | tuple[float, float]]) -> Buffer:
         """A block with these values, and 0 in all other fields."""
         buffer = ctypes.create_string_buffer(8 * len(self.fields))
-        for field, value in values.items():
-            numbers = value if isinstance(value, tuple) else (value,)
-            struct.pack_into("<2f" if field in self.floats else "<q", buffer, self.offset(field), *numbers)
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                _FLOATS.pack_into(buffer, self._offsets[name], *value)
+            else:
+                _INTEGER.pack_into(buffer, self._offsets[name], value)
         return buffer
 
     def offset(self, field: str) -> int:
-        return 8 * self.fields.index(field)
+        return self._offsets[field]
 
     def load(self, args: Value, field: str, type_: str = "i64") -> Value:
         return args.load(type_, self.offset(field), 8)

@@ -118,7 +118,7 @@ class Laid:
     @staticmethod
     def sizes(products: Sequence[Product], m: int, threads: int) -> tuple[int, int]:
         """Bytes for normed rows and for what is laid out."""
-        private = max(product.kernel.arguments(m, threads)[1] for product in products) + 63 & ~63
+        private = max(product.kernel.scratch_bytes(m) for product in products) + 63 & ~63
         return threads * max(p.k for p in products) * 4, threads * private if m == 1 else -(-private // m) * room(m)
 
     @classmethod

@@ -47,6 +47,7 @@ WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more
 ROWS_A_PASS = 4096
 _MAPPED = 1 << 25  # bytes from which on glibc takes each block from the system anew (M_MMAP_THRESHOLD at its most)
 _KEPT_SCRATCH = 1 << 24
+_MOST_TEMPLATES = 64
 
 pack_call = LINEAR.struct("counter", "clamp").pack_into
 CALL = LINEAR.offset("counter")
@@ -124,6 +125,7 @@ class LinearKernel:
         self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
         self.number = next(_numbers)
         self._of, self._zeroed = (fmt, n, k, dtype, inner, activation), zeroed
+        self._templates: dict[tuple[int, int], tuple[bytes, int]] = {}
 
     def taking(self, m: int) -> LinearKernel:
         """The kernel that multiplies M rows: this one, or that of the matrix unit where it is faster."""
@@ -192,6 +194,23 @@ class LinearKernel:
 
     def arguments(self, m: int, threads: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
         """The arguments for M rows on so many threads, all but those of the call, and how many bytes of scratch memory it takes."""
+        template, scratch_bytes = self._template(m, threads)
+        return ctypes.create_string_buffer(template, len(template)), scratch_bytes
+
+    def scratch_bytes(self, m: int) -> int:
+        """Bytes of scratch memory that M rows take."""
+        return m * self.taking(m).row_bytes
+
+    def _template(self, m: int, threads: int) -> tuple[bytes, int]:
+        """What all calls of so many rows begin with: every layer of a model takes a copy."""
+        found = self._templates.get((m, threads))
+        if found is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            found = self._templates[m, threads] = self._filled(m, threads).raw, self.scratch_bytes(m)
+        return found
+
+    def _filled(self, m: int, threads: int) -> ctypes.Array[ctypes.c_char]:
         geo, taken = self.geometry, self.taking(m)
         share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
         fields = taken.fields(m, share)
@@ -206,7 +225,7 @@ class LinearKernel:
         near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
         chunks = max(1, min(m * taken.row_bytes // near, tiles))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "panel_groups": groups, "chunks": chunks}
-        return LINEAR.buffer(fields), m * taken.row_bytes
+        return LINEAR.buffer(fields)
 
     def asking(self, m: int, tiles: int) -> int:
         """How many of so many row tiles, the last ones, ask in turn for the next panel, where all pass over one before it; 0: none do."""

@@ -6,14 +6,17 @@ thread has finished the first phase before any begins the second.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +29,7 @@ from halfbyte.kernels.cpu.isas import current
 
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 _forked = False
+T, S = TypeVar("T"), TypeVar("S")
 
 
 def _after_fork() -> None:
@@ -64,13 +68,17 @@ def build(isa: ISA) -> Module:
 
 
 @functools.cache
+def _torch_cpu() -> ctypes.CDLL:
+    """A symbol is looked up in what libtorch_cpu itself depends on, too: other packages may bring OpenMP runtimes of their own."""
+    names = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / names.get(sys.platform, "torch_cpu.dll")))
+
+
+@functools.cache
 def _openmp_table() -> ctypes.Array[ctypes.c_void_p] | None:
     """Addresses of torch's own OpenMP functions; None where torch brings another runtime."""
-    names = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
-    library = Path(torch.__file__).parent / "lib" / names.get(sys.platform, "torch_cpu.dll")
     try:
-        # A symbol is looked up in what libtorch_cpu itself depends on: other packages may bring OpenMP runtimes of their own.
-        torch_cpu = ctypes.CDLL(str(library))
+        torch_cpu = _torch_cpu()
         return (ctypes.c_void_p * 4)(*(ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in _OPENMP))
     except (OSError, AttributeError):
         return None
@@ -93,9 +101,42 @@ def _forced_threads() -> int | None:
     return env.threads()
 
 
+class _Local(threading.local):
+    alone = False
+
+
+_local = _Local()
+
+
 def threads() -> int:
-    """Threads that a large kernel runs on: HALFBYTE_THREADS (read once), else as many as torch uses."""
-    return 1 if _forked else _forced_threads() or torch.get_num_threads()
+    """Threads that a large kernel runs on: HALFBYTE_THREADS (read once), else as many as torch uses; 1 in a thread of `each`."""
+    return 1 if _forked or _local.alone else _forced_threads() or torch.get_num_threads()
+
+
+def _work_alone() -> None:
+    """Make this thread compute without others: in kernels, and in torch's operations, whose OpenMP counts threads for each caller."""
+    _local.alone = True
+    torch.get_num_threads()  # which sets this thread's number when it is first called
+    with suppress(OSError, AttributeError):
+        _torch_cpu().omp_set_num_threads(1)
+
+
+def each(work: Callable[[T], S], items: Sequence[T]) -> list[S]:
+    """Call `work` for each item, on as many threads as there are, each of which computes alone.
+
+    Many small kernels one after the other take less time so than each on all threads: OpenMP's wait for work by spinning. The first
+    exception is raised when all calls that have begun are done; others then never begin.
+    """
+    count = min(threads(), len(items))
+    if count <= 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(count, thread_name_prefix="halfbyte", initializer=_work_alone) as pool:
+        futures = [pool.submit(contextvars.copy_context().run, work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 @functools.cache
