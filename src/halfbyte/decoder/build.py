@@ -7,12 +7,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.config import TextConfig, family_of_config
+from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.families import ACTIVATIONS, SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
 from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
@@ -33,8 +32,8 @@ class Tensors(Protocol):
     def tensor(self, name: str) -> Tensor:
         """Read a tensor in floating point."""
 
-    def table(self, name: str) -> Packed | Tensor:
-        """Read an embedding, quantized or not. The same tied name gives the same memory."""
+    def table(self, name: str) -> Weight | Tensor:
+        """Read an embedding, quantized or in floating point, with the compute of an output embedding that is tied to it."""
 
 
 def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
@@ -48,8 +47,8 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         UnsupportedError: Its architecture is in no family, or its layers compute something else. transformers may run it.
         CheckpointError: A value of the config or a tensor is missing or damaged, or they contradict each other.
     """
-    family = family_of_config(values)
     config = TextConfig(values)
+    family = config.family
     _check_supported(family, config)
     types = config.layer_types
     kinds = sorted(set(types)) if family.rope_per_type else [""]
@@ -68,11 +67,10 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         _Layer(family, config, tensors, index).spec(kinds.index(types[index] if family.rope_per_type else ""), ropes, windows[index])
         for index in range(config.num_hidden_layers)
     )
-    embedding = tensors.table("model.embed_tokens.weight")
-    tied = config.get("tie_word_embeddings", family.tie_word_embeddings)
+    table = tensors.table("model.embed_tokens.weight")
     head: Weight | Tensor | None
-    if tied:
-        head = Weight(embedding, None, "auto", "block") if isinstance(embedding, Packed) else embedding
+    if config.tied:
+        head = table
     else:
         bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
         head = tensors.weight(["lm_head.weight"], bias)
@@ -84,7 +82,7 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
     if family.sqrt_embedding:
         factor *= config.hidden_size**0.5
     spec = DecoderSpec(
-        embedding,
+        table.packed if isinstance(table, Weight) else table,
         factor,
         layers,
         norm(family, config, tensors, f"model.{family.final_norm}"),

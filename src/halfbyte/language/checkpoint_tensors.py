@@ -24,7 +24,6 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file
 from halfbyte.io.gguf import is_gguf, read_header
-from halfbyte.layouts.base import Packed
 from halfbyte.nn.candidates import Candidate
 from halfbyte.nn.config import Config, choose
 from halfbyte.ops.layers import Weight
@@ -224,9 +223,9 @@ class PackedTensors:
         if name not in self._names:
             raise UnsupportedError(f"the checkpoint has no {name}: it is incomplete, or names its tensors as another version")
 
-    def table(self, name: str) -> Packed | Tensor:
-        self._check(name)
-        return self.tensor(name) if self._source.form(name) is None else ops.pack(self._source.codes(name), sparse=self._sparse)
+    def table(self, name: str) -> Weight | Tensor:
+        found = self.weight([name])
+        return self.tensor(name) if found is None else found
 
 
 def open_checkpoint(path: Path, quantize: Config | None = None, *, sparse: bool | None = None) -> tuple[dict[str, Any], PackedTensors]:

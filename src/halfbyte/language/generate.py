@@ -107,13 +107,14 @@ class Batch:
         self._slots, self._capacity = None if slots == 1 else Slots(model.spec, slots, int8=int8_cache), slots
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
+        self._interrupted: list[_Running] = []  # by an exception in a step; their caches are lost
         self._kept: tuple[list[int], Cache] | None = None  # of the sequence that ran last, and alone
         self.accepted = self.guessed = 0
 
     @property
     def running(self) -> bool:
         """Whether there are sequences that have not finished."""
-        return bool(self._active or self._waiting)
+        return bool(self._active or self._waiting or self._interrupted)
 
     def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """Add a sequence, which starts with one of the next steps.
@@ -148,6 +149,9 @@ class Batch:
         if generation in self._waiting:
             self._waiting.remove(generation)
             generation.finish_reason = "cancelled"
+        for running in [one for one in self._interrupted if one.generation is generation]:
+            self._interrupted.remove(running)
+            generation.finish_reason = "cancelled"
         for running in [one for one in self._active if one.generation is generation]:
             generation.finish_reason = "cancelled"
             self._leave(running)
@@ -158,13 +162,47 @@ class Batch:
         Returns:
             The sequences that have new tokens, and their new text, which may be empty.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._forget_caches()
+            raise
+
+    def _step(self) -> list[tuple[Generation, str]]:
+        while self._interrupted:
+            self._resume(self._interrupted[0])
         if self._waiting and len(self._active) < self._capacity:
-            return [self._start(self._waiting.popleft())]
+            return [self._start(self._waiting[0])]
         if not self._active:
             return []
         if len(self._active) == 1 and self._active[0].cache is not None:
             return [self._decode_alone(self._active[0])]
         return self._decode_slots()
+
+    def _forget_caches(self) -> None:
+        """Forget keys and values, which an exception may have left half written: the sequences that run are read again."""
+        self._interrupted = [one for one in (*self._interrupted, *self._active) if one.generation.finish_reason is None]
+        self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._interrupted))
+        self._active, self._kept = [], None
+        if self._slots is not None:
+            self._slots = Slots(self._model.spec, self._capacity, int8=self._int8)
+
+    def _resume(self, running: _Running) -> None:
+        """Read a sequence again that was interrupted."""
+        running.cache = self._new_cache()
+        self._read_again(running, running.cache)
+        self._active.append(running)
+        self._interrupted.remove(running)
+        self._share_slots()
+
+    def _share_slots(self) -> None:
+        """Move sequences that have a cache of their own to the slots, where there are several."""
+        if len(self._active) > 1:
+            for one in self._active:
+                self._take_slot(one)
+
+    def _new_cache(self) -> Cache:
+        return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions)
 
     def _start(self, generation: Generation) -> tuple[Generation, str]:
         """Read a prompt and choose the first token."""
@@ -174,13 +212,12 @@ class Batch:
         logits = self._model.prefill(generation.prompt_ids[known:], cache)
         sampler = Sampler(generation.sampling, generation.prompt_ids)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
-        running = _Running(generation, sampler, stream, cache, 0)
+        running, chosen = _Running(generation, sampler, stream, cache, 0), sampler.choose(logits)
         self._active.append(running)
-        piece = self._accept(running, sampler.choose(logits))
+        self._waiting.remove(generation)
+        piece = self._accept(running, chosen)
         generation.first_token = generation.last_token
-        if len(self._active) > 1:
-            for one in self._active:
-                self._take_slot(one)
+        self._share_slots()
         return generation, piece
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
@@ -191,7 +228,7 @@ class Batch:
             same = min(same, len(prompt) - 1, cache.length)  # one is read, for its logits
             if same > 0 and cache.cut(same):
                 return cache, same
-        return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions), 0
+        return self._new_cache(), 0
 
     def _take_slot(self, running: _Running) -> None:
         if running.cache is not None and self._slots is not None:
@@ -217,15 +254,20 @@ class Batch:
         chosen = accepted_tokens(running.sampler, logits, guesses)
         self.guessed += len(guesses)
         self.accepted += len(chosen) - 1
+        whole = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
         pieces = []
         for token in chosen:
             pieces.append(self._accept(running, token))
             if running.generation.finish_reason is not None:
                 return "".join(pieces)
-        if not cache.cut(before + len(chosen)):  # the newest chosen token is not in the cache yet
-            generation = running.generation
-            self._model.prefill([*generation.prompt_ids, *generation.ids[:-1]], cache)
+        if not whole:
+            self._read_again(running, cache)
         return "".join(pieces)
+
+    def _read_again(self, running: _Running, cache: Cache) -> None:
+        """Read a sequence into an empty cache, without the token that waits."""
+        generation = running.generation
+        self._model.prefill([*generation.prompt_ids, *generation.ids[:-1]], cache)
 
     def _decode_slots(self) -> list[tuple[Generation, str]]:
         slots = self._slots
@@ -277,12 +319,17 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, 
     Yields:
         The index of a sequence and its new text, where there is any.
     """
-    numbers = {id(generation): index for index, generation in enumerate(generations)}
+    shown = [0] * len(generations)
     try:
-        while any(generation.finish_reason is None for generation in generations):
-            for generation, piece in batch.step():
-                if piece and id(generation) in numbers:
-                    yield numbers[id(generation)], piece
+        while True:
+            ended = all(generation.finish_reason is not None for generation in generations)
+            for index, generation in enumerate(generations):  # others that run this batch may have generated some of its text
+                if piece := generation.text[shown[index] :]:
+                    shown[index] = len(generation.text)
+                    yield index, piece
+            if ended:
+                return
+            batch.step()
     finally:  # an interrupted caller leaves nothing behind
         for generation in generations:
             if generation.finish_reason is None:
