@@ -73,6 +73,7 @@ class _Running:
     stream: TextStream
     cache: Cache | None  # its own; None: it has a slot
     waiting: int  # the token that is chosen and not in the cache yet
+    long_rope: bool = False  # whether the cache is that of a sequence beyond the length at which rope switches, with the token that waits
 
 
 class Batch:
@@ -107,7 +108,7 @@ class Batch:
         self._slots, self._capacity = None if slots == 1 else Slots(model.spec, slots, int8=int8_cache), slots
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
-        self._interrupted: list[_Running] = []  # by an exception in a step; their caches are lost
+        self._interrupted: list[_Running] = []  # have no cache, after an exception in a step, and are read again
         self._kept: tuple[list[int], Cache] | None = None  # of the sequence that ran last, and alone
         self.accepted = self.guessed = 0
 
@@ -130,7 +131,8 @@ class Batch:
         if not ids:
             raise ArgumentError("the prompt has no tokens: write some text, or begin with the tokenizer's bos token if it has one")
         if min(ids) < 0 or max(ids) >= spec.vocabulary:
-            raise ArgumentError(f"the prompt has token {max(ids)}, the model {spec.vocabulary} tokens: its tokenizer is another model's")
+            worst = min(ids) if min(ids) < 0 else max(ids)
+            raise ArgumentError(f"the prompt has token {worst}, the model {spec.vocabulary} tokens: its tokenizer is another model's")
         asked, wanted = sampling.max_new_tokens, sampling.max_new_tokens or DEFAULT_NEW_TOKENS
         left = wanted if spec.max_positions is None else spec.max_positions - len(ids)
         if left < 1:
@@ -188,7 +190,7 @@ class Batch:
             self._slots = Slots(self._model.spec, self._capacity, int8=self._int8)
 
     def _resume(self, running: _Running) -> None:
-        """Read a sequence again that was interrupted."""
+        """Read a sequence again."""
         running.cache = self._new_cache()
         self._read_again(running, running.cache)
         self._active.append(running)
@@ -226,7 +228,9 @@ class Batch:
             (ids, cache), self._kept = self._kept, None
             same = next((i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), min(len(ids), len(prompt)))
             same = min(same, len(prompt) - 1, cache.length)  # one is read, for its logits
-            if same > 0 and cache.cut(same):
+            switch = self._model.spec.rope_switch
+            alike = switch is None or (cache.length > switch) == (len(prompt) > switch)
+            if same > 0 and alike and cache.cut(same):
                 return cache, same
         return self._new_cache(), 0
 
@@ -236,9 +240,15 @@ class Batch:
             running.cache = None
 
     def _decode_alone(self, running: _Running) -> tuple[Generation, str]:
-        cache, generation = running.cache, running.generation
-        assert cache is not None
+        generation, switch = running.generation, self._model.spec.rope_switch
+        assert running.cache is not None
+        if running.cache.length == switch and not running.long_rope:
+            running.cache = self._new_cache()
+            self._read_again(running, running.cache)
+        cache = running.cache
         left = generation.max_new_tokens - len(generation.ids) - 1
+        if switch is not None and cache.length < switch:
+            left = min(left, switch - cache.length - 1)
         if self._speculate and left > 0 and not generation.sampling.logprobs:
             tokens = [*generation.prompt_ids, *generation.ids]
             guesses = guess(tokens, min(self._speculate, left))
@@ -266,12 +276,20 @@ class Batch:
 
     def _read_again(self, running: _Running, cache: Cache) -> None:
         """Read a sequence into an empty cache, without the token that waits."""
-        generation = running.generation
-        self._model.prefill([*generation.prompt_ids, *generation.ids[:-1]], cache)
+        tokens = [*running.generation.prompt_ids, *running.generation.ids]
+        self._model.prefill(tokens[:-1], cache, total=len(tokens))
+        switch = self._model.spec.rope_switch
+        running.long_rope = switch is not None and len(tokens) > switch
 
     def _decode_slots(self) -> list[tuple[Generation, str]]:
-        slots = self._slots
+        slots, switch = self._slots, self._model.spec.rope_switch
         assert slots is not None
+        places = zip(self._active, slots.positions(), strict=True)
+        if short := [one for one, position in places if position == switch and not one.long_rope]:
+            for running in short:  # from here on all of their tokens have other frequencies
+                self._free_slot(running)
+                self._interrupted.append(running)
+            return []
         logits = self._model.decode([one.waiting for one in self._active], slots, slots.mask(), slots.positions())
         pieces = []
         for running, row in zip(list(self._active), logits, strict=True):
@@ -300,12 +318,15 @@ class Batch:
         return piece
 
     def _leave(self, running: _Running) -> None:
-        index = self._active.index(running)
         if running.cache is not None:
             ids = [*running.generation.prompt_ids, *running.generation.ids]
             self._kept = ids, running.cache
-            self._active.pop(index)
+            self._active.remove(running)
             return
+        self._free_slot(running)
+
+    def _free_slot(self, running: _Running) -> None:
+        index = self._active.index(running)
         assert self._slots is not None
         self._slots.leave(index)
         last = self._active.pop()
