@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.config import TextConfig, family_of_config
+from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.families import ACTIVATIONS, SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
@@ -34,7 +34,7 @@ class Tensors(Protocol):
         """Read a tensor in floating point."""
 
     def table(self, name: str) -> Weight | Tensor:
-        """Read an embedding, quantized or not, as a weight that a tied head multiplies by."""
+        """Read an embedding, quantized or in floating point, with the compute of an output embedding that is tied to it."""
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call functions that read tensors, on several threads where that takes less time."""
@@ -51,8 +51,8 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         UnsupportedError: Its architecture is in no family, or its layers compute something else. transformers may run it.
         CheckpointError: A value of the config or a tensor is missing or damaged, or they contradict each other.
     """
-    family = family_of_config(values)
     config = TextConfig(values)
+    family = config.family
     _check_supported(family, config)
     types = config.layer_types
     kinds = sorted(set(types)) if family.rope_per_type else [""]
@@ -77,12 +77,11 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         kind = types[index] if family.rope_per_type else ""
         return _Layer(family, config, tensors, index).spec(kinds.index(kind), ropes, windows[index])
 
-    tied = config.get("tie_word_embeddings", family.tie_word_embeddings)
     reads: list[Callable[[], Any]] = [partial(tensors.table, "model.embed_tokens.weight")]  # the largest first
-    reads.append((lambda: None) if tied else partial(_head, tensors))
+    reads.append((lambda: None) if config.tied else partial(_head, tensors))
     reads += [partial(layer, index) for index in range(config.num_hidden_layers)]
     table, head, *layers = tensors.each(reads)
-    if tied:
+    if config.tied:
         head = table
     factor = 1.0 if family.embedding_multiplier is None else config.number(family.embedding_multiplier)
     if family.sqrt_embedding:

@@ -1,6 +1,7 @@
 """The text part of a config.json, checked: what `build.py` reads of it, with the names of earlier versions of transformers.
 
-A value that decides what is computed is never guessed: where config.json lacks it, and no general rule gives it, reading it raises.
+A value that decides what is computed is never guessed: where config.json lacks it, and neither a general rule nor the family's defaults give
+it, reading it raises.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from halfbyte.errors import CheckpointError, UnsupportedError
 
 _MOST_LAYERS = 10_000
 _FULL = "full_attention"
+_THETA = 10_000.0  # where neither config.json nor the family's defaults say
+_ORIGINAL = "original_max_position_embeddings"  # of config.json itself it is stronger than of `rope_parameters`, as in transformers
 _BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
 
 
@@ -47,8 +50,13 @@ class TextConfig:
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """Check sizes and derive what follows from other values: head_dim, num_key_value_heads, rope_parameters, layer_types."""
-        self._values = dict(values)
+        """Check sizes and derive what follows from other values: head_dim, num_key_value_heads, rope_parameters, layer_types.
+
+        Raises:
+            UnsupportedError: The architecture is in no family.
+        """
+        self.family = family_of_config(values)
+        self._values = {**dict(self.family.defaults), **values}
         self.num_hidden_layers = self.count("num_hidden_layers", _MOST_LAYERS)
         self.hidden_size, self.num_attention_heads = self.count("hidden_size"), self.count("num_attention_heads")
         if self._values.get("num_key_value_heads") is None:
@@ -89,9 +97,28 @@ class TextConfig:
     def number(self, name: str) -> float:
         """Return a finite number. Raises CheckpointError for anything else."""
         value = getattr(self, name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not is_number(value):
             raise CheckpointError(f"config.json says {name}: {short(value)}, a number: the file is damaged")
         return float(value)
+
+    def positive(self, name: str) -> float:
+        """Return a finite number above 0. Raises CheckpointError for anything else."""
+        value = self.number(name)
+        if value <= 0:
+            raise CheckpointError(f"config.json says {name}: {short(value)}, a number above 0: the file is damaged")
+        return value
+
+    def truth(self, name: str) -> bool:
+        """Return true or false. Raises CheckpointError for anything else."""
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json says {name}: {short(value)}, true or false: the file is damaged")
+        return value
+
+    @property
+    def tied(self) -> bool:
+        """Whether input and output embeddings are tied."""
+        return self.family.tie_word_embeddings if self.get("tie_word_embeddings") is None else self.truth("tie_word_embeddings")
 
     def _layer_types(self) -> list[str]:
         """Read the type of each layer, from `layer_types` or the `sliding_window_pattern` of earlier versions; full attention otherwise."""
@@ -107,27 +134,46 @@ class TextConfig:
 
     def rope_parameters(self) -> dict[str, Any]:
         """Return `rope_parameters`, also from `rope_theta` and `rope_scaling` of earlier versions."""
-        found = self.get("rope_parameters")
-        if found is None:
-            scaling = self.get("rope_scaling") or {}
-            if not isinstance(scaling, Mapping):
-                raise CheckpointError(f"config.json says rope_scaling: {short(scaling)}, an object: the file is damaged")
-            found = {"rope_type": scaling.get("type", "default"), "rope_theta": self.get("rope_theta", 10_000.0), **scaling}
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"config.json says rope_parameters: {short(found)}, an object: the file is damaged")
-        whole = {name: self.get(name) for name in ("partial_rotary_factor", "original_max_position_embeddings")}
-        return {name: value for name, value in whole.items() if value is not None} | dict(found)
+        return self._whole_rope() | self._stored_rope()
 
     def rope_parameters_of(self, kind: str) -> dict[str, Any]:
         """Return `rope_parameters` of layers of a type, where each type has its own."""
-        every = self.rope_parameters()
-        if isinstance(every.get(kind), Mapping):
-            return dict(every[kind])
-        if kind == SLIDING and self.get("rope_local_base_freq") is not None:
-            return {"rope_type": "default", "rope_theta": self.number("rope_local_base_freq")}
-        return every
+        stored, local = self._stored_rope(), self.get("rope_local_base_freq")
+        by_type = isinstance(stored.get(kind), Mapping)
+        if kind == SLIDING and local is not None:
+            whole = {**self._whole_rope(), "rope_theta": local}
+        else:
+            whole = self._whole_rope()
+        if not by_type and kind == SLIDING and self.get("rope_parameters") is None:
+            return whole  # `rope_scaling` of earlier versions is of full attention
+        return whole | (dict(stored[kind]) if by_type else stored)
+
+    def _whole_rope(self) -> dict[str, Any]:
+        """Values of config.json itself, which `rope_parameters` may have, too."""
+        theta = self.get("rope_theta", _THETA)
+        whole = {"rope_theta": theta, **{name: self.get(name) for name in ("partial_rotary_factor", _ORIGINAL)}}
+        return {name: value for name, value in whole.items() if value is not None}
+
+    def _stored_rope(self) -> dict[str, Any]:
+        """`rope_parameters`, or `rope_scaling` of earlier versions."""
+        name = "rope_scaling" if self.get("rope_parameters") is None else "rope_parameters"
+        if self.get(name) == "":
+            raise UnsupportedError("config.json has no rope_parameters: let a current version of transformers write it again")
+        stored = self.get(name) or {}
+        if not isinstance(stored, Mapping):
+            raise CheckpointError(f"config.json says {name}: {short(stored)}, an object: the file is damaged")
+        stored = dict(stored) | ({} if self.get(_ORIGINAL) is None else {_ORIGINAL: self.get(_ORIGINAL)})
+        return {"rope_type": stored["type"], **stored} if "type" in stored else stored
 
     @property
     def max_positions(self) -> int | None:
         """`max_position_embeddings`; None where config.json does not say."""
         return None if self.get("max_position_embeddings") is None else self.count("max_position_embeddings")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a JSON file is a finite number that a float holds."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of a float
+        return False

@@ -135,6 +135,7 @@ class Family:
         output_class: Its own output class in its module, if it has one.
         unsupported: Keys of the config that must be None, False or 0: with them layers compute something else.
         required: Keys of the config and the values that they must have.
+        defaults: Keys and their values where config.json does not have them, if these differ from what `TextConfig` derives.
     """
 
     layer_class: str
@@ -184,6 +185,7 @@ class Family:
     output_class: str | None = None
     unsupported: tuple[str, ...] = ()
     required: tuple[tuple[str, object], ...] = ()
+    defaults: tuple[tuple[str, object], ...] = ()
 
 
 def _by_scalar(config: Any, head_dim: int) -> float:
@@ -245,16 +247,34 @@ _GRANITE: dict[str, Any] = {
     "logits_divisor": "logits_scaling",
 }
 
+_HEAD_DIM_128 = (("head_dim", 128),)
+_SCALED_ROPE = ("rope_scaling", "")  # by values that only transformers has, where config.json does not say
+
 # By the name of the family's package in transformers.models.
 FAMILIES: dict[str, Family] = {
     "arcee": Family("ArceeDecoderLayer", "ArceeForCausalLM", gate_up=("up_proj",), gated=False, default_activation="relu2"),
-    "cohere": Family("CohereDecoderLayer", "CohereForCausalLM", **_COHERE, unsupported=("use_qk_norm",)),
-    "cohere2": Family("Cohere2DecoderLayer", "Cohere2ForCausalLM", **_COHERE, sliding_window="layer_types", rope_layers=_COHERE2_ROPE),
-    "cwm": Family("CwmDecoderLayer", "CwmForCausalLM", sliding_window="layer_types"),
+    "cohere": Family(
+        "CohereDecoderLayer", "CohereForCausalLM", **_COHERE, unsupported=("use_qk_norm",), defaults=(("rope_theta", 500_000.0),)
+    ),
+    "cohere2": Family(
+        "Cohere2DecoderLayer",
+        "Cohere2ForCausalLM",
+        **_COHERE,
+        sliding_window="layer_types",
+        rope_layers=_COHERE2_ROPE,
+        defaults=(("sliding_window_pattern", 4),),
+    ),
+    "cwm": Family("CwmDecoderLayer", "CwmForCausalLM", sliding_window="layer_types", defaults=(*_HEAD_DIM_128, _SCALED_ROPE)),
     "dots1": Family(
         "Dots1DecoderLayer", "Dots1ForCausalLM", qk_norm=_QK_NORM, moe=_GLM_MOE, sliding_window="layer_types", router_output=True
     ),
-    "ernie4_5": Family("Ernie4_5DecoderLayer", "Ernie4_5ForCausalLM", rope_interleaved="half", tie_word_embeddings=True),
+    "ernie4_5": Family(
+        "Ernie4_5DecoderLayer",
+        "Ernie4_5ForCausalLM",
+        rope_interleaved="half",
+        tie_word_embeddings=True,
+        defaults=(*_HEAD_DIM_128, ("rope_theta", 500_000.0)),
+    ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeDecoderLayer",
         "Ernie4_5_MoeForCausalLM",
@@ -268,6 +288,7 @@ FAMILIES: dict[str, Family] = {
         ),
         tie_word_embeddings=True,
         router_output=True,
+        defaults=(("rope_theta", 500_000.0),),
     ),
     "exaone4": Family(
         "Exaone4DecoderLayer",
@@ -293,9 +314,23 @@ FAMILIES: dict[str, Family] = {
         unit_offset=True,
         sqrt_embedding=True,
         tie_word_embeddings=True,
+        defaults=(("head_dim", 256),),
     ),
-    "gemma2": Family("Gemma2DecoderLayer", "Gemma2ForCausalLM", **_GEMMA, softcap="attn_logit_softcapping"),
-    "gemma3": Family("Gemma3DecoderLayer", "Gemma3ForCausalLM", **_GEMMA, qk_norm=_QK_NORM, rope_per_type=True),
+    "gemma2": Family(
+        "Gemma2DecoderLayer",
+        "Gemma2ForCausalLM",
+        **_GEMMA,
+        softcap="attn_logit_softcapping",
+        defaults=(("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+    ),
+    "gemma3": Family(
+        "Gemma3DecoderLayer",
+        "Gemma3ForCausalLM",
+        **_GEMMA,
+        qk_norm=_QK_NORM,
+        rope_per_type=True,
+        defaults=(("head_dim", 256), ("sliding_window_pattern", 6), ("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
+    ),
     "gemma4": Family(
         "Gemma4TextDecoderLayer",
         "Gemma4ForCausalLM",
@@ -309,10 +344,18 @@ FAMILIES: dict[str, Family] = {
         output_class="Gemma4CausalLMOutputWithPast",
         unsupported=("enable_moe_block",),
     ),
-    "glm": Family("GlmDecoderLayer", "GlmForCausalLM", **_GLM),
-    "glm4": Family("Glm4DecoderLayer", "Glm4ForCausalLM", **_GLM, norms=_GLM4_NORMS),
+    "glm": Family("GlmDecoderLayer", "GlmForCausalLM", **_GLM, defaults=(*_HEAD_DIM_128, ("partial_rotary_factor", 0.5))),
+    "glm4": Family(
+        "Glm4DecoderLayer", "Glm4ForCausalLM", **_GLM, norms=_GLM4_NORMS, defaults=(*_HEAD_DIM_128, ("partial_rotary_factor", 0.5))
+    ),
     "glm4_moe": Family(
-        "Glm4MoeDecoderLayer", "Glm4MoeForCausalLM", qk_norm=_QK_NORM, partial_rotary=True, moe=_GLM_MOE, router_output=True
+        "Glm4MoeDecoderLayer",
+        "Glm4MoeForCausalLM",
+        qk_norm=_QK_NORM,
+        partial_rotary=True,
+        moe=_GLM_MOE,
+        router_output=True,
+        defaults=(("partial_rotary_factor", 0.5),),
     ),
     "glm4v_moe": Family("Glm4vMoeTextDecoderLayer", partial_rotary=True, moe=_GLM_MOE),
     "gpt_oss": Family(
@@ -322,6 +365,7 @@ FAMILIES: dict[str, Family] = {
         sliding_window="layer_types",
         moe=MoEFamily("router", router_bias=True, norm_topk=None),
         router_output=True,
+        defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
     ),
     "granite": Family("GraniteDecoderLayer", "GraniteForCausalLM", **_GRANITE),
     "granitemoe": Family(
@@ -337,7 +381,9 @@ FAMILIES: dict[str, Family] = {
         unsupported=("num_local_experts",),
         required=(("position_embedding_type", "rope"),),
     ),
-    "helium": Family("HeliumDecoderLayer", "HeliumForCausalLM", rope_interleaved="half"),
+    "helium": Family(
+        "HeliumDecoderLayer", "HeliumForCausalLM", rope_interleaved="half", defaults=(*_HEAD_DIM_128, ("rope_theta", 100_000.0))
+    ),
     "hunyuan_v1_dense": Family(
         "HunYuanDenseV1DecoderLayer", "HunYuanDenseV1ForCausalLM", qk_norm=("query_layernorm", "key_layernorm"), norm_after_rope=True
     ),
@@ -360,6 +406,7 @@ FAMILIES: dict[str, Family] = {
             shared=("shared_experts", None),
         ),
         router_output=True,
+        defaults=(*_HEAD_DIM_128, ("rope_theta", 11_158_840.0)),
     ),
     "hyperclovax": Family(
         "HyperCLOVAXDecoderLayer",
@@ -388,6 +435,7 @@ FAMILIES: dict[str, Family] = {
         sliding_window="layer_types",
         rope_per_type=True,
         router_output=True,
+        defaults=(*_HEAD_DIM_128, ("rope_theta", 500_000.0), ("rope_local_base_freq", 10_000.0)),
     ),
     "minimax_m2": Family(
         "MiniMaxM2DecoderLayer",
@@ -397,14 +445,24 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION),
         router_output=True,
+        defaults=(*_HEAD_DIM_128, ("rope_theta", 5_000_000.0)),
     ),
     "ministral": Family("MinistralDecoderLayer", "MinistralForCausalLM", sliding_window="layer_types"),
     "ministral3": Family(
-        "Ministral3DecoderLayer", "Ministral3ForCausalLM", sliding_window="all", query_scale_from="original_max_position_embeddings"
+        "Ministral3DecoderLayer",
+        "Ministral3ForCausalLM",
+        sliding_window="all",
+        query_scale_from="original_max_position_embeddings",
+        defaults=(*_HEAD_DIM_128, _SCALED_ROPE),
     ),
-    "mistral": Family("MistralDecoderLayer", "MistralForCausalLM", sliding_window="all"),
+    "mistral": Family("MistralDecoderLayer", "MistralForCausalLM", sliding_window="all", defaults=(("sliding_window", 4096),)),
     "mixtral": Family(
-        "MixtralDecoderLayer", "MixtralForCausalLM", sliding_window="all", moe=MoEFamily(norm_topk=None), router_output=True
+        "MixtralDecoderLayer",
+        "MixtralForCausalLM",
+        sliding_window="all",
+        moe=MoEFamily(norm_topk=None),
+        router_output=True,
+        defaults=(("rope_theta", 1_000_000.0),),
     ),
     "nemotron": Family(
         "NemotronDecoderLayer",
@@ -416,6 +474,7 @@ FAMILIES: dict[str, Family] = {
         norm_eps="norm_eps",
         unit_offset=True,
         partial_rotary=True,
+        defaults=(("partial_rotary_factor", 0.5),),
     ),
     "olmo2": Family("Olmo2DecoderLayer", "Olmo2ForCausalLM", norms=_POST_ONLY, qk_norm=_QK_NORM, qk_norm_whole=True),
     "olmo3": Family(
@@ -426,6 +485,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm_whole=True,
         sliding_window="layer_types",
         rope_per_type=True,
+        defaults=(("sliding_window_pattern", 4), ("rope_theta", 500_000.0)),
     ),
     "olmoe": Family(
         "OlmoeDecoderLayer",
@@ -448,6 +508,7 @@ FAMILIES: dict[str, Family] = {
         norms=_PARALLEL,
         partial_rotary=True,
         unsupported=("qk_layernorm",),
+        defaults=(("partial_rotary_factor", 0.5),),
     ),
     "phi3": Family(
         "Phi3DecoderLayer",
@@ -467,17 +528,29 @@ FAMILIES: dict[str, Family] = {
         router_output=True,
     ),
     "qwen2_vl": Family("Qwen2VLDecoderLayer"),
-    "qwen3": Family("Qwen3DecoderLayer", "Qwen3ForCausalLM", qk_norm=_QK_NORM, sliding_window="layer_types"),
+    "qwen3": Family("Qwen3DecoderLayer", "Qwen3ForCausalLM", qk_norm=_QK_NORM, sliding_window="layer_types", defaults=_HEAD_DIM_128),
     "qwen3_moe": Family(
         "Qwen3MoeDecoderLayer", "Qwen3MoeForCausalLM", qk_norm=_QK_NORM, moe=MoEFamily(), sliding_window="all", router_output=True
     ),
     "qwen3_vl": Family("Qwen3VLTextDecoderLayer", qk_norm=_QK_NORM),
     "qwen3_vl_moe": Family("Qwen3VLMoeTextDecoderLayer", qk_norm=_QK_NORM, moe=MoEFamily(norm_topk=None)),
-    "seed_oss": Family("SeedOssDecoderLayer", "SeedOssForCausalLM"),
+    "seed_oss": Family("SeedOssDecoderLayer", "SeedOssForCausalLM", defaults=_HEAD_DIM_128),
     "smollm3": Family(
-        "SmolLM3DecoderLayer", "SmolLM3ForCausalLM", rope_layers=_SMOLLM3_ROPE, sliding_window="layer_types", tie_word_embeddings=True
+        "SmolLM3DecoderLayer",
+        "SmolLM3ForCausalLM",
+        rope_layers=_SMOLLM3_ROPE,
+        sliding_window="layer_types",
+        tie_word_embeddings=True,
+        defaults=(("rope_theta", 2_000_000.0),),
     ),
-    "solar_open": Family("SolarOpenDecoderLayer", "SolarOpenForCausalLM", partial_rotary=True, moe=_GLM_MOE, router_output=True),
+    "solar_open": Family(
+        "SolarOpenDecoderLayer",
+        "SolarOpenForCausalLM",
+        partial_rotary=True,
+        moe=_GLM_MOE,
+        router_output=True,
+        defaults=(*_HEAD_DIM_128, ("rope_theta", 1_000_000.0)),
+    ),
     "stablelm": Family(
         "StableLmDecoderLayer",
         "StableLmForCausalLM",
@@ -485,6 +558,7 @@ FAMILIES: dict[str, Family] = {
         norm_eps="layer_norm_eps",
         partial_rotary=True,
         unsupported=("use_parallel_residual", "qk_layernorm"),
+        defaults=(("partial_rotary_factor", 0.25),),
     ),
     "starcoder2": Family(
         "Starcoder2DecoderLayer",

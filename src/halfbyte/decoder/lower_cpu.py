@@ -79,10 +79,9 @@ class CpuModel:
             )
         where = [cache.length] * len(ids) if positions is None else positions
         cache.reserve(1)
-        length = 1 + max(where)
         addresses, alive = [], []
         for position in where:
-            table, row = self._rotary_rows(position, length)
+            table, row = self._rotary_rows(position, position + 1)
             alive.append(table)
             addresses.append(table.data_ptr() + row * table.stride(0) * 4)
         y = self._step(ids, addresses, cache.stamp, cache.entries, cache.length, mask)
@@ -104,13 +103,14 @@ class CpuModel:
         return table, row
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False) -> Tensor:
+    def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:
         """Read tokens of one sequence, which enter the cache.
 
         Args:
             ids: The tokens, at least one.
             cache: Of the tokens before, of one sequence.
             every: Compute the logits of every token, not of the last one.
+            total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
 
         Returns:
             The logits after the last token [N], float32; or after every token [t, N].
@@ -120,7 +120,7 @@ class CpuModel:
         if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
             raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
         logits = []
-        total = cache.length + len(ids)
+        total = cache.length + len(ids) if total is None else total
         for start in range(0, len(ids), _CHUNK):
             some = ids[start : start + _CHUNK]
             x = self._read(some, cache, total)

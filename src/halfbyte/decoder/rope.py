@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfbyte.decoder.config import is_number
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 _BLOCK = 256  # positions whose cosines and sines are computed at a time
@@ -43,6 +45,11 @@ class Rope:
         self._frequencies = (frequencies, frequencies if long_frequencies is None else long_frequencies)
         self._scaling = scaling
         self._blocks: dict[tuple[int, bool], Tensor] = {}
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all frequencies are finite, not all of them 0, and the factor of cosines is finite."""
+        return self._scaling <= torch.finfo(torch.float32).max and all(bool(f.isfinite().all()) and bool(f.any()) for f in self._frequencies)
 
     def block(self, position: int, length: int) -> tuple[Tensor, int]:
         """Return the table of cosines and sines that has a position, [_BLOCK, 2, rotary_dim / 2] float32, and the position's row.
@@ -78,13 +85,13 @@ class _Parameters:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"rope_parameters of config.json say {name}: {value!r}, a positive number: the file is damaged")
+        if not is_number(value) or value <= 0:
+            raise CheckpointError(f"rope_parameters of config.json say {name}: {short(value)}, a positive number: the file is damaged")
         return float(value)
 
     def factors(self, name: str, count: int) -> Tensor:
         values = self.values.get(name)
-        numbers = isinstance(values, list) and all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in values)
+        numbers = isinstance(values, list) and all(is_number(v) and v > 0 for v in values)
         if not numbers or len(values or ()) != count:
             raise CheckpointError(f"rope_parameters of config.json have no {count} positive numbers as {name}: the file is damaged")
         return torch.tensor(values, dtype=torch.float32, device="cpu")
@@ -104,12 +111,26 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int |
         CheckpointError: A parameter is missing or no positive number.
     """
     kind = parameters.get("rope_type", "default")
-    if kind not in _NAMES:
-        raise UnsupportedError(f"rope_type is one of {', '.join(sorted(_NAMES))}, got {kind!r}: use transformers, load(dir)")
+    if not isinstance(kind, str) or kind not in _NAMES:
+        raise UnsupportedError(f"rope_type is one of {', '.join(sorted(_NAMES))}, got {short(kind)}: use transformers, load(dir)")
+    try:
+        rope = _rope_of(kind, parameters, head_dim, max_positions, partial)
+    except ArithmeticError as e:  # of values that are allowed one by one
+        raise _no_frequencies(kind) from e
+    if not rope.is_finite:
+        raise _no_frequencies(kind)
+    return rope
+
+
+def _no_frequencies(kind: str) -> CheckpointError:
+    return CheckpointError(f"rope_parameters of config.json give no finite frequencies of rope_type {kind}: the file is damaged")
+
+
+def _rope_of(kind: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None, partial: bool) -> Rope:
     p = _Parameters({name: value for name, value in parameters.items() if value is not None})
     factor = p.number("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * factor) if partial else head_dim
-    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+    if factor > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise CheckpointError(f"config.json has {rotary_dim} of {head_dim} elements of a head rotated, an even number is: it is damaged")
     theta = p.number("rope_theta", 10_000.0)
     powers = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim)
@@ -117,7 +138,7 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int |
     if kind == "linear":
         return Rope(plain / p.number("factor"))
     if kind == "llama3":
-        return Rope(_llama3(p, plain))
+        return Rope(_llama3(p, plain, max_positions))
     if kind == "yarn":
         return _yarn(p, plain, theta, rotary_dim, max_positions)
     if kind == "longrope":
@@ -127,10 +148,10 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int |
     return Rope(plain)
 
 
-def _llama3(p: _Parameters, plain: Tensor) -> Tensor:
+def _llama3(p: _Parameters, plain: Tensor, max_positions: int | None) -> Tensor:
     """Divide long wavelengths by the factor, keep short ones, and interpolate in between."""
     factor, low, high = (p.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = p.number("original_max_position_embeddings")
+    original = p.number("original_max_position_embeddings", max_positions)
     wavelengths = 2 * math.pi / plain
     scaled = torch.where(wavelengths > original / low, plain / factor, plain)
     smooth = (original / wavelengths - low) / (high - low) if high != low else torch.ones_like(plain)
@@ -170,6 +191,8 @@ def _mscale(factor: float, scale: float) -> float:
 def _longrope(p: _Parameters, powers: Tensor, max_positions: int | None) -> Rope:
     """Divide each frequency by a factor of its own, another one for sequences beyond the original length."""
     original = int(p.number("original_max_position_embeddings", max_positions))
+    if original < 2:
+        raise CheckpointError(f"config.json says original_max_position_embeddings: {original}, at least 2: the file is damaged")
     short, long = (1.0 / (p.factors(name, len(powers)) * powers) for name in ("short_factor", "long_factor"))
     scaling = p.values.get("attention_factor")
     if scaling is None:

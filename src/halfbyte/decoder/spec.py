@@ -72,6 +72,11 @@ class DecoderSpec:
         return self.embedding.shape[1]
 
     @property
+    def rope_switch(self) -> int | None:
+        """Length beyond which frequencies of all tokens of a sequence are other ones ("longrope"); None: there is none."""
+        return min((rope.switch for rope in self.ropes if rope.switch is not None), default=None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights, a tied embedding counted once."""
         found: dict[int, int] = {}

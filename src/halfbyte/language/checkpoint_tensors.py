@@ -226,11 +226,8 @@ class PackedTensors:
             raise UnsupportedError(f"the checkpoint has no {name}: it is incomplete, or names its tensors as another version")
 
     def table(self, name: str) -> Weight | Tensor:
-        self._check(name)
-        form = self._source.form(name)
-        if form is None:
-            return self.tensor(name)
-        return Weight(ops.pack(self._source.codes(name), sparse=self._sparse), None, form.compute, form.activation)  # type: ignore[arg-type]
+        found = self.weight([name])
+        return self.tensor(name) if found is None else found
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
         from halfbyte.kernels.cpu import runtime

@@ -73,6 +73,7 @@ class _Running:
     stream: TextStream
     cache: Cache | None  # its own; None: it has a slot
     waiting: int  # the token that is chosen and not in the cache yet
+    long_rope: bool = False  # whether the cache is that of a sequence beyond the length at which rope switches, with the token that waits
 
 
 class Batch:
@@ -107,13 +108,14 @@ class Batch:
         self._slots, self._capacity = None if slots == 1 else Slots(model.spec, slots, int8=int8_cache), slots
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
+        self._interrupted: list[_Running] = []  # have no cache, after an exception in a step, and are read again
         self._kept: tuple[list[int], Cache] | None = None  # of the sequence that ran last, and alone
         self.accepted = self.guessed = 0
 
     @property
     def running(self) -> bool:
         """Whether there are sequences that have not finished."""
-        return bool(self._active or self._waiting)
+        return bool(self._active or self._waiting or self._interrupted)
 
     def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
         """Add a sequence, which starts with one of the next steps.
@@ -129,7 +131,8 @@ class Batch:
         if not ids:
             raise ArgumentError("the prompt has no tokens: write some text, or begin with the tokenizer's bos token if it has one")
         if min(ids) < 0 or max(ids) >= spec.vocabulary:
-            raise ArgumentError(f"the prompt has token {max(ids)}, the model {spec.vocabulary} tokens: its tokenizer is another model's")
+            worst = min(ids) if min(ids) < 0 else max(ids)
+            raise ArgumentError(f"the prompt has token {worst}, the model {spec.vocabulary} tokens: its tokenizer is another model's")
         asked, wanted = sampling.max_new_tokens, sampling.max_new_tokens or DEFAULT_NEW_TOKENS
         left = wanted if spec.max_positions is None else spec.max_positions - len(ids)
         if left < 1:
@@ -148,6 +151,9 @@ class Batch:
         if generation in self._waiting:
             self._waiting.remove(generation)
             generation.finish_reason = "cancelled"
+        for running in [one for one in self._interrupted if one.generation is generation]:
+            self._interrupted.remove(running)
+            generation.finish_reason = "cancelled"
         for running in [one for one in self._active if one.generation is generation]:
             generation.finish_reason = "cancelled"
             self._leave(running)
@@ -158,13 +164,47 @@ class Batch:
         Returns:
             The sequences that have new tokens, and their new text, which may be empty.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._forget_caches()
+            raise
+
+    def _step(self) -> list[tuple[Generation, str]]:
+        while self._interrupted:
+            self._resume(self._interrupted[0])
         if self._waiting and len(self._active) < self._capacity:
-            return [self._start(self._waiting.popleft())]
+            return [self._start(self._waiting[0])]
         if not self._active:
             return []
         if len(self._active) == 1 and self._active[0].cache is not None:
             return [self._decode_alone(self._active[0])]
         return self._decode_slots()
+
+    def _forget_caches(self) -> None:
+        """Forget keys and values, which an exception may have left half written: the sequences that run are read again."""
+        self._interrupted = [one for one in (*self._interrupted, *self._active) if one.generation.finish_reason is None]
+        self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._interrupted))
+        self._active, self._kept = [], None
+        if self._slots is not None:
+            self._slots = Slots(self._model.spec, self._capacity, int8=self._int8)
+
+    def _resume(self, running: _Running) -> None:
+        """Read a sequence again."""
+        running.cache = self._new_cache()
+        self._read_again(running, running.cache)
+        self._active.append(running)
+        self._interrupted.remove(running)
+        self._share_slots()
+
+    def _share_slots(self) -> None:
+        """Move sequences that have a cache of their own to the slots, where there are several."""
+        if len(self._active) > 1:
+            for one in self._active:
+                self._take_slot(one)
+
+    def _new_cache(self) -> Cache:
+        return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions)
 
     def _start(self, generation: Generation) -> tuple[Generation, str]:
         """Read a prompt and choose the first token."""
@@ -174,13 +214,12 @@ class Batch:
         logits = self._model.prefill(generation.prompt_ids[known:], cache)
         sampler = Sampler(generation.sampling, generation.prompt_ids)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
-        running = _Running(generation, sampler, stream, cache, 0)
+        running, chosen = _Running(generation, sampler, stream, cache, 0), sampler.choose(logits)
         self._active.append(running)
-        piece = self._accept(running, sampler.choose(logits))
+        self._waiting.remove(generation)
+        piece = self._accept(running, chosen)
         generation.first_token = generation.last_token
-        if len(self._active) > 1:
-            for one in self._active:
-                self._take_slot(one)
+        self._share_slots()
         return generation, piece
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
@@ -189,9 +228,11 @@ class Batch:
             (ids, cache), self._kept = self._kept, None
             same = next((i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), min(len(ids), len(prompt)))
             same = min(same, len(prompt) - 1, cache.length)  # one is read, for its logits
-            if same > 0 and cache.cut(same):
+            switch = self._model.spec.rope_switch
+            alike = switch is None or (cache.length > switch) == (len(prompt) > switch)
+            if same > 0 and alike and cache.cut(same):
                 return cache, same
-        return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions), 0
+        return self._new_cache(), 0
 
     def _take_slot(self, running: _Running) -> None:
         if running.cache is not None and self._slots is not None:
@@ -199,9 +240,15 @@ class Batch:
             running.cache = None
 
     def _decode_alone(self, running: _Running) -> tuple[Generation, str]:
-        cache, generation = running.cache, running.generation
-        assert cache is not None
+        generation, switch = running.generation, self._model.spec.rope_switch
+        assert running.cache is not None
+        if running.cache.length == switch and not running.long_rope:
+            running.cache = self._new_cache()
+            self._read_again(running, running.cache)
+        cache = running.cache
         left = generation.max_new_tokens - len(generation.ids) - 1
+        if switch is not None and cache.length < switch:
+            left = min(left, switch - cache.length - 1)
         if self._speculate and left > 0 and not generation.sampling.logprobs:
             tokens = [*generation.prompt_ids, *generation.ids]
             guesses = guess(tokens, min(self._speculate, left))
@@ -217,19 +264,32 @@ class Batch:
         chosen = accepted_tokens(running.sampler, logits, guesses)
         self.guessed += len(guesses)
         self.accepted += len(chosen) - 1
+        whole = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
         pieces = []
         for token in chosen:
             pieces.append(self._accept(running, token))
             if running.generation.finish_reason is not None:
                 return "".join(pieces)
-        if not cache.cut(before + len(chosen)):  # the newest chosen token is not in the cache yet
-            generation = running.generation
-            self._model.prefill([*generation.prompt_ids, *generation.ids[:-1]], cache)
+        if not whole:
+            self._read_again(running, cache)
         return "".join(pieces)
 
+    def _read_again(self, running: _Running, cache: Cache) -> None:
+        """Read a sequence into an empty cache, without the token that waits."""
+        tokens = [*running.generation.prompt_ids, *running.generation.ids]
+        self._model.prefill(tokens[:-1], cache, total=len(tokens))
+        switch = self._model.spec.rope_switch
+        running.long_rope = switch is not None and len(tokens) > switch
+
     def _decode_slots(self) -> list[tuple[Generation, str]]:
-        slots = self._slots
+        slots, switch = self._slots, self._model.spec.rope_switch
         assert slots is not None
+        places = zip(self._active, slots.positions(), strict=True)
+        if short := [one for one, position in places if position == switch and not one.long_rope]:
+            for running in short:  # from here on all of their tokens have other frequencies
+                self._free_slot(running)
+                self._interrupted.append(running)
+            return []
         logits = self._model.decode([one.waiting for one in self._active], slots, slots.mask(), slots.positions())
         pieces = []
         for running, row in zip(list(self._active), logits, strict=True):
@@ -258,12 +318,15 @@ class Batch:
         return piece
 
     def _leave(self, running: _Running) -> None:
-        index = self._active.index(running)
         if running.cache is not None:
             ids = [*running.generation.prompt_ids, *running.generation.ids]
             self._kept = ids, running.cache
-            self._active.pop(index)
+            self._active.remove(running)
             return
+        self._free_slot(running)
+
+    def _free_slot(self, running: _Running) -> None:
+        index = self._active.index(running)
         assert self._slots is not None
         self._slots.leave(index)
         last = self._active.pop()
@@ -277,12 +340,17 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, 
     Yields:
         The index of a sequence and its new text, where there is any.
     """
-    numbers = {id(generation): index for index, generation in enumerate(generations)}
+    shown = [0] * len(generations)
     try:
-        while any(generation.finish_reason is None for generation in generations):
-            for generation, piece in batch.step():
-                if piece and id(generation) in numbers:
-                    yield numbers[id(generation)], piece
+        while True:
+            ended = all(generation.finish_reason is not None for generation in generations)
+            for index, generation in enumerate(generations):  # others that run this batch may have generated some of its text
+                if piece := generation.text[shown[index] :]:
+                    shown[index] = len(generation.text)
+                    yield index, piece
+            if ended:
+                return
+            batch.step()
     finally:  # an interrupted caller leaves nothing behind
         for generation in generations:
             if generation.finish_reason is None:
