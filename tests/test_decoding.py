@@ -17,7 +17,7 @@ from language_model import make_decoder
 from transformers import StaticCache
 
 from halfbyte import ops
-from halfbyte.decoder.families import ACTIVATIONS
+from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.integrations import decoding, decoding_gpu

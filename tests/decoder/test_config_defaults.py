@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from tiny_decoders import CASES
 
 from halfbyte.decoder.build import _check_supported, _logits, _windows
 from halfbyte.decoder.config import TextConfig
-from halfbyte.decoder.families import ACTIVATIONS, FAMILIES, SLIDING, Family
+from halfbyte.decoder.families import FAMILIES
+from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.errors import CheckpointError, UnsupportedError
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from halfbyte.decoder.config import TextConfig
-from halfbyte.decoder.families import ACTIVATIONS, SLIDING, Family, MoEFamily
+from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError

@@ -1,7 +1,7 @@
 """The text part of a config.json, checked: what `build.py` reads of it, with the names of earlier versions of transformers.
 
-A value that decides what is computed is never guessed: where config.json lacks it, and neither a general rule nor the family's defaults give
-it, reading it raises.
+A value that decides what is computed is never guessed: where config.json lacks it, and neither a general rule nor
+the family's defaults give it, reading it raises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
-from halfbyte.decoder.families import FAMILIES, SLIDING, Family
+from halfbyte.decoder.families import FAMILIES
+from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 _MOST_LAYERS = 10_000

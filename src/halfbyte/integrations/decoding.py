@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from halfbyte.decoder.families import ACTIVATIONS
+from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import check_type
 from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families, layer_gpu, prompt_gpu
 from halfbyte.integrations.ahead import expect

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-from halfbyte.decoder.families import ACTIVATIONS, Family
+from halfbyte.decoder.family import ACTIVATIONS, Family
 from halfbyte.integrations import growing, mixtures
 from halfbyte.integrations.ahead import Ahead, Same, following, given, watched
 from halfbyte.integrations.calls import KV_CACHE

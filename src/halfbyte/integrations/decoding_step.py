@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from halfbyte.bounded import Bounded
-from halfbyte.decoder.families import SLIDING, Family, family_of_model
+from halfbyte.decoder.families import family_of_model
+from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.integrations import growing
 from halfbyte.integrations.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.decoding_cpu import computed, eps_of, is_eager, norm_of, parts_of, settings_of

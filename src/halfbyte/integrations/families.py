@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.families import FAMILIES, Family, family_of_layer
+from halfbyte.decoder.families import FAMILIES, family_of_layer
+from halfbyte.decoder.family import Family
 from halfbyte.integrations.shortened import name_in_transformers
 
 NAMES = sorted(family.layer_class for family in FAMILIES.values())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.bounded import Bounded
-from halfbyte.decoder.families import MoEFamily
+from halfbyte.decoder.family import MoEFamily
 from halfbyte.integrations.ahead import watched
 from halfbyte.integrations.decoding_cpu import halves_of, has_own_norms, linears_of, settings_of, third_of, why_not_shared
 from halfbyte.integrations.decoding_cpu import parts_of as modules_of

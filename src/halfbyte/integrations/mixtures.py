@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.decoder.families import MoEFamily
+from halfbyte.decoder.family import MoEFamily
 from halfbyte.integrations.families import added_by, known, mlp_of
 from halfbyte.integrations.shortened import products_of, why_not_fused
 from halfbyte.nn.experts import MixtureOfExperts

@@ -127,7 +127,9 @@ class QuantModule(nn.Module):
         packed, checked = self._packed, self._checked
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():
-                self._check_when_traced()
+                from halfbyte.nn.under_compile import check_when_traced
+
+                check_when_traced(self)
             return packed if data is packed.data else replace(packed, data=data)
         if data is packed.data and (checked is None or (checked >= 0 and data._version == checked)):
             return packed
@@ -137,14 +139,7 @@ class QuantModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._checked = -1  # a copy's tensors count from the beginning
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _check_when_traced(self) -> None:
-        """Called by torch.compile as it traces, with the module's own buffers, also within torch.func.functional_call."""
-        data: Any = self._buffers["packed_data"]
-        if type(data) is Tensor and not data.is_meta:
-            self._check(data)
-
-    def _check(self, data: Tensor) -> None:
+    def check_bytes(self, data: Tensor) -> None:
         """Raises ArgumentError for packed bytes that were computed with."""
         if (check := self._buffers.get("packed_check")) is not None and not torch.equal(digest(data), check):
             raise ArgumentError(
@@ -160,7 +155,7 @@ class QuantModule(nn.Module):
         if (data.dtype, data.shape, data.device) != (was.dtype, was.shape, was.device):
             got, wanted = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (data, was))
             raise ArgumentError(f"packed_data of a {type(self).__name__} is {wanted}, got {got}: move and load the module, not its bytes")
-        self._check(data)
+        self.check_bytes(data)
         self._set_packed(replace(self._packed, data=data))
         self.refresh()
         return self._packed

@@ -289,7 +289,9 @@ class TracedWeight(Tensor):
         if func in _WRITES and isinstance(args[0], cls):
             if torch.compiler.is_dynamo_compiling():
                 torch._dynamo.graph_break(msg=_NOT_TRACED)
-            return _write_outside(func, args, kwargs or {})
+            from halfbyte.nn.under_compile import write_outside
+
+            return write_outside(func, args, kwargs or {}, _NOT_TRACED)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in _VIEWS and isinstance(result, Tensor):
@@ -300,18 +302,6 @@ class TracedWeight(Tensor):
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=_NOT_TRACED)
         raise UnsupportedError(_NOT_TRACED)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _write_outside(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A write to a `TracedWeight` after torch.compile has broken its graph."""
-    weight: TracedWeight = args[0]
-    if weight.owner is None:
-        raise UnsupportedError(_NOT_TRACED)
-    func(weight.owner.weight, *args[1:], **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        func(*args, **kwargs)
-    return weight
 
 
 _TRACEABLE = torch.__version__ >= (2, 8)  # type: ignore[operator]  # torch.compile makes no subclasses before

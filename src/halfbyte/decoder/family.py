@@ -1,0 +1,178 @@
+"""What the table of model families, `families.py`, says of each: the parts of its models, and which variant of a decoder they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+# Activation functions of configs, by the names that kernels use.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
+SLIDING = "sliding_attention"  # of a config's `layer_types`
+
+
+@dataclass(frozen=True, slots=True)
+class MoEFamily:
+    """A mixture of experts: a router scores the experts of each token, and the top k of them are weighted and summed.
+
+    Attributes:
+        router: Name of the router within the MLP.
+        router_weight: Name within the router of its weight, [E, K].
+        router_bias: Whether the router has a bias.
+        scores: "sigmoid" or "softmax" where scores are computed before the top k are chosen; "": logits, with a softmax over the chosen.
+        correction: Name within the MLP of the expert bias correction, which is added to scores for the choice alone (DeepSeek-V3).
+        norm_topk: Attribute of the router, and key of the config, that says whether the weights of a token are normalized to a sum of 1;
+            None: they always are.
+        scaling_factor: Attribute of the router, and key of the config, with the factor of the weights.
+        groups: Attribute of the router with the number of groups among which experts are chosen; only 1 is supported.
+        shared: Names of the expert that every token uses and of its gate, if any.
+        top_k: Key of the config with the number of experts per token, or one for each layer.
+    """
+
+    router: str = "gate"
+    router_weight: str = "weight"
+    router_bias: bool = False
+    scores: str = ""
+    correction: str | None = None
+    norm_topk: str | None = "norm_topk_prob"
+    scaling_factor: str | None = None
+    groups: str | None = None
+    shared: tuple[str, str | None] | None = None
+    top_k: str = "num_experts_per_tok"
+
+
+@dataclass(frozen=True, slots=True)
+class KVSharing:
+    """Layers that reuse keys and values of an earlier layer (Gemma 4): attributes of self_attn and keys of the config.
+
+    Attributes:
+        reuses: Attribute: whether the layer reads keys and values of an earlier one.
+        provides: Attribute: whether others may read its keys and values.
+        kind: Attribute with the layer type that both have in common, the key in `shared_kv_states`.
+        modes: Key of the config: "store" or "reuse" for each layer.
+        layers: Key of the config: how many layers, the last ones, reuse, where transformers has no `modes`.
+    """
+
+    reuses: str = "is_kv_shared_layer"
+    provides: str = "store_full_length_kv"
+    kind: str = "layer_type"
+    modes: str = "kv_sharing_modes"
+    layers: str = "num_kv_shared_layers"
+
+
+class RopeLayers(NamedTuple):
+    """Which layers rotate queries and keys.
+
+    Attributes:
+        attributes: Attributes of self_attn in transformers.
+        rotates: The decision from the values of these.
+        from_config: The same decision from a config and a layer's index.
+    """
+
+    attributes: tuple[str, ...]
+    rotates: Callable[..., bool]
+    from_config: Callable[[Any, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The parts of a model family, by their names, and its variants of a decoder.
+
+    Attributes:
+        layer_class: Class of its decoder layers in transformers.models.
+        model_class: Class of its causal language model, the `architectures` of config.json; None: it is only a part of other models.
+
+        qkv: Names within self_attn of the projections of queries, keys and values, fused or apart.
+        o_proj: Name within self_attn of the output projection.
+        mlp: Name within the layer of the MLP or the mixture of experts.
+        gate_up: Names within the MLP of gate and up, fused or apart; of up alone where the MLP is not gated.
+        gated: Whether the MLP is gated (SwiGLU, GeGLU).
+        down_proj: Name within the MLP.
+        norms: Names within the layer of the norms before attention, after it, before the MLP and after it.
+        final_norm: Name of the norm after the last layer.
+        qk_norm: Names within self_attn of the norms of queries and keys.
+        v_norm: Name within self_attn of the norm of values, which has no weight.
+        sinks: Name within self_attn of the attention sinks.
+        per_layer_input: Names within the layer of the gate, projection and norm of its own input (Gemma 4).
+        layer_scalar: Name of the layer's buffer with the factor of its output.
+
+        parallel_residual: Whether the MLP reads what attention reads.
+        qk_norm_whole: Whether these norms are over all heads of a token together (OLMo 2), not per head.
+        norm_after_rope: Whether they come after rope.
+        unit_offset: Whether norms multiply by 1 + weight.
+        layer_norm: Whether norms are layer norms, not RMS norms.
+        partial_rotary: Whether rope rotates only the config's `partial_rotary_factor` of each head.
+        rope_interleaved: Rotation of adjacent elements: "" for halves; "half" where cosines have rotary_dim / 2 distinct columns first,
+            "repeated" where each column comes twice.
+        rope_layers: Which layers have rope, if not all.
+        rope_per_type: Whether each of the config's `layer_types` has a rope of its own.
+        sliding_window: Which layers have the config's sliding window: "none", "all" or those of `layer_types`.
+        kv_sharing: How layers reuse keys and values of earlier ones.
+        moe: Its mixture of experts. Layers without experts have a plain MLP.
+
+        activation: Key of the config with the activation function.
+        default_activation: The function where the config has no such key, as in GGUF files.
+        norm_eps: Key of the config with the eps of norms.
+        attention_scale: Factor of attention scores from the config and head_dim.
+        softcap: Key of the config, and attribute of self_attn, with the soft cap of attention scores.
+        query_scale_from: Entry of `rope_parameters` with the position from which on queries have a factor of their own (Llama 4).
+        residual_multiplier: Key of the config, and attribute of the layer, with the factor of what attention and MLP add.
+        embedding_multiplier: Key of the config, and attribute of the model, with the factor of embeddings.
+        sqrt_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        logits_divisor, logits_multiplier, logits_softcap: Keys of the config for the logits.
+        tie_word_embeddings: Whether input and output embeddings are tied where config.json does not say.
+        router_output: Whether the output class of the model has router logits.
+        output_class: Its own output class in its module, if it has one.
+        unsupported: Keys of the config that must be None, False or 0: with them layers compute something else.
+        required: Keys of the config and the values that they must have.
+        defaults: Keys and their values where config.json does not have them, if these differ from what `TextConfig` derives.
+    """
+
+    layer_class: str
+    model_class: str | None = None
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    o_proj: str = "o_proj"
+    mlp: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
+    down_proj: str = "down_proj"
+    norms: tuple[str | None, str | None, str | None, str | None] = ("input_layernorm", None, "post_attention_layernorm", None)
+    final_norm: str = "norm"
+    qk_norm: tuple[str, str] | None = None
+    v_norm: str | None = None
+    sinks: str | None = None
+    per_layer_input: tuple[str, str, str] | None = None
+    layer_scalar: str | None = None
+
+    parallel_residual: bool = False
+    qk_norm_whole: bool = False
+    norm_after_rope: bool = False
+    unit_offset: bool = False
+    layer_norm: bool = False
+    partial_rotary: bool = False
+    rope_interleaved: Literal["", "half", "repeated"] = ""
+    rope_layers: RopeLayers | None = None
+    rope_per_type: bool = False
+    sliding_window: Literal["none", "all", "layer_types"] = "none"
+    kv_sharing: KVSharing | None = None
+    moe: MoEFamily | None = None
+
+    activation: str = "hidden_act"
+    default_activation: str = "silu"
+    norm_eps: str = "rms_norm_eps"
+    attention_scale: Callable[[Any, int], float] = lambda config, head_dim: head_dim**-0.5
+    softcap: str | None = None
+    query_scale_from: str | None = None
+    residual_multiplier: str | None = None
+    embedding_multiplier: str | None = None
+    sqrt_embedding: bool = False
+    logits_divisor: str | None = None
+    logits_multiplier: str | None = None
+    logits_softcap: str | None = None
+    tie_word_embeddings: bool = False
+    router_output: bool = False
+    output_class: str | None = None
+    unsupported: tuple[str, ...] = ()
+    required: tuple[tuple[str, object], ...] = ()
+    defaults: tuple[tuple[str, object], ...] = ()

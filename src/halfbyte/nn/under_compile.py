@@ -1,0 +1,36 @@
+"""Functions that torch.compile calls instead of tracing them. Their decorators import torch._dynamo, so they are imported when something
+is compiled; called by `modules.py` and `weight_view.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import UnsupportedError
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def write_outside(func: Any, args: Any, kwargs: Any, refusal: str) -> Tensor:
+    """Write to a `TracedWeight`, the first of `args`, after torch.compile has broken its graph.
+
+    Raises:
+        UnsupportedError: It is a part of a weight; with the text `refusal`.
+    """
+    weight: Any = args[0]
+    if weight.owner is None:
+        raise UnsupportedError(refusal)
+    func(weight.owner.weight, *args[1:], **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        func(*args, **kwargs)
+    result: Tensor = weight
+    return result
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def check_when_traced(module: Any) -> None:
+    """Check the bytes of a module as torch.compile traces it, with its own buffers, also within torch.func.functional_call."""
+    data: Any = module._buffers["packed_data"]
+    if type(data) is Tensor and not data.is_meta:
+        module.check_bytes(data)
