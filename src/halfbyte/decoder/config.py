@@ -6,16 +6,17 @@ it, reading it raises.
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
-from halfbyte.decoder.families import FAMILIES, SLIDING, Family
+from halfbyte.decoder.families import ACTIVATIONS, FAMILIES, SLIDING, Family
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 _MOST_LAYERS = 10_000
 _FULL = "full_attention"
+_LARGEST = 3.4028234e38  # float32
 _THETA = 10_000.0  # where neither config.json nor the family's defaults say
 _ORIGINAL = "original_max_position_embeddings"  # of config.json itself it is stronger than of `rope_parameters`, as in transformers
 _BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
@@ -109,6 +110,43 @@ class TextConfig:
         return value
 
     @property
+    def activation(self) -> str:
+        """The activation function of its MLPs.
+
+        Raises:
+            UnsupportedError: There is no kernel for it.
+        """
+        name = self.get(self.family.activation) or self.family.default_activation
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            raise UnsupportedError(f"its activation is {short(name)}, not one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
+
+    @property
+    def norm_eps(self) -> float:
+        """What norms add to the mean of squares."""
+        value = self.number(self.family.norm_eps)
+        if value < 0:
+            raise CheckpointError(f"config.json says {self.family.norm_eps}: {short(value)}, 0 or more: the file is damaged")
+        return value
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention scores."""
+        scale: object = None
+        with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+            scale = self.family.attention_scale(self, self.head_dim)
+        if not is_number(scale) or not isinstance(scale, float):
+            raise CheckpointError("config.json gives no finite factor of attention scores: the file is damaged")
+        return scale
+
+    def rotates(self, index: int) -> bool:
+        """Whether a layer has rope."""
+        try:
+            return self.family.rope_layers is None or self.family.rope_layers.from_config(self, index)
+        except (TypeError, LookupError) as e:
+            raise CheckpointError("config.json does not say for each layer whether it has rope: the file is damaged") from e
+
+    @property
     def tied(self) -> bool:
         """Whether input and output embeddings are tied."""
         return self.family.tie_word_embeddings if self.get("tie_word_embeddings") is None else self.truth("tie_word_embeddings")
@@ -165,8 +203,5 @@ class TextConfig:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a JSON file is a finite number that a float holds."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of a float
-        return False
+    """Whether a value of a JSON file is a finite number that a float32 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # not NaN

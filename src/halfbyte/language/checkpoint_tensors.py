@@ -200,6 +200,10 @@ class PackedTensors:
         if len(forms) > 1 or first is None or (len(names) > 1 and first.format.block == "tensor"):
             return None
         shapes = [self._source.shape(name) for name in names]
+        for name, shape in zip(names, shapes, strict=True):
+            rank = 3 if ".experts." in name and len(names) == 1 else 2
+            if len(shape) != rank or 0 in shape:
+                raise CheckpointError(f"{name} is {list(shape)} in the files, a weight of {rank} axes, none of them empty, is expected")
         if len({shape[-1] for shape in shapes}) > 1:
             name, shape = min(zip(names, shapes, strict=True), key=lambda pair: [s[-1] for s in shapes].count(pair[1][-1]))
             other = next(s[-1] for s in shapes if s[-1] != shape[-1])
