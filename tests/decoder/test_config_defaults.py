@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
 
 from tiny_decoders import CASES
 

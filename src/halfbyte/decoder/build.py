@@ -246,8 +246,10 @@ class _Layer:
         router = f"{mlp}.{moe.router}"
         correction = None if moe.correction is None else tensors.tensor(f"{mlp}.{moe.correction}").flatten()
         scaling = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
+        gate_up_stack, down_stack = stacks
         return Experts(
-            *stacks,
+            gate_up_stack,
+            down_stack,
             router=tensors.tensor(f"{router}.weight"),
             chosen=config.count(moe.top_k),
             normalized=moe.norm_topk is None or config.truth(moe.norm_topk),

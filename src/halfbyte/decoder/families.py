@@ -36,6 +36,7 @@ class MoEFamily:
         groups: Attribute of the router with the number of groups among which experts are chosen; only 1 is supported.
         shared: Names of the expert that every token uses and of its gate, if any.
         top_k: Key of the config with the number of experts per token.
+        inputs_first: Whether floating-point checkpoints have stacks of experts as [E, K, N].
     """
 
     router: str = "gate"
@@ -47,6 +48,7 @@ class MoEFamily:
     groups: str | None = None
     shared: tuple[str, str | None] | None = None
     top_k: str = "num_experts_per_tok"
+    inputs_first: bool = False
 
 
 class KVSharing(NamedTuple):
@@ -64,7 +66,7 @@ class KVSharing(NamedTuple):
     provides: str = "store_full_length_kv"
     kind: str = "layer_type"
     modes: str = "kv_sharing_modes"
-    count: str = "num_kv_shared_layers"
+    count: str = "num_kv_shared_layers"  # type: ignore[assignment]  # a tuple's method, which nobody calls
 
 
 class RopeLayers(NamedTuple):
@@ -186,7 +188,7 @@ class Family:
 
 
 def _by_scalar(config: Any, head_dim: int) -> float:
-    return float(config.query_pre_attn_scalar) ** -0.5
+    return float(float(config.query_pre_attn_scalar) ** -0.5)
 
 
 def _by_multiplier(config: Any, head_dim: int) -> float:
@@ -360,7 +362,7 @@ FAMILIES: dict[str, Family] = {
         "GptOssForCausalLM",
         sinks="sinks",
         sliding_window="layer_types",
-        moe=MoEFamily("router", router_bias=True, norm_topk=None),
+        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True),
         router_output=True,
         defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
     ),

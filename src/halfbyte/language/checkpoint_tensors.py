@@ -19,6 +19,7 @@ from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.gguf_model import read_file
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import checked_finite
+from halfbyte.decoder.config import find_family
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
@@ -28,6 +29,7 @@ from halfbyte.nn.candidates import Candidate
 from halfbyte.nn.config import Config, choose
 from halfbyte.ops.layers import Weight
 
+_STACKS = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -99,6 +101,9 @@ class EntriesSource:
         # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
         self._names = {self._module_name(name): name for name in entries.entries}
         self._stacks = _stacks(self._names)
+        family = find_family(config)
+        inputs_first = family is not None and family.moe is not None and family.moe.inputs_first
+        self._inputs_first = {name for name in self._names if inputs_first and name.endswith(_STACKS)}
         self._quantize, self._formats = quantize, {}
         if quantize is not None:
             found = [
@@ -111,7 +116,7 @@ class EntriesSource:
 
     @staticmethod
     def _module_name(name: str) -> str:
-        return f"{name}.weight" if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) else name
+        return f"{name}.weight" if f"{name}.weight".endswith(_STACKS) else name
 
     def names(self) -> set[str]:
         return {*self._names, *self._stacks}
@@ -136,7 +141,8 @@ class EntriesSource:
             return len(self._stacks[name]), sum(self.shape(part)[0] for part in first), self.shape(first[0])[-1]
         stored = self._names[name]
         quantized, (*rest, n, k) = self._entries.entries[stored].quantized, self._entries.spec(stored).shape
-        return (*rest, k, n) if quantized is not None and quantized.transposed else (*rest, n, k)
+        swapped = name in self._inputs_first if quantized is None or self._quantize is not None else quantized.transposed
+        return (*rest, k, n) if swapped else (*rest, n, k)
 
     def codes(self, name: str) -> Codes:
         if self._quantize is None and name in self._stacks:
@@ -144,7 +150,8 @@ class EntriesSource:
         if self._quantize is None:
             return self._entries.codes(self._names[name])
         fmt = self._formats[name.removesuffix(".weight")]
-        return ops.quantize(self.floats(name), fmt, self._quantize.method, name=name)
+        weight = self.floats(name)
+        return ops.quantize(weight.mT.contiguous() if name in self._inputs_first else weight, fmt, self._quantize.method, name=name)
 
     def floats(self, name: str) -> Tensor:
         if name in self._stacks:
