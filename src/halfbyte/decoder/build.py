@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from halfbyte.decoder.config import TextConfig
-from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family, MoEFamily
+from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
@@ -90,13 +90,13 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         table.packed if isinstance(table, Weight) else table,
         factor,
         tuple(layers),
-        norm(family, config, tensors, f"model.{family.final_norm}"),
+        norm(family, config, tensors, f"model.{family.final_norm}", config.hidden_size),
         head,
         _logits(family, config),
         ropes,
         max_positions,
     )
-    _check_shapes(spec, config)
+    _check_shapes(spec, config, tensors)
     return spec
 
 
@@ -108,10 +108,17 @@ def _head(tensors: Tensors) -> Weight | Tensor:
     return tensors.tensor("lm_head.weight") if head is None else head
 
 
-def norm(family: Family, config: TextConfig, tensors: Tensors, name: str) -> Norm:
-    """Read a norm of a family."""
-    shift = tensors.tensor(f"{name}.bias") if family.layer_norm and tensors.has(f"{name}.bias") else None
-    return Norm(tensors.tensor(f"{name}.weight"), config.number(family.norm_eps), family.unit_offset, family.layer_norm, shift)
+def norm(family: Family, config: TextConfig, tensors: Tensors, name: str, size: int) -> Norm:
+    """Read a norm of a family, of `size` elements."""
+    shift = _vector(tensors, f"{name}.bias", size) if family.layer_norm and tensors.has(f"{name}.bias") else None
+    return Norm(_vector(tensors, f"{name}.weight", size), config.eps, family.unit_offset, family.layer_norm, shift)
+
+
+def _vector(tensors: Tensors, name: str, size: int) -> Tensor:
+    found = tensors.tensor(name)
+    if found.shape != (size,):
+        raise CheckpointError(f"{name} is {list(found.shape)} in the files, but config.json makes it {[size]}: it is of another model")
+    return found
 
 
 def _check_supported(family: Family, config: TextConfig) -> None:
@@ -143,11 +150,11 @@ def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[i
 
 def _logits(family: Family, config: TextConfig) -> tuple[str, float] | None:
     if family.logits_divisor is not None:
-        return "over", config.number(family.logits_divisor)
+        return "over", config.positive(family.logits_divisor)
     if family.logits_multiplier is not None:
         return "times", config.number(family.logits_multiplier)
     if family.logits_softcap is not None and config.get(family.logits_softcap) is not None:
-        return "cap", config.number(family.logits_softcap)
+        return "cap", config.positive(family.logits_softcap)
     return None
 
 
@@ -158,7 +165,6 @@ class _Layer:
         self._family, self._config, self._tensors, self._index = family, config, tensors, index
         self._prefix = f"model.layers.{index}"
         self._factor = 1.0 if family.residual_multiplier is None else config.number(family.residual_multiplier)
-        self._activation = config.get(family.activation) or family.default_activation
 
     def spec(self, rope: int, ropes: Sequence[Rope], window: int | None) -> LayerSpec:
         """Build the layer's specification."""
@@ -170,15 +176,16 @@ class _Layer:
             if pre_mlp is None or post_mlp is not None:
                 raise UnsupportedError("its experts have a norm after them, or none before")
             return LayerSpec(attention, self._experts(mlp, family.moe, pre_mlp), rope, window)
-        if self._activation not in ACTIVATIONS:
-            raise UnsupportedError(f"its activation is {self._activation!r}, not one of {', '.join(ACTIVATIONS)}")
         gate_up = self._weight([f"{mlp}.{name}" for name in family.gate_up], "gate and up")
         down = self._weight([f"{mlp}.{family.down_proj}"], family.down_proj)
-        how = self._factor, ACTIVATIONS[self._activation], family.gated, family.parallel_residual
+        inner, stated = down.packed.shape[-1], self._config.get("intermediate_size")
+        if family.moe is None and family.mlp == "mlp" and stated != inner:
+            raise CheckpointError(f"{mlp} has {inner} inner elements, but config.json says intermediate_size: {stated!r:.99}")
+        how = self._factor, self._config.activation, family.gated, family.parallel_residual
         return LayerSpec(attention, Dense(gate_up, down, pre_mlp, post_mlp, *how), rope, window)
 
     def _norm(self, name: str) -> Norm:
-        return norm(self._family, self._config, self._tensors, f"{self._prefix}.{name}")
+        return norm(self._family, self._config, self._tensors, f"{self._prefix}.{name}", self._config.hidden_size)
 
     def _weight(self, modules: Sequence[str], what: str) -> Weight:
         names = [f"{module}.weight" for module in modules]
@@ -207,18 +214,19 @@ class _Layer:
         home, dim = f"{self._prefix}.self_attn", config.head_dim
         norms: Any = None
         if family.qk_norm is not None and tensors.has(f"{home}.{family.qk_norm[0]}.weight"):
-            norms = tuple(norm(family, config, tensors, f"{home}.{name}") for name in family.qk_norm)
-        rotates = family.rope_layers is None or family.rope_layers.from_config(config, self._index)
+            heads_in_norm = (config.num_attention_heads, config.num_key_value_heads) if family.qk_norm_whole else (1, 1)
+            sizes = [dim * count for count in heads_in_norm]
+            norms = tuple(norm(family, config, tensors, f"{home}.{name}", size) for name, size in zip(family.qk_norm, sizes, strict=True))
         heads = Heads(
             query=config.num_attention_heads,
             key=config.num_key_value_heads,
             dim=dim,
-            scale=family.attention_scale(config, dim),
+            scale=config.attention_scale,
             norms=norms,
             rows=family.qk_norm_whole,
-            turned=rotary_dim if rotates else 0,
-            cap=None if family.softcap is None or config.get(family.softcap) is None else config.number(family.softcap),
-            sinks=None if family.sinks is None else tensors.tensor(f"{home}.{family.sinks}"),
+            turned=rotary_dim if config.rotates(self._index) else 0,
+            cap=None if family.softcap is None or config.get(family.softcap) is None else config.positive(family.softcap),
+            sinks=None if family.sinks is None else _vector(tensors, f"{home}.{family.sinks}", config.num_attention_heads),
             pairs=_PAIRS[family.rope_interleaved],
             turned_first=family.norm_after_rope,
         )
@@ -231,8 +239,8 @@ class _Layer:
 
     def _experts(self, mlp: str, moe: MoEFamily, before: Norm) -> Experts:
         config, tensors = self._config, self._tensors
-        if self._family.sinks is None and self._activation not in ("silu", "swish"):
-            raise UnsupportedError(f"the activation of its experts is {self._activation!r}, not silu")
+        if self._family.sinks is None and config.activation != "silu":
+            raise UnsupportedError(f"the activation of its experts is {config.activation}, not silu")
         if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
             raise UnsupportedError("its router chooses among groups of experts")
         stacks = []
@@ -251,13 +259,13 @@ class _Layer:
         router = f"{mlp}.{moe.router}"
         correction = None if moe.correction is None else tensors.tensor(f"{mlp}.{moe.correction}").flatten()
         scaling = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
-        gate_up, down = stacks
+        gate_up_stack, down_stack = stacks
         return Experts(
-            gate_up,
-            down,
+            gate_up_stack,
+            down_stack,
             router=tensors.tensor(f"{router}.{moe.router_weight}"),
             chosen=config.count_of(moe.top_k, self._index),
-            normalized=moe.norm_topk is None or bool(getattr(config, moe.norm_topk)),
+            normalized=moe.norm_topk is None or config.truth(moe.norm_topk),
             before=before,
             shared=shared,
             bias=tensors.tensor(f"{router}.bias") if moe.router_bias else None,
@@ -268,7 +276,7 @@ class _Layer:
         )
 
 
-def _check_shapes(spec: DecoderSpec, config: TextConfig) -> None:
+def _check_shapes(spec: DecoderSpec, config: TextConfig, tensors: Tensors) -> None:
     """Check that the tensors have the sizes of the config. The shapes within a layer are checked where it is lowered."""
     head = spec.lm_head.packed if isinstance(spec.lm_head, Weight) else spec.lm_head
     shapes = {"embed_tokens": tuple(spec.embedding.shape), "lm_head": tuple(head.shape), "norm": tuple(spec.norm.weight.shape)}
@@ -283,6 +291,9 @@ def _check_shapes(spec: DecoderSpec, config: TextConfig) -> None:
         raise CheckpointError(
             f"{wrong} is {list(shapes[wrong])}, and config.json says hidden_size: {config.hidden_size}: it is of another model"
         )
+    surplus = f"model.layers.{config.num_hidden_layers}.self_attn.{config.family.o_proj}.weight"
+    if tensors.has(surplus) and not config.get("num_nextn_predict_layers"):  # which are layers that predict further tokens
+        raise CheckpointError(f"the files have {surplus}, but config.json only {config.num_hidden_layers} layers: it is of another model")
     for index, layer in enumerate(spec.layers):
         heads, k = layer.attention.heads, config.hidden_size
         rows = sum(weight.packed.shape[0] for weight in layer.attention.qkv)

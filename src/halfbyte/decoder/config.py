@@ -6,17 +6,18 @@ the family's defaults give it, reading it raises.
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Mapping
 from reprlib import repr as short
 from typing import Any
 
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.decoder.family import SLIDING, Family
+from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 _MOST_LAYERS = 10_000
 _FULL = "full_attention"
+_LARGEST = 3.4028234e38  # float32
 _THETA = 10_000.0  # where neither config.json nor the family's defaults say
 _ORIGINAL = "original_max_position_embeddings"  # of config.json itself it is stronger than of `rope_parameters`, as in transformers
 _BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
@@ -91,9 +92,11 @@ class TextConfig:
     def count_of(self, name: str, layer: int) -> int:
         """Return a positive integer that is the same for all layers, or that of one layer where there is one for each."""
         values = getattr(self, name)
-        if isinstance(values, list) and len(values) == self.num_hidden_layers:
-            return TextConfig({**self._values, name: values[layer]}).count(name)
-        return self.count(name)
+        if not isinstance(values, list):
+            return self.count(name)
+        if len(values) != self.num_hidden_layers or type(values[layer]) is not int or values[layer] < 1:
+            raise CheckpointError(f"config.json says {name}: {short(values)}, a positive integer for each layer: the file is damaged")
+        return int(values[layer])
 
     def number(self, name: str) -> float:
         """Return a finite number. Raises CheckpointError for anything else."""
@@ -115,6 +118,43 @@ class TextConfig:
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json says {name}: {short(value)}, true or false: the file is damaged")
         return value
+
+    @property
+    def activation(self) -> str:
+        """The activation function of its MLPs.
+
+        Raises:
+            UnsupportedError: There is no kernel for it.
+        """
+        name = self.get(self.family.activation) or self.family.default_activation
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            raise UnsupportedError(f"its activation is {short(name)}, not one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
+
+    @property
+    def eps(self) -> float:
+        """What norms add to the mean of squares."""
+        value = self.number(self.family.norm_eps)
+        if value < 0:
+            raise CheckpointError(f"config.json says {self.family.norm_eps}: {short(value)}, 0 or more: the file is damaged")
+        return value
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention scores."""
+        scale: object = None
+        with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+            scale = self.family.attention_scale(self, self.head_dim)
+        if not is_number(scale) or not isinstance(scale, float):
+            raise CheckpointError("config.json gives no finite factor of attention scores: the file is damaged")
+        return scale
+
+    def rotates(self, index: int) -> bool:
+        """Whether a layer has rope."""
+        try:
+            return self.family.rope_layers is None or self.family.rope_layers.from_config(self, index)
+        except (TypeError, LookupError) as e:
+            raise CheckpointError("config.json does not say for each layer whether it has rope: the file is damaged") from e
 
     @property
     def tied(self) -> bool:
@@ -173,8 +213,5 @@ class TextConfig:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a JSON file is a finite number that a float holds."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of a float
-        return False
+    """Whether a value of a JSON file is a finite number that a float32 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST  # not NaN

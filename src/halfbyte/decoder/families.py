@@ -192,7 +192,7 @@ FAMILIES: dict[str, Family] = {
         "GptOssForCausalLM",
         sinks="sinks",
         sliding_window="layer_types",
-        moe=MoEFamily("router", router_bias=True, norm_topk=None),
+        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True),
         router_output=True,
         defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
     ),

@@ -27,6 +27,7 @@ class MoEFamily:
         groups: Attribute of the router with the number of groups among which experts are chosen; only 1 is supported.
         shared: Names of the expert that every token uses and of its gate, if any.
         top_k: Key of the config with the number of experts per token, or one for each layer.
+        inputs_first: Whether floating-point checkpoints have stacks of experts as [E, K, N].
     """
 
     router: str = "gate"
@@ -39,6 +40,7 @@ class MoEFamily:
     groups: str | None = None
     shared: tuple[str, str | None] | None = None
     top_k: str = "num_experts_per_tok"
+    inputs_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

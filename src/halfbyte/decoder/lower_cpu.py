@@ -43,12 +43,12 @@ class CpuModel:
                 raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
             if layer.sliding_window is not None and layer.sliding_window < 2:
                 raise UnsupportedError(f"layer {index} has a sliding window of {layer.sliding_window} token: at least 2 are supported")
-        packed = [part for part in (spec.embedding, spec.lm_head and getattr(spec.lm_head, "packed", None)) if isinstance(part, Packed)]
+        head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
+        packed = [part for part in (spec.embedding, None if head is None else head.packed) if isinstance(part, Packed)]
         if (reason := why_not_packed(packed)) is not None:
             raise UnsupportedError(f"its embedding has no kernel on a CPU: {reason}")
         self._layers = [DecoderLayer(layer.attention, layer.mlp) for layer in spec.layers]
         self._attention = [DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers]
-        head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
         self._step = DecodingStep(
             self._layers,
             spec.embedding,
@@ -129,7 +129,11 @@ class CpuModel:
         return torch.cat(logits) if every else self._head(self._normed(x[0, -1:]))[0]
 
     def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
-        """Read tokens of one sequence, as `prefill`, and compute the logits after every one of them [t, N], rounded as `decode` rounds."""
+        """Read tokens of one sequence, as `prefill`, and compute the logits after every one of them [t, N].
+
+        They are those of `decode` up to the order of float32 sums, which kernels of several rows choose otherwise. With compute="int8" such
+        a difference can move an activation to the next code.
+        """
         return self.prefill(ids, cache, every=True)
 
     def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.stored_model import checked_finite
+from halfbyte.decoder.config import find_family
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint.checkpoint_model import Checkpoint
     from halfbyte.nn.config import Config
 
+_STACKS = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -99,6 +101,9 @@ class EntriesSource:
         # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
         self._names = {self._module_name(name): name for name in entries.entries}
         self._stacks = _stacks(self._names)
+        family = find_family(config)
+        inputs_first = family is not None and family.moe is not None and family.moe.inputs_first
+        self._inputs_first = {name for name in self._names if inputs_first and name.endswith(_STACKS)}
         self._quantize, self._formats = quantize, {}
         if quantize is not None:
             from halfbyte.nn.config import choose
@@ -113,7 +118,7 @@ class EntriesSource:
 
     @staticmethod
     def _module_name(name: str) -> str:
-        return f"{name}.weight" if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) else name
+        return f"{name}.weight" if f"{name}.weight".endswith(_STACKS) else name
 
     def names(self) -> set[str]:
         return {*self._names, *self._stacks}
@@ -138,7 +143,8 @@ class EntriesSource:
             return len(self._stacks[name]), sum(self.shape(part)[0] for part in first), self.shape(first[0])[-1]
         stored = self._names[name]
         quantized, (*rest, n, k) = self._entries.entries[stored].quantized, self._entries.spec(stored).shape
-        return (*rest, k, n) if quantized is not None and quantized.transposed else (*rest, n, k)
+        swapped = name in self._inputs_first if quantized is None or self._quantize is not None else quantized.transposed
+        return (*rest, k, n) if swapped else (*rest, n, k)
 
     def codes(self, name: str) -> Codes:
         if self._quantize is None and name in self._stacks:
@@ -146,7 +152,8 @@ class EntriesSource:
         if self._quantize is None:
             return self._entries.codes(self._names[name])
         fmt = self._formats[name.removesuffix(".weight")]
-        return ops.quantize(self.floats(name), fmt, self._quantize.method, name=name)
+        weight = self.floats(name)
+        return ops.quantize(weight.mT.contiguous() if name in self._inputs_first else weight, fmt, self._quantize.method, name=name)
 
     def floats(self, name: str) -> Tensor:
         if name in self._stacks:
@@ -202,6 +209,10 @@ class PackedTensors:
         if len(forms) > 1 or first is None or (len(names) > 1 and first.format.block == "tensor"):
             return None
         shapes = [self._source.shape(name) for name in names]
+        for name, shape in zip(names, shapes, strict=True):
+            rank = 3 if ".experts." in name and len(names) == 1 else 2
+            if len(shape) != rank or 0 in shape:
+                raise CheckpointError(f"{name} is {list(shape)} in the files, a weight of {rank} axes, none of them empty, is expected")
         if len({shape[-1] for shape in shapes}) > 1:
             name, shape = min(zip(names, shapes, strict=True), key=lambda pair: [s[-1] for s in shapes].count(pair[1][-1]))
             other = next(s[-1] for s in shapes if s[-1] != shape[-1])

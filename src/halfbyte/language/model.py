@@ -68,7 +68,8 @@ class LanguageModel:
                 point, which needs a `format`.
             format: Quantize a model in floating point to this format, or as a Config says, while it is read.
             cache: "int8" keeps keys and values in 8 bits; None: as float32.
-            speculate: Tokens that are guessed at a time from the text so far (prompt lookup); the text stays the same. 0: none.
+            speculate: Tokens that are guessed at a time from the text so far (prompt lookup); the text stays the same, but for
+                tokens that are as likely as others up to rounding. 0: none.
             sparse: Whether zeros of 2:4 sparse weights are left out; None: where there are kernels for that.
 
         Raises:
@@ -178,7 +179,7 @@ class LanguageModel:
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        values = list(prompt)
+        values = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) else [prompt]
         if values and all(isinstance(value, Mapping) for value in values):
             return self.tokenizer.encode(self.chat_prompt(values), add_special_tokens=False)
         if not all(type(value) is int for value in values):

@@ -1,7 +1,8 @@
 """Speculative decoding by prompt lookup: the tokens that followed the last occurrence of the newest ones are guessed to follow again.
 
 Guesses are read together with the newest token, at the price of little more than one decode step, and accepted as far as they are the
-tokens that the sampler chooses: so the text is the same as without. Saxena, Prompt Lookup Decoding, 2023; Leviathan et al., 2023.
+tokens that the sampler chooses: so the text is the same as without, but for tokens whose logits are closer than the rounding of several
+rows differs from that of one (`CpuModel.verify`). Saxena, Prompt Lookup Decoding, 2023; Leviathan et al., 2023.
 """
 
 from __future__ import annotations

