@@ -166,7 +166,7 @@ def test_sizes_that_the_tensors_contradict(kind: str, name: str, values: list[in
     config, tensors = opened[kind]
     for value in values:
         changed = {**config, name: value}
-        if name not in config or config[name] == value or (name == "intermediate_size" and "num_experts" in config):
+        if name not in config or config[name] == value or (name == "intermediate_size" and "moe_intermediate_size" in config):
             continue
         if name == "num_hidden_layers" and isinstance(config.get("layer_types"), list):
             changed["layer_types"] = (config["layer_types"] * 4)[:value]
