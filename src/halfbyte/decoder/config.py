@@ -1,7 +1,7 @@
 """The text part of a config.json, checked: what `build.py` reads of it, with the names of earlier versions of transformers.
 
-A value that decides what is computed is never guessed: where config.json lacks it, and neither a general rule nor
-the family's defaults give it, reading it raises.
+A value that decides what is computed is never guessed: where config.json lacks it, and neither a general rule nor the family's defaults
+give it, reading it raises.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Rope:
     @property
     def is_finite(self) -> bool:
         """Whether all frequencies are finite, not all of them 0, and the factor of cosines is finite."""
-        frequencies_fit = all(bool(f.isfinite().all()) and bool(f.any()) for f in self._frequencies)
-        return self._scaling <= torch.finfo(torch.float32).max and frequencies_fit
+        finite = all(bool(f.isfinite().all()) and bool(f.any()) for f in self._frequencies)
+        return finite and self._scaling <= torch.finfo(torch.float32).max
 
     def block(self, position: int, length: int) -> tuple[Tensor, int]:
         """Return the table of cosines and sines that has a position, [_BLOCK, 2, rotary_dim / 2] float32, and the position's row.
