@@ -254,7 +254,7 @@ def test_tiles_without_dot_products(name: str, register: str) -> None:
         text = assembly(isa, spec)
         assert count(text.splitlines(), "vpmaddwd") == rows * vectors * 8
         assert count(text.splitlines(), "vpaddw") == 2 * rows * vectors * 8
-        assert len(spills(between(text, "vpmaddwd"))) <= 2
+        assert len(spills(between(text, "vpmaddwd"))) <= (2 if LLVM > 20 else 7)
         assert "vpdp" not in text
 
 
