@@ -179,7 +179,7 @@ class LanguageModel:
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        values = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) else [None]
+        values: list[Any] = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) else [None]
         if values and all(isinstance(value, Mapping) for value in values):
             return self.tokenizer.encode(self.chat_prompt(values), add_special_tokens=False)
         if not all(type(value) is int for value in values):

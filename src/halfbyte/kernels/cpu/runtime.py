@@ -29,7 +29,8 @@ from halfbyte.kernels.cpu.isas import current
 
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 _forked = False
-T, S = TypeVar("T"), TypeVar("S")
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 def _after_fork() -> None:
