@@ -13,6 +13,10 @@ import hypothesis
 import pytest
 import torch
 
+# Triton reads this when it is imported, which modules of other folders may do before tests/gpu is collected.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Compiling a kernel takes longer than hypothesis allows one example by default.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from halfbyte.machine import GPUS, Gpu
 from halfbyte.machine import gpu as this_gpu
 
-# Triton reads this when it is imported; no test has been imported yet.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+if not torch.cuda.is_available():  # tests/conftest.py has asked for the interpreter
     pytest.importorskip("triton", reason="Triton is not installed", exc_type=ImportError)
     from interpreter import mend
 
