@@ -278,6 +278,14 @@ def test_views_read_the_weight() -> None:
     assert torch.equal(x @ view.T, x @ weight.T)
 
 
+def test_views_of_a_convolution_in_one_dimension() -> None:
+    """Its codes have a dimension more than its weight."""
+    module = hb.quantize_(nn.Sequential(nn.Conv1d(8, 8, 4, groups=8)), "q8_0")[0]
+    weight = module.weight.clone()
+    assert torch.equal(module.weight.squeeze(1).unsqueeze(1) * 1, weight)
+    assert torch.equal(module.weight[2:4, 0] * 1, weight[2:4, 0])
+
+
 def test_copies_of_a_rescaled_module() -> None:
     module, x = linear("q8_0"), torch.randn(3, 64)
     y = module(x)

@@ -88,11 +88,13 @@ class WeightView(Tensor):
     rows    those of `packed` that are the weight, if not all
     check   the `packed_check` of the weight
     steps   the operations that give the view, in their order, if it is not of the whole weight as it is
+    base    the shape of the weight before these
     """
 
     packed: AnyPacked
     rows: slice | None
     steps: tuple[Step, ...]
+    base: Sequence[int]
     check: Tensor | None
     _reference: weakref.ref[WeightView]
 
@@ -106,9 +108,11 @@ class WeightView(Tensor):
         check: Tensor | None = None,
         steps: tuple[Step, ...] = (),
         strides: Sequence[int] | None = None,
+        base: Sequence[int] | None = None,
     ) -> WeightView:
         view: WeightView = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=packed.device)
         view.packed, view.rows, view.check, view.steps = packed, rows, check, steps
+        view.base = shape if base is None else base  # the shape before the steps
         view._reference = weakref.ref(view)  # torch.utils.swap_tensors refuses tensors that have one
         return view
 
@@ -147,8 +151,8 @@ class WeightView(Tensor):
         numbers = ops.dequantize(self.packed, self.dtype)
         if self.rows is not None:
             numbers = numbers[self.rows]
-        elif not self.steps:
-            numbers = numbers.view(self.shape)
+        else:
+            numbers = numbers.view(tuple(self.base))
         for step in self.steps:
             numbers = step.of(numbers)
         return numbers
@@ -159,7 +163,7 @@ class WeightView(Tensor):
 
         def view(layout: Tensor, index: int | None) -> WeightView:
             steps = (*self.steps, Step(function, arguments, keywords, index))
-            return WeightView(self.packed, self.dtype, layout.shape, self.rows, self.check, steps, layout.stride())
+            return WeightView(self.packed, self.dtype, layout.shape, self.rows, self.check, steps, layout.stride(), self.base)
 
         return view(result, None) if isinstance(result, Tensor) else [view(layout, i) for i, layout in enumerate(result)]
 
@@ -186,7 +190,7 @@ class WeightView(Tensor):
                 _write(written, func, args)
                 return written
         if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
-            return cls(first.packed, first.dtype, first.shape, first.rows, first.check, first.steps, first.stride())
+            return cls(first.packed, first.dtype, first.shape, first.rows, first.check, first.steps, first.stride(), first.base)
         if isinstance(first, WeightView) and any(result.alias_info is not None for result in func._schema.returns):
             return first._viewed(func, args[1:], kwargs)
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs))
