@@ -22,13 +22,14 @@ _GPT_OSS_GATES = Clamped(1.702, 7.0)  # constants of its experts, which no confi
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint by their names in transformers, packed for a device. Names without ".weight" are modules."""
+    """The tensors of a checkpoint by their names in transformers, packed for a device."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
 
     def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
-        """Read quantized weights and join them along N, with their biases; None where they are not quantized, or not alike."""
+        """Read quantized weights and join them along N, with their biases; None where they are not quantized, or in
+        different formats."""
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor in floating point."""

@@ -13,7 +13,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.nn.modules import QuantModule
 from halfbyte.versions import TESTED
 
-_CLASSES = ("BaseTuner", "PeftModel")  # one of them is made for every adapter
+_CLASSES = ("BaseTuner", "PeftModel")  # peft instantiates one of them for every adapter
 
 
 def refuse(module: ModuleType, reason: str) -> None:

@@ -229,8 +229,8 @@ class Batch:
             same = next((i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), min(len(ids), len(prompt)))
             same = min(same, len(prompt) - 1, cache.length)  # one is read, for its logits
             switch = self._model.spec.rope_switch
-            alike = switch is None or (cache.length > switch) == (len(prompt) > switch)
-            if same > 0 and alike and cache.cut(same):
+            same_frequencies = switch is None or (cache.length > switch) == (len(prompt) > switch)
+            if same > 0 and same_frequencies and cache.cut(same):
                 return cache, same
         return self._new_cache(), 0
 

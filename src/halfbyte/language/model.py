@@ -146,7 +146,7 @@ class LanguageModel:
             sampling: As for `generate`.
 
         Yields:
-            New text. Whoever stops asking for it ends the generation.
+            New text. Closing the iterator cancels the generation.
         """
         yield from self.stream_of(self.submit(prompt, sampling, **settings))
 
