@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,17 @@ import pytest
 import torch
 import transformers
 from language_model import make_decoder
-from shortened_models import done
+from shortened_models import native_calls, step_calls
 from torch import nn
 from transformers import BertConfig, BertModel, DynamicCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.integrations import decoding_cpu, decoding_step, embedding, encoding
+from halfbyte.integrations import embedding, encoding, model_step, stack
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE, any_value, bind, cache_name, is_true, parameters_of, unset, why_unknown
-from halfbyte.integrations.decoding import ARGUMENTS, is_short, shorten_
+from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.generating import generate_fast
+from halfbyte.integrations.live_layers import LAYER_ARGUMENTS
 from halfbyte.integrations.shortened import Shortened
 
 KNOWN = {"x": any_value, CACHE: any_value, "mask": any_value, "output_attentions": unset, "is_causal": is_true}
@@ -66,10 +68,10 @@ def test_the_installed_version_names_its_cache() -> None:
 
 
 TABLES = {
-    "layers": ([f"{name}.modeling_{name}.{family.layer_class}" for name, family in FAMILIES.items()], ARGUMENTS),
+    "layers": ([f"{name}.modeling_{name}.{family.layer_class}" for name, family in FAMILIES.items()], LAYER_ARGUMENTS),
     "models": (
         [f"{name}.modeling_{name}.{family.model_class}" for name, family in FAMILIES.items() if family.model_class],
-        decoding_step.ARGUMENTS,
+        model_step.ARGUMENTS,
     ),
     "encoders": ([*encoding.LAYERS], encoding.ARGUMENTS),
     "embeddings": ([*embedding.TABLES], embedding.ARGUMENTS),
@@ -92,26 +94,38 @@ def test_every_class_of_the_tables_has_a_known_signature(table: str) -> None:
     assert found > len(names) // 2
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_stack_has_a_known_signature_and_output(name: str) -> None:
+    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    found = []
+    for kind in vars(module).values():
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__:
+            names = inspect.unwrap(kind.forward).__code__.co_names
+            if {"layers", "embed_tokens", "rotary_emb"} <= {*names}:
+                found.append(kind)
+    assert len(found) == 1
+    assert why_unknown(found[0], stack.ARGUMENTS) is None
+    assert stack._why_unknown_output(found[0]) is None
+
+
 def test_a_replaced_forward_tells_the_signature_of_the_original(llama: Any) -> None:
     """transformers and peft look there for what a model takes."""
-    names = parameters_of(type(llama).forward), parameters_of(type(llama.model.layers[0]).forward)
+    names = parameters_of(type(llama.model).forward), parameters_of(type(llama.model.layers[0]).forward)
     shorten_(hb.fuse_(llama))
-    assert isinstance(llama, Shortened)
-    assert (parameters_of(llama.forward), parameters_of(llama.model.layers[0].forward)) == names
+    assert isinstance(llama.model, Shortened)
+    assert (parameters_of(llama.model.forward), parameters_of(llama.model.layers[0].forward)) == names
 
 
 @pytest.mark.parametrize("name", [CACHE, OLD_CACHE])
-def test_a_layer_takes_the_cache_by_both_names(llama: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_takes_the_cache_by_both_names(llama: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name not in (KV_CACHE, OLD_CACHE):
         pytest.skip("the installed version has no such argument")
     shorten_(hb.fuse_(llama))
-    layer, x = llama.model.layers[0], torch.randn(1, 3, 64)
-    rotary = llama.model.rotary_emb(x, torch.arange(3)[None])
-    calls, cache = done(monkeypatch, decoding_cpu, "tokens"), DynamicCache(config=llama.config)
+    calls, cache = native_calls(monkeypatch), DynamicCache(config=llama.config)
     with torch.no_grad():
-        layer(x, position_embeddings=rotary, **{name: cache})
-    assert calls == [True]
-    assert cache.get_seq_length() == 3
+        llama.model(IDS, use_cache=True, **{name: cache})
+    assert [layers for *_, layers in calls] == [2]
+    assert cache.get_seq_length() == IDS.shape[1]
 
 
 def unknown_layer_argument(model: Any) -> Any:
@@ -128,27 +142,27 @@ def test_what_is_not_understood_goes_to_the_original(llama: Any, call: Callable[
     with torch.no_grad():
         expected = call(llama)
         shorten_(llama)
-        calls = done(monkeypatch, decoding_cpu, "tokens")
+        calls = native_calls(monkeypatch)
         assert torch.equal(call(llama), expected)
         assert not calls
         llama(IDS)
-        assert calls == [True, True]
+        assert [layers for *_, layers in calls] == [2]
 
 
 def test_a_token_with_an_argument_that_is_not_understood(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_(hb.fuse_(llama))
-    calls = done(monkeypatch, decoding_step, "one_token")
+    calls = step_calls(monkeypatch)
     with torch.no_grad():
         past = llama(IDS, use_cache=True)[KV_CACHE]
         llama(IDS[:, :1], use_cache=True, **{KV_CACHE: past})
-        assert calls == [True]
+        assert calls == [False, True]
         for settings in (
             {"output_hidden_states": True},
             {"logits_to_keep": torch.tensor([0])},
             {"inputs_embeds": torch.zeros(1, 1, 64), "input_ids": None},
         ):
             llama(**{"input_ids": IDS[:, :1], **settings}, use_cache=True, **{KV_CACHE: past})
-    assert len(calls) == 1
+    assert calls[2:] == [True, False], "the logits that are kept are no matter of the stack, hidden states are asked for before"
 
 
 def changed_forward(self: Any, hidden_states: Any, attention_mask: Any = None, tilt: Any = None, **kwargs: Any) -> Any:

@@ -15,10 +15,10 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from shortened_models import beside, close, done
+from shortened_models import beside, close, layer_calls
 from transformers import DynamicCache, StaticCache
 
-from halfbyte.integrations import decoding, decoding_cpu, decoding_gpu, decoding_step
+from halfbyte.integrations import decoding, decoding_gpu
 from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.explain_model import explain_model
@@ -101,10 +101,7 @@ def pair(kind: str, layer_types: list[str] | None = None, **how: Any) -> tuple[A
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each layer called, whether it was in one call; layer by layer."""
-    found = done(monkeypatch, decoding_cpu, "tokens")
-    monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
-    return found
+    return layer_calls(monkeypatch)
 
 
 def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:

@@ -19,14 +19,14 @@ pytest.importorskip("transformers")
 
 import decoder_parts
 from language_model import make_decoder
-from shortened_models import Shifted, beside, close
+from shortened_models import Shifted, beside, close, native_calls
 from transformers import DynamicCache, StaticCache
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.integrations import decoding_cpu, decoding_step
 from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import why_not_short
+from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
@@ -58,45 +58,9 @@ def pair(kind: str = "llama", compute: str = "float", skip: Sequence[str] = ("lm
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what layers did not leave to transformers, of a step of the whole model once for each."""
-    found: list[tuple[int, ...]] = []
-    plain, whole = decoding_cpu.tokens, decoding_step.one_token
-
-    def counting(layer: Any, x: Tensor, *args: Any) -> Tensor | None:
-        y = plain(layer, x, *args)
-        if y is not None:
-            found.append(tuple(x.shape[:2]))
-        return y
-
-    def counting_steps(model: Any, ids: Tensor, *args: Any) -> Tensor | None:
-        y = whole(model, ids, *args)
-        found.extend([tuple(ids.shape)] * (0 if y is None else len(model.model.layers)))
-        return y
-
-    monkeypatch.setattr(decoding_cpu, "tokens", counting)
-    monkeypatch.setattr(decoding_step, "one_token", counting_steps)
-    return found
-
-
-@pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each call computed."""
-    found: list[int] = []
-    plain, whole = decoding_cpu.run_layers, decoding_step.one_token
-
-    def counting(layers: Any, *args: Any) -> Any:
-        found.append(len(layers))
-        return plain(layers, *args)
-
-    def counting_steps(model: Any, *args: Any) -> Tensor | None:
-        y = whole(model, *args)
-        found.extend([len(model.model.layers)] * (y is not None))
-        return y
-
-    monkeypatch.setattr(decoding_cpu, "run_layers", counting)
-    monkeypatch.setattr(decoding_step, "one_token", counting_steps)
-    return found
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(sequences, tokens, layers) of each native call."""
+    return native_calls(monkeypatch)
 
 
 def padded(ids: Tensor, mask: Tensor | None, more: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -116,17 +80,17 @@ def steps(model: Any, kept: Any, ids: Tensor, mask: Tensor | None = None, widths
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", ["grows", "grows, without the head", "grows, layer by layer", "static"])
-def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair(kind, skip=["lm_head"] if cache.endswith("head") else [])
     if cache.endswith("layer"):
-        monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
+        monkeypatch.setattr(TokenStep, "__call__", lambda *_: None)
     kept = [
         DynamicCache(config=plain.config) if cache != "static" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)
     ]
     ids = torch.randint(99, (1, 13))
     widths = (1, 1, 4, 1)  # a few at a time, as one that guesses ahead has it
     assert close(steps(short, kept[0], ids, widths=widths), steps(plain, kept[1], ids, widths=widths))
-    assert calls == [(1, width) for width in (13, *widths) for _ in range(2)]
+    assert calls == [(1, width, 2) for width in (13, *widths)]
     for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
         assert mine.get_seq_length() == theirs.get_seq_length() == 20
         assert close(mine.keys, theirs.keys)
@@ -134,11 +98,11 @@ def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], mo
     with torch.no_grad():
         found = [model(input_ids=ids.view(13, 1).expand(-1, 11), use_cache=False).logits for model in (short, plain)]
     assert close(*found)
-    assert calls[-2:] == [(13, 11)] * 2
+    assert calls[-2:] == [(13, 11, 1)] * 2
 
 
 @pytest.mark.parametrize("dim", [16, 40])
-def test_the_same_logits_from_a_cache_of_8_bits(dim: int, calls: list[tuple[int, ...]]) -> None:
+def test_the_same_logits_from_a_cache_of_8_bits(dim: int, calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair(head_dim=dim)
     kept = [Int8Cache(plain.config) for _ in range(2)]
     ids, mask = torch.randint(99, (2, 13)), torch.ones(2, 13, dtype=torch.long)
@@ -147,7 +111,7 @@ def test_the_same_logits_from_a_cache_of_8_bits(dim: int, calls: list[tuple[int,
     found = [steps(model, cache, ids, mask, widths) for model, cache in zip((short, plain), kept, strict=True)]
     # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
     assert float((found[0] - found[1]).norm()) <= 1e-2 * float(found[1].norm())
-    assert calls == [(2, width) for width in (13, *widths) for _ in range(2)]
+    assert calls == [call for width in (13, *widths) for call in ([(2, width, 2)] if width < 32 else [(2, width, 1)] * 2)]
     for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
         assert mine.keys.shape == theirs.keys.shape == (2, 2, 95, dim + 2 * -(-dim // 32))
         assert mine.keys.dtype == torch.int8
@@ -165,18 +129,18 @@ def test_the_same_logits_from_a_cache_of_8_bits(dim: int, calls: list[tuple[int,
 
 
 @pytest.mark.parametrize("cache", ["grows", "static"])
-def test_padding_on_the_left(cache: str, calls: list[tuple[int, ...]]) -> None:
+def test_padding_on_the_left(cache: str, calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair()
     kept = [DynamicCache(config=plain.config) if cache == "grows" else StaticCache(config=plain.config, max_cache_len=24) for _ in range(2)]
     mask = torch.ones(3, 12, dtype=torch.long)
     mask[0, :3] = mask[2, :5] = 0
     ids = torch.randint(99, (3, 12))
     assert close(steps(short, kept[0], ids, mask, (1, 2, 1)), steps(plain, kept[1], ids, mask, (1, 2, 1)))
-    assert len(calls) == 4 * 2
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
-def test_the_same_text(settings: dict[str, Any], calls: list[tuple[int, ...]]) -> None:
+def test_the_same_text(settings: dict[str, Any], calls: list[tuple[int, int, int]]) -> None:
     """Of so many tokens that the cache that grows gets new memory on the way."""
     plain, short = pair()
     ids = torch.randint(3, 99, (1, 5))
@@ -212,14 +176,14 @@ def test_caches_that_share_a_beginning() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
+def test_halves(dtype: torch.dtype, calls: list[tuple[int, int, int]]) -> None:
     """Everything between x and y is float32: no farther from float32's logits than transformers' steps, which round each."""
     exact, _ = pair()
     plain, short = pair()
     ids = torch.randint(99, (1, 30))
     wanted = steps(exact, DynamicCache(config=exact.config), ids)
     mine, theirs = (steps(m.to(dtype), DynamicCache(config=m.config), ids).float() for m in (short, plain))
-    assert len(calls) == 8
+    assert len(calls) == 4
     # The caches are of `dtype` in both.
     assert float((mine - wanted).norm()) <= 1.1 * float((theirs - wanted).norm())
     calls.clear()
@@ -236,14 +200,14 @@ def test_products_on_the_way_are_those_of_linear(name: str) -> None:
     decoder_parts.check(name, sizes, shapes, lambda _: nullcontext())
 
 
-def test_what_goes_the_long_way(calls: list[tuple[int, ...]]) -> None:
+def test_what_goes_the_long_way(calls: list[tuple[int, int, int]]) -> None:
     _, short = pair()
     ids, one = torch.randint(99, (1, 5)), torch.tensor([[5]])
     short(input_ids=ids, past_key_values=(kept := DynamicCache()))
     short(input_ids=one, past_key_values=kept)  # gradients
     with torch.no_grad():
         short(input_ids=one, past_key_values=kept)
-        assert calls.pop() == calls.pop() == (1, 1)
+        assert calls.pop() == (1, 1, 2)
         short(input_ids=one.expand(65, 1))  # too many
         short.train()(input_ids=one, past_key_values=kept)
         short.eval()
@@ -251,102 +215,80 @@ def test_what_goes_the_long_way(calls: list[tuple[int, ...]]) -> None:
         hook = short.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(args))
         short(input_ids=one, past_key_values=kept)
         assert seen
-        assert calls == [(1, 1)], "the other layer"
+        assert calls == [(1, 1, 1)], "the other layer"
         hook.remove()
         short(input_ids=one, past_key_values=kept)
-        assert len(calls) == 3
+        assert len(calls) == 2
         short(input_ids=one, past_key_values=kept, output_attentions=True)
-        assert len(calls) == 3
+        assert len(calls) == 2
 
 
-def test_layers_that_followed_each_other_are_computed_together(together: list[int]) -> None:
-    """And what was computed ahead counts only where nothing came between."""
+def test_consecutive_layers_are_one_call(calls: list[tuple[int, int, int]]) -> None:
+    """But for one with a hook, and not where inner results are asked for."""
     plain, short = pair(num_hidden_layers=4)
     ids, one = torch.randint(99, (1, 5)), torch.tensor([[5]])
     kept: list[Any] = [DynamicCache(), DynamicCache()]
 
-    def both(**how: Any) -> tuple[Tensor, ...]:
+    def both(**how: Any) -> list[int]:
+        calls.clear()
         found = [m(past_key_values=c, **how) for m, c in zip((short, plain), kept, strict=True)]
         assert close(found[0].logits, found[1].logits)
         hidden = [found[0].hidden_states, found[1].hidden_states]
         assert hidden[0] is None or all(map(close, *hidden))
-        return found[0].logits
+        return [layers for _, _, layers in calls]
 
     with torch.no_grad():
-        both(input_ids=ids)
-        both(input_ids=one)
-        assert together == [4]
-        both(input_ids=one)
-        assert together == [4, 4]
-        both(input_ids=one)
-        together.clear()
+        assert both(input_ids=ids) == [], "the cache has no layers yet"
+        assert both(input_ids=one) == both(input_ids=one) == [4]
         # Something that changes what a layer gives, in place and not.
         for change in (lambda *args: args[2] * 2, lambda *args: args[2].mul_(2), lambda *args: None):
             hooks = [m.model.layers[1].register_forward_hook(change) for m in (short, plain)]
-            both(input_ids=one)
+            assert both(input_ids=one) == [1, 2]
             for hook in hooks:
                 hook.remove()
-            assert together == [1, 1, 2]
-            together.clear()
         for mine in kept:
             mine.crop(-2)
-        both(input_ids=one)
-        both(input_ids=one, attention_mask=torch.ones(1, kept[1].get_seq_length() + 1))
-        assert together == [4, 4]
-        # A layer less: what is computed for it ahead enters no cache.
+        assert both(input_ids=one) == [4]
+        assert both(input_ids=one, attention_mask=torch.ones(1, kept[1].get_seq_length() + 1)) == [4]
         for model in (short, plain):
             model.config.num_hidden_layers = 3
-        both(input_ids=one)
+        assert both(input_ids=one) == []
         lengths = [[layer.get_seq_length() for layer in cache.layers] for cache in kept]
         assert lengths[0] == lengths[1]
         for model in (short, plain):
             model.config.num_hidden_layers = 4
     with torch.inference_mode():
-        kept = [DynamicCache(), DynamicCache()]
-        both(input_ids=ids)
-        both(input_ids=one)
-        both(input_ids=one, output_hidden_states=True)
+        kept = [DynamicCache(config=plain.config), DynamicCache(config=plain.config)]
+        assert both(input_ids=ids) == [4]
+        assert both(input_ids=one) == [4]
+        assert both(input_ids=one, output_hidden_states=True) == []
+        assert both(input_ids=one) == [4], "the hooks that transformers has left are inactive"
 
 
-def test_under_torch_compile(together: list[int]) -> None:
-    """The same numbers, layers computed ahead as without; with a copied cache one by one, and past a hook as transformers does it."""
+def test_under_torch_compile(calls: list[tuple[int, int, int]]) -> None:
+    """transformers' forward is traced, which reads what torch.func.functional_call gives the model."""
     _, short = pair()
     compiled: Any = torch.compile(short.forward, fullgraph=True, dynamic=False, backend="eager")
     ids, one = torch.randint(99, (1, 5)), torch.tensor([[5]])
     kept = [StaticCache(config=short.config, max_cache_len=24) for _ in range(2)]
-
-    def both() -> None:
-        found = [run(input_ids=one, past_key_values=cache).logits for run, cache in zip((short, compiled), kept, strict=True)]
-        assert close(*found), "the last digits of torch's own lm_head depend on the address of what it reads"
-        for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
-            assert torch.equal(mine.keys, theirs.keys)
-            assert torch.equal(mine.values, theirs.values)
-            assert int(mine.cumulative_length) == int(theirs.cumulative_length)
-
     with torch.no_grad():
         for cache in kept:
             short(input_ids=ids, past_key_values=cache)
-        together.clear()
-        both()
-        both()
-        assert together == [2] * 4
-        kept = copy.deepcopy(kept)
-        both()
-        assert together[4:] == [2, 1, 1]
-        with short.model.layers[1].mlp.register_forward_hook(lambda *args: 2 * args[2]):
-            both()
-        both()
-        other = copy.deepcopy(short)
-        other.model.layers[0].input_layernorm.weight.mul_(2)
-        short = other
-        compiled = torch.compile(other.forward, fullgraph=True, dynamic=False, backend="eager")
-        together.clear()
-        found = compiled(input_ids=one, past_key_values=kept[1]).logits
-        assert not together
-        assert close(found, other(input_ids=one, past_key_values=kept[0]).logits)
+        for _ in range(2):
+            calls.clear()
+            expected = short(input_ids=one, past_key_values=kept[0]).logits
+            assert calls == [(1, 1, 2)]
+            assert close(compiled(input_ids=one, past_key_values=kept[1]).logits, expected)
+            assert len(calls) == 1
+        name = "model.layers.0.input_layernorm.weight"
+        other = {name: short.get_parameter(name) * 2}
+        call: Any = torch.compile(torch.func.functional_call, backend="eager")
+        changed = torch.func.functional_call(short, other, (one,)).logits
+        assert close(call(short, other, (one,)).logits, changed)
+        assert not close(short(one).logits, changed)
 
 
-def test_weights_that_change(calls: list[tuple[int, ...]]) -> None:
+def test_weights_that_change(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair()
     _, other = pair(initializer_range=0.1)
     ids = torch.randint(99, (1, 5))

@@ -13,15 +13,16 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
-from shortened_models import beside, close
+from shortened_models import beside, close, native_calls
 from tiny_decoders import MIXTURE_SIZES, MIXTURES, SPARSE
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from halfbyte.integrations import decoding, decoding_cpu, decoding_step
+from halfbyte.integrations import decoding
 from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.explain_model import explain_model
+from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
@@ -44,23 +45,9 @@ def pair(kind: str, compute: str = "float", fmt: str = "q4_0", **more: Any) -> t
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of tokens that took a call, of layers and of whole models, and how many layers it had."""
-    found: list[tuple[int, ...]] = []
-    plain, whole = decoding_cpu.run_layers, decoding_step.one_token
-
-    def counting(layers: Any, x: Tensor, *args: Any) -> Any:
-        found.append((*x.shape[:2], len(layers)))
-        return plain(layers, x, *args)
-
-    def counting_steps(model: Any, ids: Tensor, *args: Any) -> Tensor | None:
-        y = whole(model, ids, *args)
-        found.extend([(*ids.shape, len(model.model.layers))] * (y is not None))
-        return y
-
-    monkeypatch.setattr(decoding_cpu, "run_layers", counting)
-    monkeypatch.setattr(decoding_step, "one_token", counting_steps)
-    return found
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(sequences, tokens, layers) of each native call."""
+    return native_calls(monkeypatch)
 
 
 @torch.no_grad()
@@ -72,10 +59,10 @@ def steps(model: Any, kept: Any, widths: tuple[int, ...], batch: int = 1) -> Ten
 
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("cache", ["grows", "grows, layer by layer", "static"])
-def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair(kind)
     if cache.endswith("layer"):
-        monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
+        monkeypatch.setattr(TokenStep, "__call__", lambda *_: None)
     kept = [
         DynamicCache(config=plain.config) if cache != "static" else StaticCache(config=plain.config, max_cache_len=90) for _ in range(2)
     ]
@@ -91,7 +78,7 @@ def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, ...]], mo
 
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("fmt", ["q4_0", "q8_0", "int4_g16_zp"])
-def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, ...]]) -> None:
+def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair(kind, fmt=fmt)
     ids = torch.randint(3, 99, (3, 5), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
@@ -101,7 +88,7 @@ def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, ...]]) -> Non
     assert calls.count((3, 1, len(plain.model.layers))) == 15
 
 
-def test_the_factor_of_what_layers_add_may_change(calls: list[tuple[int, ...]]) -> None:
+def test_the_factor_of_what_layers_add_may_change(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("granite")
     before, after = [], []
     for found in (before, after):
@@ -113,7 +100,7 @@ def test_the_factor_of_what_layers_add_may_change(calls: list[tuple[int, ...]]) 
     assert not close(before[0], after[0])
 
 
-def test_integers(calls: list[tuple[int, ...]]) -> None:
+def test_integers(calls: list[tuple[int, int, int]]) -> None:
     """A code that flips moves an activation by 1/127 of the largest of 32."""
     plain, short = pair("qwen3", compute="int8")
     found = [steps(model, DynamicCache(config=plain.config), (9, 1, 1, 1)) for model in (short, plain)]
@@ -121,7 +108,7 @@ def test_integers(calls: list[tuple[int, ...]]) -> None:
     assert len(calls) == 4
 
 
-def test_more_sequences_than_are_worth_it(calls: list[tuple[int, ...]]) -> None:
+def test_more_sequences_than_are_worth_it(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("mixtral")
     found = [steps(model, DynamicCache(config=plain.config), (2, 1), batch=40) for model in (short, plain)]
     assert close(*found)
@@ -130,7 +117,7 @@ def test_more_sequences_than_are_worth_it(calls: list[tuple[int, ...]]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_prompts(kind: str, calls: list[tuple[int, ...]]) -> None:
+def test_prompts(kind: str, calls: list[tuple[int, int, int]]) -> None:
     """Attention is one call, the experts take transformers' steps: with padding, without a cache, in 8 bits, and after a change."""
     plain, short = pair(kind)
     layers, generator = len(plain.model.layers), torch.Generator().manual_seed(3)
@@ -171,7 +158,7 @@ def test_what_the_output_is() -> None:
 
 
 @pytest.mark.parametrize("by_config", [False, True])
-def test_the_router_may_be_asked(by_config: bool, calls: list[tuple[int, ...]]) -> None:
+def test_the_router_may_be_asked(by_config: bool, calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("qwen3")
     settings: dict[str, Any] = {} if by_config else {"output_router_logits": True}
     found = []
@@ -188,7 +175,7 @@ def test_the_router_may_be_asked(by_config: bool, calls: list[tuple[int, ...]]) 
 
 
 @torch.no_grad()
-def test_changes_are_seen(calls: list[tuple[int, ...]]) -> None:
+def test_changes_are_seen(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("qwen2")
 
     def same(count: int) -> None:
@@ -217,7 +204,7 @@ def test_changes_are_seen(calls: list[tuple[int, ...]]) -> None:
 
 
 @torch.no_grad()
-def test_hooks_are_called(calls: list[tuple[int, ...]]) -> None:
+def test_hooks_are_called(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("mixtral")
     cache = DynamicCache(config=plain.config)
     seen: list[Tensor] = []
@@ -255,7 +242,7 @@ def test_experts_of_other_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_windows_and_sinks(batch: int, calls: list[tuple[int, ...]]) -> None:
+def test_windows_and_sinks(batch: int, calls: list[tuple[int, int, int]]) -> None:
     """Of gpt-oss each second layer sees the last tokens alone."""
     plain, short = pair("gpt-oss", sliding_window=6, layer_types=["sliding_attention", "full_attention"])
     kept = [DynamicCache(config=plain.config) for _ in range(2)]
@@ -273,7 +260,7 @@ def test_windows_and_sinks(batch: int, calls: list[tuple[int, ...]]) -> None:
 
 
 @torch.no_grad()
-def test_a_prompt_that_sees_nothing_but_sinks(calls: list[tuple[int, ...]]) -> None:
+def test_a_prompt_that_sees_nothing_but_sinks(calls: list[tuple[int, int, int]]) -> None:
     """Padding: what it says means nothing, but it is a number, and the rest is as without."""
     plain, short = pair("gpt-oss")
     ids, mask = torch.randint(3, 99, (2, 10), generator=torch.Generator().manual_seed(2)), torch.ones(2, 10, dtype=torch.long)
@@ -285,7 +272,7 @@ def test_a_prompt_that_sees_nothing_but_sinks(calls: list[tuple[int, ...]]) -> N
 
 
 @torch.no_grad()
-def test_changes_of_gpt_oss_are_seen(calls: list[tuple[int, ...]]) -> None:
+def test_changes_of_gpt_oss_are_seen(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("gpt-oss")
 
     def logits(model: Any) -> Tensor:
@@ -328,7 +315,7 @@ CORRECTED = {
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", CORRECTED)
-def test_changes_of_corrections_are_seen(kind: str, dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
+def test_changes_of_corrections_are_seen(kind: str, dtype: torch.dtype, calls: list[tuple[int, int, int]]) -> None:
     """In bfloat16 they are copies in float32; which experts there are is all that is compared then, as hidden states are rounded."""
     models = [model.to(dtype) for model in pair(kind)]
     found = []
@@ -346,7 +333,7 @@ def test_changes_of_corrections_are_seen(kind: str, dtype: torch.dtype, calls: l
 
 
 @torch.no_grad()
-def test_factors_and_groups_are_seen(calls: list[tuple[int, ...]]) -> None:
+def test_factors_and_groups_are_seen(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("glm4")
     for model in (plain, short):
         model.model.layers[1].mlp.gate.routed_scaling_factor = 0.25
@@ -368,7 +355,7 @@ def test_olmoe_that_clips_is_left() -> None:
     assert any("its config has clip_qkv" in note for note in report(model).notes)
 
 
-def test_gradients_take_the_other_way(calls: list[tuple[int, ...]]) -> None:
+def test_gradients_take_the_other_way(calls: list[tuple[int, int, int]]) -> None:
     _, short = pair("qwen3")
     embeds = torch.randn(1, 3, 48, requires_grad=True)
     short(inputs_embeds=embeds, use_cache=False).logits.sum().backward()

@@ -13,13 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from shortened_models import close, done
+from shortened_models import close, step_calls
 from tiny_decoders import KINDS, from_kind, vary_
 from transformers import DynamicCache
 
-from halfbyte.integrations import decoding_step
 from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.stack import compiled
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
@@ -38,7 +38,7 @@ def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each call with a cache, whether it was one call."""
-    return done(monkeypatch, decoding_step, "one_token")
+    return step_calls(monkeypatch)
 
 
 def said(model: Any, cache: Any, *, batch: int = 1, tokens: int = 12, mask: Tensor | None = None) -> Tensor:
@@ -182,11 +182,17 @@ def test_queries_with_a_factor_are_left(taken: list[bool]) -> None:
     assert taken == [False, True, False, False, True]
 
 
+def _has_step(model: Any) -> bool:
+    found = compiled(model.model)
+    assert not isinstance(found, str)
+    return found.step(model.model) is not None
+
+
 def test_what_goes_the_long_way(taken: list[bool]) -> None:
     """Scores have a cap, which torch's attention leaves out; positions depend on how long the text is."""
     for kind in ("gemma2", "phi3", "gemma3"):
         plain, short = pair(kind)
-        assert decoding_step._held(short) is not None
+        assert _has_step(short)
         for model in (plain, short):
             rotary = model.model.rotary_emb
             if kind == "gemma2":
@@ -196,8 +202,7 @@ def test_what_goes_the_long_way(taken: list[bool]) -> None:
                 rotary.sliding_attention_max_seq_len_cached = 64
             else:
                 rotary.rope_type = "dynamic"
-        decoding_step._models.clear()
-        assert decoding_step._held(short) is None
+        assert not _has_step(short)
         if kind != "gemma2":
             assert close(*(said(model, DynamicCache(config=model.config), tokens=2) for model in (short, plain)))
     assert not any(taken)

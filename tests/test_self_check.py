@@ -15,7 +15,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
 import halfbyte as hb
-from halfbyte.integrations import decoding, encoding, self_check
+from halfbyte.integrations import encoding, self_check, stack
 from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.self_check import SelfCheck, relative_difference, tolerance
 from halfbyte.integrations.shortened import Shortened
@@ -49,9 +49,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def forgets_the_prompt(self: Any, call: dict[str, Any], run: Callable[..., Any] = decoding._Few.computed) -> Any:
+def forgets_the_prompt(module: Any, call: dict[str, Any], run: Callable[..., Any] = stack._run) -> Any:
     """As with a cache whose argument has another name."""
-    return run(self, {name: value for name, value in call.items() if name != "cache"})
+    return run(module, {name: value for name, value in call.items() if name != "cache"})
 
 
 @pytest.mark.parametrize("compute", ["float", "int8"])
@@ -86,8 +86,7 @@ def test_other_versions_are_checked_anew(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_model_that_forgets_its_prompt_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = llama()
     model = copy.deepcopy(plain)
-    monkeypatch.setattr(decoding._Few, "computed", forgets_the_prompt)
-    monkeypatch.setattr("halfbyte.integrations.decoding_step.one_token", lambda *args: None)
+    monkeypatch.setattr(stack, "_run", forgets_the_prompt)
     message = r"differs by [\d.]+ from the plain model, where rounding explains .* \(halfbyte .*, transformers .*\): the model is left"
     with pytest.warns(RuntimeWarning, match=message):
         hb.optimize_(model)
@@ -110,8 +109,7 @@ def assert_plain(model: nn.Module, plain: nn.Module) -> None:
 
 def test_a_bad_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(decoding._Few, "computed", lambda self, call: call["hidden_states"] + 1)
-        broken.setattr("halfbyte.integrations.decoding_step.one_token", lambda *args: None)
+        broken.setattr(stack, "_run", forgets_the_prompt)
         with pytest.warns(RuntimeWarning, match="the model is left plain"):
             hb.optimize_(llama())
     calls, plain = counted(monkeypatch), llama()
@@ -128,7 +126,7 @@ def test_a_model_that_raises_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> N
 
     plain = llama()
     model = copy.deepcopy(plain)
-    monkeypatch.setattr(decoding._Few, "computed", raises)
+    monkeypatch.setattr(stack, "_run", raises)
     with pytest.warns(RuntimeWarning, match="an optimized LlamaForCausalLM raises KeyError"):
         hb.optimize_(model)
     assert_plain(model, plain)

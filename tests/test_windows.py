@@ -16,12 +16,13 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
-from shortened_models import close
+from shortened_models import close, native_calls
 from transformers import DynamicCache, StaticCache
 
-from halfbyte.integrations import decoding_cpu, decoding_step, growing
+from halfbyte.integrations import growing
 from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
@@ -53,24 +54,9 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was computed in one call: the "model", or a "layer"."""
-    found: list[str] = []
-    layers, whole = decoding_cpu.tokens, decoding_step.one_token
-
-    def counting(*args: Any) -> Tensor | None:
-        y = layers(*args)
-        found.extend(["layer"] * (y is not None))
-        return y
-
-    def counting_steps(*args: Any) -> Tensor | None:
-        y = whole(*args)
-        found.extend(["model"] * (y is not None))
-        return y
-
-    monkeypatch.setattr(decoding_cpu, "tokens", counting)
-    monkeypatch.setattr(decoding_step, "one_token", counting_steps)
-    return found
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(sequences, tokens, layers) of each native call."""
+    return native_calls(monkeypatch)
 
 
 def random_ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
@@ -101,7 +87,7 @@ def same_cache(mine: Any, theirs: Any) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("prompt", "configured"), [(1, True), (3, False), (4, True), (13, True), (13, False)])
-def test_the_same_logits(kind: str, prompt: int, configured: bool, calls: list[str]) -> None:
+def test_the_same_logits(kind: str, prompt: int, configured: bool, calls: list[tuple[int, int, int]]) -> None:
     """Of so many tokens that buffers end; at times some at once, as who continues a chat or guesses ahead has it."""
     plain, short = pair(kind)
     widths = (prompt, *[1] * 75, 2, 1, 7, *[1] * 70, 40, 1)
@@ -110,31 +96,30 @@ def test_the_same_logits(kind: str, prompt: int, configured: bool, calls: list[s
     assert close(said(short, mine, ids, widths), said(plain, theirs, ids, widths))
     assert same_cache(mine, theirs)
     layers, together = plain.config.num_hidden_layers, sum(width > 1 for width in widths)
-    assert calls.count("model") == len(widths) - together - (prompt == 1)
-    if kind != "of experts":  # of which a call has few rows
-        # A cache that has no layers yet gets them from transformers' own.
-        assert calls.count("layer") == layers * (together + (prompt == 1) - (not configured))
+    assert calls.count((2, 1, layers)) >= len(widths) - together - (prompt == 1)
+    # A cache that has no layers yet gets them from transformers' own.
+    assert sum(count for *_, count in calls) == layers * (len(widths) - (not configured))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layer_by_layer(kind: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_by_layer(kind: str, calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without a cache."""
     plain, short = pair(kind)
-    monkeypatch.setattr(decoding_step, "one_token", lambda *_: None)
+    monkeypatch.setattr(TokenStep, "__call__", lambda *_: None)
     widths = (5, *[1] * 80, 3, 1)
     ids = random_ids(1, sum(widths))
     mine, theirs = (DynamicCache(config=plain.config) for _ in range(2))
     assert close(said(short, mine, ids, widths), said(plain, theirs, ids, widths))
     assert same_cache(mine, theirs)
-    assert len(calls) == plain.config.num_hidden_layers * len(widths)
+    assert sum(count for *_, count in calls) == plain.config.num_hidden_layers * len(widths)
     with torch.no_grad():
         assert close(*(model(ids, use_cache=False).logits for model in (short, plain)))
-    assert len(calls) == plain.config.num_hidden_layers * (len(widths) + 1)
+    assert sum(count for *_, count in calls) == plain.config.num_hidden_layers * (len(widths) + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("configured", [True, False])
-def test_padding_on_the_left(kind: str, configured: bool, calls: list[str]) -> None:
+def test_padding_on_the_left(kind: str, configured: bool, calls: list[tuple[int, int, int]]) -> None:
     """Shorter and longer than the window, and positions that do not count it."""
     plain, short = pair(kind)
     widths = (12, 1, 1, 3, *[1] * 9)
@@ -144,7 +129,7 @@ def test_padding_on_the_left(kind: str, configured: bool, calls: list[str]) -> N
     found, expected = (said(model, cache, ids, widths, mask) for model, cache in ((short, mine), (plain, theirs)))
     seen = mask.bool()
     assert close(found[seen], expected[seen]), "what padding says means nothing"
-    assert calls.count("model") == 11
+    assert calls.count((3, 1, plain.config.num_hidden_layers)) == 11
     length, found_at = sum(widths), []
     for model, cache in ((short, mine), (plain, theirs)):
         where = mask.sum(1, keepdim=True)
@@ -170,7 +155,7 @@ def test_the_same_text(kind: str, settings: dict[str, Any]) -> None:
     assert torch.equal(mine, theirs)
 
 
-def test_a_chat_that_goes_on(calls: list[str]) -> None:
+def test_a_chat_that_goes_on(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("in every other layer")
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
     texts = [random_ids(1, 7)] * 2
@@ -182,7 +167,7 @@ def test_a_chat_that_goes_on(calls: list[str]) -> None:
         assert torch.equal(*texts)
         assert same_cache(*caches)
         texts = [torch.cat((text, random_ids(1, 1 + 3 * turn, seed=turn)), 1) for text in texts]
-    assert calls.count("model") == 4 * 29
+    assert len([call for call in calls if call[1] == 1]) == 4 * 29
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,7 +254,7 @@ def test_a_long_prompt_leaves_no_memory_behind() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_of_8_bits(kind: str, calls: list[str]) -> None:
+def test_a_cache_of_8_bits(kind: str, calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair(kind)
     widths = (11, *[1] * 70, 4, 1)
     ids = random_ids(2, sum(widths))
@@ -281,20 +266,18 @@ def test_a_cache_of_8_bits(kind: str, calls: list[str]) -> None:
         assert mine.keys.dtype == torch.int8
         assert mine.keys.shape == theirs.keys.shape
         assert float((mine.keys != theirs.keys).float().mean()) < 0.02
-    assert calls.count("model") == 71
+    assert calls.count((2, 1, plain.config.num_hidden_layers)) == 71
 
 
-def test_a_window_that_the_cache_does_not_know(calls: list[str]) -> None:
+def test_a_window_that_the_cache_does_not_know() -> None:
     """Of another model."""
-    plain, short = pair("of 9 tokens")
-    other = copy.deepcopy(plain.config)
+    models = pair("of 9 tokens")
+    other = copy.deepcopy(models[0].config)
     other.sliding_window = 12
-    for model in (plain, short):
-        said(model, DynamicCache(config=other), random_ids(1, 6), (4, 1, 1))
-    assert calls.count("model") == 0
+    assert close(*(said(model, DynamicCache(config=other), random_ids(1, 20), (4, *[1] * 16)) for model in models))
 
 
-def test_what_changes_between_tokens(calls: list[str]) -> None:
+def test_what_changes_between_tokens(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("of 9 tokens")
     ids = random_ids(1, 30)
     found = []
@@ -307,7 +290,7 @@ def test_what_changes_between_tokens(calls: list[str]) -> None:
         some.append(said(model, cache, ids[:, 16:], (1, 1)))
         found.append(torch.cat(some, 1))
     assert close(*found)
-    assert calls.count("model") == 6
+    assert calls.count((1, 1, 2)) == 6
 
 
 def test_threads_do_not_mix() -> None:
@@ -328,11 +311,11 @@ def test_threads_do_not_mix() -> None:
     assert all(close(found[i], expected[i]) for i in range(4))
 
 
-def test_static_caches(calls: list[str]) -> None:
+def test_static_caches(calls: list[tuple[int, int, int]]) -> None:
     """Those with windows are rolled by transformers' layers."""
     plain, short = pair("in every other layer")
     widths = (4, 1, 1, 3, *[1] * 9)
     ids = random_ids(1, sum(widths))
     caches = [StaticCache(config=plain.config, max_cache_len=40) for _ in range(2)]
     assert close(*(said(model, cache, ids, widths) for model, cache in zip((short, plain), caches, strict=True)))
-    assert calls == ["layer"] * len(widths)
+    assert calls == [(1, width, 1) for width in widths]

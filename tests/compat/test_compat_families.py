@@ -15,13 +15,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from shortened_models import native_calls
 from tiny_decoders import CASES, vary_
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.integrations import decoding_cpu, decoding_step
 from halfbyte.integrations.decoding import is_short
 from halfbyte.integrations.families import NAMES
 from halfbyte.integrations.shortened import name_in_transformers
@@ -38,7 +38,6 @@ TOLERANCES = {"float": 1e-4, "int8": 0.03}
 # With keys and values that are off by at most 1/253 of the largest of 32, in each layer; and where that may change the choice of experts.
 TOLERANCES_OF_8_BITS = {"dense": 0.08, "experts": 0.5}
 # One token takes a call for each layer of these models, and one for the whole of others.
-LAYER_BY_LAYER = {"PhiDecoderLayer"} | {case for case in CASES if "VL" in case or "4v" in case}
 
 
 class Models(NamedTuple):
@@ -132,25 +131,12 @@ def test_layers_are_replaced(exact: Models, request: pytest.FixtureRequest) -> N
 
 def test_fast_paths_are_taken(exact: Models, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument that a new version passes and halfbyte does not know sends calls to transformers' code: right, but slow."""
-    taken: list[str] = []
-
-    def count(module: Any, name: str) -> None:
-        function = getattr(module, name)
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            y = function(*args, **kwargs)
-            taken.extend([name] * (y is not None))
-            return y
-
-        monkeypatch.setattr(module, name, counting)
-
-    count(decoding_cpu, "tokens")
-    count(decoding_step, "one_token")
+    calls = native_calls(monkeypatch)
     ids, _ = ids_and_mask()
     step_by_step(exact.optimized, exact.argument, DynamicCache(config=exact.config), ids)
-    one_token = 0 if request.node.callspec.params["exact"] in LAYER_BY_LAYER else STEPS.count(1)
-    assert taken.count("one_token") == one_token
-    assert taken.count("tokens") == exact.config.num_hidden_layers * (len(STEPS) - one_token)
+    layers = exact.config.num_hidden_layers
+    assert sum(count for *_, count in calls) == layers * len(STEPS)
+    assert calls.count((1, 1, layers)) >= STEPS.count(1)
 
 
 def test_whole_sequences(models: Models) -> None:

@@ -186,7 +186,7 @@ FAMILIES: dict[str, Family] = {
         router_output=True,
         defaults=(("partial_rotary_factor", 0.5),),
     ),
-    "glm4v_moe": Family("Glm4vMoeTextDecoderLayer", partial_rotary=True, moe=_GLM_MOE),
+    "glm4v_moe": Family("Glm4vMoeTextDecoderLayer", partial_rotary=True, moe=_GLM_MOE, mrope=True),
     "gpt_oss": Family(
         "GptOssDecoderLayer",
         "GptOssForCausalLM",
@@ -331,6 +331,7 @@ FAMILIES: dict[str, Family] = {
         gate_up=("fc1",),
         gated=False,
         down_proj="fc2",
+        final_norm="final_layernorm",
         layer_norm=True,
         norm_eps="layer_norm_eps",
         parallel_residual=True,
@@ -348,7 +349,7 @@ FAMILIES: dict[str, Family] = {
         sliding_window="all",
     ),
     "qwen2": Family("Qwen2DecoderLayer", "Qwen2ForCausalLM", sliding_window="layer_types"),
-    "qwen2_5_vl": Family("Qwen2_5_VLDecoderLayer"),
+    "qwen2_5_vl": Family("Qwen2_5_VLDecoderLayer", sliding_window="layer_types", mrope=True),
     "qwen2_moe": Family(
         "Qwen2MoeDecoderLayer",
         "Qwen2MoeForCausalLM",
@@ -356,13 +357,13 @@ FAMILIES: dict[str, Family] = {
         sliding_window="layer_types",
         router_output=True,
     ),
-    "qwen2_vl": Family("Qwen2VLDecoderLayer"),
+    "qwen2_vl": Family("Qwen2VLDecoderLayer", sliding_window="layer_types", mrope=True),
     "qwen3": Family("Qwen3DecoderLayer", "Qwen3ForCausalLM", qk_norm=_QK_NORM, sliding_window="layer_types", defaults=_HEAD_DIM_128),
     "qwen3_moe": Family(
         "Qwen3MoeDecoderLayer", "Qwen3MoeForCausalLM", qk_norm=_QK_NORM, moe=MoEFamily(), sliding_window="all", router_output=True
     ),
-    "qwen3_vl": Family("Qwen3VLTextDecoderLayer", qk_norm=_QK_NORM),
-    "qwen3_vl_moe": Family("Qwen3VLMoeTextDecoderLayer", qk_norm=_QK_NORM, moe=MoEFamily(norm_topk=None)),
+    "qwen3_vl": Family("Qwen3VLTextDecoderLayer", qk_norm=_QK_NORM, mrope=True),
+    "qwen3_vl_moe": Family("Qwen3VLMoeTextDecoderLayer", qk_norm=_QK_NORM, moe=MoEFamily(norm_topk=None), mrope=True),
     "seed_oss": Family("SeedOssDecoderLayer", "SeedOssForCausalLM", defaults=_HEAD_DIM_128),
     "smollm3": Family(
         "SmolLM3DecoderLayer",

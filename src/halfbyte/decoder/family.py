@@ -108,6 +108,7 @@ class Family:
             "repeated" where each column comes twice.
         rope_layers: Which layers have rope, if not all.
         rope_per_type: Whether each of the config's `layer_types` has a rope of its own.
+        mrope: Whether positions have three axes, for images and videos (Qwen2-VL).
         sliding_window: Which layers have the config's sliding window: "none", "all" or those of `layer_types`.
         kv_sharing: How layers reuse keys and values of earlier ones.
         moe: Its mixture of experts. Layers without experts have a plain MLP.
@@ -156,6 +157,7 @@ class Family:
     rope_interleaved: Literal["", "half", "repeated"] = ""
     rope_layers: RopeLayers | None = None
     rope_per_type: bool = False
+    mrope: bool = False
     sliding_window: Literal["none", "all", "layer_types"] = "none"
     kv_sharing: KVSharing | None = None
     moe: MoEFamily | None = None

@@ -10,11 +10,14 @@ optimizing.py       all that makes a model faster (`optimize_`); self_check.py: 
 calls.py            the arguments of transformers' forwards that are replaced, and which values of these are understood
 attention.py        an implementation of attention for transformers; cache.py: a cache in 8 bits; static_codes.py: on GPUs
 Layers and steps in few calls (`shorten_`)
-  decoding.py       decoder layers; decoding_cpu.py: on a CPU, decoding_step.py: a token through all of the model; growing.py: its cache
+  stack.py          compiled decoder stacks on a CPU; compiled_layers.py: a call through their layers; token_step.py: a decode step
+  model_step.py     a decode step with the model's head; kv_place.py: where keys and values go; growing.py: growing caches
+  live_layers.py    what live decoder layers compute; frozen.py: whether a module has changed since; hooked.py: whether it has hooks
+  decoding.py       decoder layers on GPUs
   decoding_gpu.py   decoder layers on a GPU, for a token; prompt_gpu.py: for prompts; layer_gpu.py: what both read; rings.py: windows
   families.py       finds the parts of decoder layers (by decoder/families.py); mixtures.py: those that have experts
   encoding.py       encoder layers; embedding.py: what is before them
   generating.py     writes tokens; steps.py: a model's call for each, without transformers' preparation; graphs.py: as a CUDA graph
-  shortened.py      their classes; ahead.py: layers that are computed by the call of the first; unchanged.py: whether that still holds
+  shortened.py      their classes; ahead.py: encoder layers that are computed by the call of the first
   explain_model.py  what computes each layer, and why
 """

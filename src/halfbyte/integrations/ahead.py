@@ -13,9 +13,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
-from transformers.utils import output_capturing
 
-from halfbyte.nn.modules import has_hooks
+from halfbyte.integrations.hooked import watched
 
 Same = tuple[Tensor | None, ...]  # the arguments besides x, the same for all layers
 
@@ -43,17 +42,6 @@ class Ahead:
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether they are one tensor, or views of it that torch.compile makes for each call."""
     return a is b or (a is not None and b is not None and (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()))
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether calling it runs a hook. The hooks that transformers leaves after a request for hidden states or attentions do not count: they
-    are inactive until the next request."""
-    if not has_hooks(module):
-        return False
-    collector = getattr(output_capturing, "_active_collector", None)
-    if module._forward_pre_hooks or collector is None or collector.get():
-        return True
-    return any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in module._forward_hooks.values())
 
 
 class _Thread(threading.local):

@@ -3,7 +3,7 @@
 transformers renames arguments (5.24 calls the KV cache `cache`, earlier versions `past_key_values`) and adds new ones, which a forward
 takes into `**kwargs`. So each replaced forward reads its call through `bind`, which answers None where an argument is set that is not
 understood: such a call is passed on unchanged to the original forward. A class whose forward has an unknown parameter is not replaced at
-all (`why_unknown`). Called by the modules that replace forwards: decoding, decoding_step, embedding, encoding, generating.
+all (`why_unknown`). Called by the modules that replace forwards: decoding, embedding, encoding, generating, stack.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`shorten_`: decoder layers take one call on a CPU (`decoding_cpu.py`), and few kernels on an NVIDIA GPU: one new token of each sequence
-with a static cache (`decoding_gpu.py`), and prompts (`prompt_gpu.py`); `families.py` says whose.
+"""`shorten_`: decoder stacks are compiled on a CPU (`stack.py`), and decoder layers take few kernels on an NVIDIA GPU: one new token of
+each sequence with a static cache (`decoding_gpu.py`), and prompts (`prompt_gpu.py`); `families.py` says whose.
 
 Training, on a GPU single tokens with other caches, and everything else goes the way of transformers' own layer. `halfbyte.report` says
 which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
@@ -15,18 +15,18 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import check_type
-from halfbyte.integrations import decoding_cpu, decoding_gpu, decoding_step, embedding, encoding, families, layer_gpu, prompt_gpu
+from halfbyte.integrations import decoding_gpu, embedding, encoding, families, layer_gpu, prompt_gpu
 from halfbyte.integrations.ahead import expect
-from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, is_true, unset, why_unknown
+from halfbyte.integrations.calls import CACHE, bind
 from halfbyte.integrations.decoding_gpu import Step
 from halfbyte.integrations.generating import generate_fast
-from halfbyte.integrations.mixtures import routed_of, why_not_routed
-from halfbyte.integrations.shortened import Shortened, original, products_of, shorten, why_hooked, why_not_fused
+from halfbyte.integrations.live_layers import LAYER_ARGUMENTS, groups_of, halves_of, third_of, why_not_compiled, why_not_known
+from halfbyte.integrations.mixtures import routed_of
+from halfbyte.integrations.shortened import Shortened, products_of, shorten
+from halfbyte.integrations.stack import compile_stack, is_stack
 from halfbyte.machine import gpu
 from halfbyte.nn.experts import MixtureOfExperts
-from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.report import add_notes
 from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.experts import CLAMPED, Experts
@@ -34,15 +34,6 @@ from halfbyte.versions import why_untested
 
 LONG = "one token takes the steps of transformers"
 ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
-# Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
-ARGUMENTS: Understood = {
-    **dict.fromkeys(("hidden_states", "attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings"), any_value),
-    **dict.fromkeys(("per_layer_input", "shared_kv_states", "return_shared_kv_states"), any_value),  # Gemma 4
-    **dict.fromkeys(("cache_position", "token_type_ids", "mm_token_type_ids"), any_value),  # the mask tells what they do
-    **dict.fromkeys(("output_hidden_states", "num_items_in_batch", "return_dict"), any_value),  # concern the model around the layers
-    **dict.fromkeys(("output_attentions", "output_router_logits"), unset),
-    "is_causal": is_true,
-}
 
 
 def shorten_(model: nn.Module) -> nn.Module:
@@ -78,8 +69,8 @@ def shorten_(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.ModuleList):
             for _, alike in groupby(module, type):
                 expect(layer for layer in alike if isinstance(layer, Shortened))
-    for module in model.modules():
-        decoding_step.shorten_model(module)
+        if is_stack(module):
+            compile_stack(module)
     return model
 
 
@@ -95,53 +86,19 @@ def is_short(module: nn.Module) -> bool:
 
 
 def why_not_short(layer: Any, device: str = "cuda") -> str | None:
-    """Why `shorten_` does not change a decoder layer on a device of that type, or None."""
-    on_cpu, family = device == "cpu", families.family_of(layer)
-    if family is None:
-        return f"a {original(layer).__name__} is none of {', '.join(families.NAMES)}"
-    if (reason := why_unknown(original(layer), ARGUMENTS)) is not None:
-        return reason
-    attention, mlp, routed = layer.self_attn, families.mlp_of(layer), routed_of(layer)
-    if (name := families.other(layer)) is not None:
-        return f"its config has {name}"
-    if routed is None and (missing := [name for name in (*family.gate_up, family.down_proj) if not hasattr(mlp, name)]):
-        return f"its {family.mlp} has no {missing[0]}"
-    groups = {name: parts for name, parts in decoding_cpu.groups_of(layer) if parts}
-    alone = {family.o_proj: getattr(attention, family.o_proj)}
-    alone |= {family.down_proj: getattr(mlp, family.down_proj)} if routed is None else {}
-    if (own := families.per_layer_of(layer)) is not None and family.per_layer_input is not None:
-        alone |= dict(zip(family.per_layer_input[:2], own[:2], strict=True))
-    linears = alone | {name: linear for group, parts in groups.items() for name, linear in zip(group.split("+"), parts, strict=True)}
-    for name, linear in linears.items():
-        if not isinstance(linear, QuantLinear):
-            return f"its {name} is a {type(linear).__name__}, which is not quantized"
-    for name, parts in groups.items():
-        products = products_of(name, parts)
-        if products is not None and (len(products) == 1 or family.qkv[0] in name.split("+")):
-            continue  # one step each
-        if (reason := why_not_fused(name, parts)) is not None:
-            return reason
-    for name, linear in alone.items():
-        if type(linear) is not QuantLinear:
-            return f"its {name} is a {type(linear).__name__}"
-    activation = getattr(attention.config, family.activation)
-    taken = [*ACTIVATIONS] if routed is None else ["silu", "swish"]
-    if activation not in taken:
-        return f"its activation is {activation}, not {' or '.join(taken) if len(taken) > 2 else 'silu'}"
-    if routed is not None and (reason := why_not_routed(layer, routed)) is not None:
-        return reason
-    if not decoding_cpu.has_own_norms(layer):
-        return "one of its norms was replaced"
-    return why_hooked(layer) or (decoding_cpu.why_not_one_call(layer) if on_cpu else layer_gpu.why_not_few_kernels(layer))
+    """Why a decoder layer is left to transformers on a device of that type, or None."""
+    if device == "cpu":
+        return why_not_compiled(layer)
+    return why_not_known(layer) or layer_gpu.why_not_few_kernels(layer)
 
 
 def one_call(layer: Any) -> tuple[Step, ...]:
     """The steps of a shortened layer within its one call on a CPU."""
-    attention, second = decoding_cpu.halves_of(layer)
+    attention, second = halves_of(layer)
     heads = attention.heads
     entry = "the new entry of a float or 8-bit cache" if heads.made != "q" else "keys and values of another layer"
     seen = f"attend, with {'positions and ' if heads.turned else ''}{entry}"
-    qkv, (gates, _) = decoding_cpu.groups_of(layer)
+    qkv, (gates, _) = groups_of(layer)
     normed = "with the norm" if attention.before else "alone"
     first = [Step(name, normed) for name in products_of(*qkv) or {}]
     if heads.rows and heads.norms:
@@ -161,7 +118,7 @@ def one_call(layer: Any) -> tuple[Step, ...]:
 
 def _of_own_input(layer: Any) -> tuple[Step, ...]:
     """The steps of an input of the layer's own, if it has one."""
-    third, names = decoding_cpu.third_of(layer), families.known(layer).per_layer_input
+    third, names = third_of(layer), families.known(layer).per_layer_input
     if third is None or names is None:
         return ()
     gate = f"with {third.function.removesuffix('_tanh')}, times the layer's own input"
@@ -200,7 +157,7 @@ class _Few(Shortened):
         return "; ".join(["prompts, and one token with a static cache, take few kernels", *lost])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.argument_names, args, kwargs, ARGUMENTS)
+        call = bind(self.argument_names, args, kwargs, LAYER_ARGUMENTS)
         found = None if call is None else self.computed(call)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(*args, **kwargs) if found is None else found  # type: ignore[misc]
@@ -212,9 +169,5 @@ class _Few(Shortened):
         if x is None or rotary is None or not (past is None or isinstance(past, Cache)):
             return None
         layers = [] if past is None else past.layers
-        found = None
-        if x.is_cpu and "cpu" not in decoding_gpu.DEVICES and families.is_near(self, call.get("position_ids")):
-            found = decoding_cpu.tokens(self, x, mask, past, rotary, call)
-        if found is None and layers:
-            found = decoding_gpu.token(self, x, mask, layers, rotary, call)
+        found = decoding_gpu.token(self, x, mask, layers, rotary, call) if layers else None
         return prompt_gpu.tokens(self, x, mask, past, rotary, call) if found is None else found

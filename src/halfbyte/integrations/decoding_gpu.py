@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from halfbyte.integrations.decoding_cpu import all_norms, groups_of, third_of
 from halfbyte.integrations.families import borrows, known, lender, lends, mlp_of, shared_as
 from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, own_input, parts, routed, with_own_input
+from halfbyte.integrations.live_layers import all_norms, groups_of, third_of
 from halfbyte.integrations.rings import Later, Ring
 from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.static_codes import IN_CODES, scales_or_none

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.calls import Understood, any_value, bind, unset, why_unknown
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_hooked
-from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.integrations.frozen import Frozen
+from halfbyte.integrations.hooked import is_capturing, why_hooked
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten
 from halfbyte.nn.modules import QuantEmbedding
 from halfbyte.ops.embed import NormedEmbeddings, ids_fit
 from halfbyte.ops.layers import LayerNorm, why_not_packed
@@ -85,7 +86,7 @@ class _OneCall(Shortened):
         return ONE_CALL if reason is None else f"{APART}: {reason}"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and not is_capturing():
             call = bind(self.argument_names, args, kwargs, ARGUMENTS)
             ids = None if call is None else _ids(self, call)
             if ids is not None and ids_fit(ids, len(ids)) and (computed := _computed(self)) is not None:
@@ -121,17 +122,17 @@ def _beside(cls: type) -> Callable[[Tensor, int], Tensor] | None:
     return getattr(sys.modules[cls.__module__], _COUNTS, None)
 
 
-_made: WeakKeyDictionary[nn.Module, tuple[NormedEmbeddings, Unchanged]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[nn.Module, tuple[NormedEmbeddings, Frozen]] = WeakKeyDictionary()
 
 
 def _computed(module: Any) -> NormedEmbeddings | None:
     """The module's tables and norm in one, as they are now; None where a part was replaced, or is watched."""
     made = _made.get(module)
-    if made is None or not made[1].is_still():
+    if made is None or not made[1].is_unchanged():
         if why_not(module) is not None:
             return None
         tables = [getattr(module, name) for name in tables_of(module) or ()]
         norm = module.LayerNorm
         computed = NormedEmbeddings([table.packed for table in tables], LayerNorm(norm.weight, norm.bias, norm.eps))
-        made = _made[module] = computed, Unchanged(module, (*tables, norm))
+        made = _made[module] = computed, Frozen(module)
     return made[0]

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from halfbyte.integrations.ahead import Ahead, following, given
 from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, unset, why_unknown
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_hooked, why_not_fused
-from halfbyte.integrations.unchanged import Unchanged
+from halfbyte.integrations.frozen import Frozen
+from halfbyte.integrations.hooked import is_capturing, why_hooked
+from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_not_fused
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
@@ -160,7 +161,7 @@ class _WholeSequences(Shortened):
 
 def _whole(layer: Any, x: Tensor | None, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """What the layer gives for x; None where this is not for it."""
-    if x is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training:
+    if x is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training or is_capturing():
         return None
     found = given(layer, x, (mask, bias), lambda: _ahead(layer, x, mask, bias), lambda _: True)
     return None if found is None else found.y
@@ -191,13 +192,13 @@ def _seen(mask: Tensor) -> Tensor:
     return seen if bool((seen | (mask <= _HIDDEN)).all()) else mask
 
 
-_made: WeakKeyDictionary[nn.Module, tuple[EncoderLayer, Unchanged]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[nn.Module, tuple[EncoderLayer, Frozen]] = WeakKeyDictionary()
 
 
 def _computed(layer: Any) -> EncoderLayer | None:
     """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
     made = _made.get(layer)
-    if made is None or not made[1].is_still():
+    if made is None or not made[1].is_unchanged():
         if why_not_whole(layer) is not None:
             return None
         parts = _parts(layer)
@@ -206,11 +207,7 @@ def _computed(layer: Any) -> EncoderLayer | None:
         attention = layer.get_submodule(parts.attention)
         scale = attention.attention_head_size**-0.5 if parts.biased else attention.scaling
         computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), scale, before=parts.before)
-        linears = (module for _, module in _linears(layer))
-        # What transformers keeps it in is compared faster than what it is asked by.
-        name = "_attn_implementation_internal"
-        settings = [] if parts.biased else [(attention.config, name if hasattr(attention.config, name) else name.removesuffix("_internal"))]
-        made = _made[layer] = computed, Unchanged(layer, (*linears, *norms), settings)
+        made = _made[layer] = computed, Frozen(layer)
     return made[0]
 
 

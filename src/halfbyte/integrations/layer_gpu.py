@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from halfbyte.bounded import Bounded
 from halfbyte.decoder.family import MoEFamily
-from halfbyte.integrations.ahead import watched
-from halfbyte.integrations.decoding_cpu import halves_of, has_own_norms, linears_of, settings_of, third_of, why_not_shared
-from halfbyte.integrations.decoding_cpu import parts_of as modules_of
 from halfbyte.integrations.families import known, nearest, other, per_layer_of
+from halfbyte.integrations.frozen import Frozen
+from halfbyte.integrations.hooked import is_capturing, watched
+from halfbyte.integrations.live_layers import halves_of, has_own_norms, linears_of, third_of, why_not_shared
 from halfbyte.integrations.mixtures import parts_of as modules_of_experts
 from halfbyte.integrations.mixtures import routed_of
-from halfbyte.integrations.unchanged import Unchanged
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
 from halfbyte.ops.cuda import is_replayed, on
@@ -66,22 +65,23 @@ class Parts:
         return [*self.first.qkv, self.first.o, *dense, *own]
 
 
-_kept: WeakKeyDictionary[nn.Module, tuple[Parts, Unchanged]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, tuple[Parts, Frozen]] = WeakKeyDictionary()
 
 
 def parts(layer: Any) -> Parts | None:
     """Of a layer that `shorten_` has changed; None where parts have hooks, or were replaced by what is computed otherwise."""
     if torch.compiler.is_compiling():
         return None if linears_of(layer) is None else _found(layer)
+    if is_capturing():
+        return None
     kept = _kept.get(layer)
-    if kept is None or not kept[1].is_still():
+    if kept is None or not kept[1].is_unchanged():
         if any(map(_is_changed, (part for part in layer.modules() if part is not layer))):
             return None
         if linears_of(layer) is None or not has_own_norms(layer) or other(layer) is not None:
             return None
-        of_config = [(layer.self_attn.config, "_attn_implementation")]
-        found, unchanged = _found(layer), Unchanged(layer, modules_of(layer), [*settings_of(layer), *of_config])
-        kept = _kept[layer] = found if is_distributed(layer) else _linked(found), unchanged
+        found = _found(layer)
+        kept = _kept[layer] = found if is_distributed(layer) else _linked(found), Frozen(layer)
     return kept[0]
 
 

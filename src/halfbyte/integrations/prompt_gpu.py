@@ -25,9 +25,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, StaticLayer
 
 from halfbyte.integrations import decoding_gpu
-from halfbyte.integrations.decoding_cpu import all_norms, norms_of, visible
+from halfbyte.integrations.compiled_layers import visible
 from halfbyte.integrations.families import borrows, lender, lends, mlp_of, shared_as
 from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_distributed, is_eager, own_input, parts, with_own_input
+from halfbyte.integrations.live_layers import all_norms, norms_of
 from halfbyte.integrations.static_codes import StaticInt8Layer
 from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu

@@ -10,12 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from halfbyte.integrations.ahead import watched
 from halfbyte.integrations.calls import parameters_of
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.weight_view import Changes
 
 _classes: dict[tuple[type, ...], Any] = {}
 
@@ -27,10 +25,6 @@ class Shortened:
     original_name: str  # as `name_in_transformers` has it, which torch.compile can read here
     argument_names: tuple[str, ...]  # of its forward, which torch.compile can read here
     keeps_name = False  # the class is known by the name of what it comes before
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        Changes.add()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The class is made anew, where no module can name it."""
@@ -102,11 +96,6 @@ def products_of(names: str, linears: Sequence[nn.Module]) -> dict[str, QuantLine
             return None
         found[name] = first
     return found
-
-
-def why_hooked(module: nn.Module) -> str | None:
-    """Which part of a module has a hook, or None."""
-    return next((f"its {name} has a hook" for name, part in module.named_modules() if name and watched(part)), None)
 
 
 def original(module: Any) -> type:

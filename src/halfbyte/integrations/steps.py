@@ -20,6 +20,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.calls import cache_name
+from halfbyte.integrations.model_step import ModelStep
 
 TOKEN = "input_ids"
 # Of these, what they do follows from scores alone, without waiting for a GPU.
@@ -74,6 +75,7 @@ class Step:
     def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
         self._arguments: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments)
+        self._native = ModelStep.of(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
         self._before: dict[str, Any] | None = None  # the last step's, where transformers prepared it
         self._inputs: Inputs | None = None
@@ -134,7 +136,8 @@ class Step:
         """The model's logits [B, v] for these tokens [B], with all that they change."""
         assert self._inputs is not None
         self._inputs.advance(tokens)
-        logits: Tensor = self._model(**self._inputs.values, return_dict=True).logits
+        found = None if self._native is None else self._native(self._inputs.values)
+        logits: Tensor = self._model(**self._inputs.values, return_dict=True).logits if found is None else found
         return logits[:, -1]
 
 

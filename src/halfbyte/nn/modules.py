@@ -24,7 +24,7 @@ from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.scaled import Factor, scaled, set_factor
-from halfbyte.nn.weight_view import NOT_SET, AnyPacked, Changes, TracedWeight, WeightView, check_of, digest, repacked, traced, with_codes
+from halfbyte.nn.weight_view import NOT_SET, AnyPacked, TracedWeight, WeightView, check_of, digest, repacked, traced, with_codes
 
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
 PART = "_halfbyte_part"
@@ -189,7 +189,6 @@ class QuantModule(nn.Module):
                 return
             raise UnsupportedError(NOT_SET)
         super().__setattr__(name, value)
-        Changes.add()
 
     def codes(self) -> Codes:
         """The weight in canonical order."""

@@ -5,10 +5,9 @@ Called by `modules.py`, which holds the packed weight. `WeightView` is the weigh
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,19 +24,6 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops.conv import pack_conv
 
 AnyPacked = Packed | PackedConv
-
-
-class Changes:
-    """Counts how often an attribute of a quantized module, or of another class that calls `add`, was set in this process: as long as
-    `count` is the same, none has changed."""
-
-    count: ClassVar[int] = 0
-    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
-
-    @classmethod
-    def add(cls) -> None:
-        """To be called after a change, so that nobody sees the new count with the old value; threads never set the same number."""
-        cls.count = next(cls._numbers)
 
 
 _SAMPLES = 4096  # bytes of a packed weight that `digest` reads
@@ -341,7 +327,6 @@ def _multiply(packed: Packed, factor: float, check: Tensor | None) -> None:
         increment_version(packed.data)  # which operations within a dispatch do not
     if check is not None:
         check.copy_(digest(packed.data))
-    Changes.add()
 
 
 # Weights that have moved to another device or got other codes, by their bytes before: modules that share one still share it afterwards.
