@@ -56,7 +56,7 @@ class ModelExplanation:
         return {"machine": self.machine, "encoder": self.encoder, "rows": self.rows, "groups": groups, "notes": [*self.notes]}
 
     def __str__(self) -> str:
-        lines = [f"{self._what()}, on {self.machine}", *(f"note: {note}" for note in self.notes)]
+        lines = [f"{self._what()}, on {self.machine}"]
         for group in self.groups:
             first, *more = group.names
             lines.append(f"{first}{f' and {len(more)} more' if more else ''}")
@@ -67,7 +67,7 @@ class ModelExplanation:
                 f"  {step.name.ljust(width)}{'  ' if width else ''}{step.kernel}{f' ({step.reason})' if step.reason else ''}"
                 for step in group.steps
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _what(self) -> str:
         plural = "s" if self.rows > 1 else ""
