@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from language_model import make_decoder
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
@@ -25,6 +26,7 @@ from halfbyte.decoder.program import TORCH, Program, program_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.cpu.chain import Chain
+from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
@@ -166,3 +168,13 @@ def test_explanation(tmp_path: Path) -> None:
     narrow = replace(layer, mlp=layer.mlp._replace(gates="gelu"))  # type: ignore[union-attr]
     with pytest.raises(UnsupportedError, match="layer 0 has no kernel on a CPU: its activation is gelu"):
         explain_decoder(replace(odd, layers=(narrow, *odd.layers[1:])))
+
+
+def test_sparse_weights_are_shown(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = make_decoder("Llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
+    hb.save(hb.quantize_(hb.prune_(model, "2:4"), "q8_0"), tmp_path / "m")
+    for sparse in (True, False):
+        program = program_of(build_spec(*open_checkpoint(tmp_path / "m", sparse=sparse)))
+        qkv = next(op for op in program.ops if op.name == "qkv")
+        assert (qkv.setting("sparsity") == "2:4") == (sparse and current().spreads)

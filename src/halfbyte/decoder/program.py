@@ -16,7 +16,9 @@ from torch import Tensor
 
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
+from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
 from halfbyte.ops.experts import CLAMPED, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
@@ -265,8 +267,10 @@ def _norm(name: str, norm: Norm, read: str) -> Op:
 
 
 def _linear(name: str, weight: Weight, *reads: str, kind: str = "linear") -> Op:
+    sparsity = SPARSITY if weight.packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE) else None
     settings = _settings(
         bias=weight.bias is not None,
+        sparsity=sparsity,
         compute=None if weight.compute == "auto" else weight.compute,
         activation_scales=None if weight.activation == "block" else weight.activation,
     )
