@@ -125,6 +125,38 @@ def test_gates_and_norms_within_products_on_a_gpu(tmp_path: Path) -> None:
         assert [found[name].fused_into for name in ("rope", "attn_residual", "mlp_residual")] == ["attention", "o_proj", "down_proj"]
 
 
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        ("Gemma2DecoderLayer", {"attn_post_norm": "norm", "attn_residual": "in attn_post_norm", "mlp_norm": "in attn_post_norm"}),
+        ("Gemma2DecoderLayer", {"mlp_post_norm": "norm", "mlp_residual": "in mlp_post_norm", "gate_up": "skinny"}),
+        ("CohereDecoderLayer", {"attn_norm": "norm", "gate": "gates", "attn_residual": "in o_proj", "mlp_residual": "in down_proj"}),
+        ("Olmo2DecoderLayer", {"qk_norm": "norm", "rope": "in attention", "attention": "attend"}),
+        ("Qwen3DecoderLayer", {"qk_norm": "in attention", "attn_norm": "in qkv"}),
+        ("ArceeDecoderLayer", {"mlp_norm": "in up_proj", "activation": "gates"}),
+        ("Qwen2MoeDecoderLayer", {"mlp_norm": "in router", "router": "routing", "shared_expert_gate": "in router"}),
+        ("Qwen2MoeDecoderLayer", {"experts.gate_up": "grouped", "experts.gate": "in experts.gate_up", "mlp_residual": "routing"}),
+        ("GptOssDecoderLayer", {"attention": "attend", "experts.gate": "gates", "experts.down_proj": "grouped"}),
+    ],
+)
+def test_what_is_fused_on_a_gpu(case: str, kernels: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = {
+        lowered.op.name: lowered for lowered in explain_decoder(spec_of(case, tmp_path / "m"), "sm_80").kernels if lowered.op.layer == 0
+    }
+    said = {name: f"in {found[name].fused_into}" if found[name].fused_into else found[name].kernel for name in kernels}
+    assert said == kernels
+
+
+def test_experts_have_as_many_rows_as_the_router_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    asked: set[tuple[str, int]] = set()
+    real = kernels_gpu.choose_gpu
+    monkeypatch.setattr(kernels_gpu, "choose_gpu", lambda problem, here: (asked.add((problem.op, problem.m)), real(problem, here))[1])
+    explain_decoder(spec_of("Qwen3MoeDecoderLayer", tmp_path / "m"), "sm_90", rows=5)
+    assert asked == {("linear", 5), ("grouped_linear", 15)}
+
+
 def test_what_kernels_of_a_gpu_do_not_compute(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     amd = explain_decoder(spec_of("Gemma3DecoderLayer", tmp_path / "gemma3"), "gfx942").kernels
