@@ -27,6 +27,7 @@ from halfbyte.decoder.program import TORCH, Lowered, program_of
 from halfbyte.dispatch import cpu
 from halfbyte.dispatch.gpu import choose_gpu, packs_pairs
 from halfbyte.errors import UnsupportedError
+from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
@@ -147,6 +148,22 @@ def test_kernels_on_a_cpu_are_those_of_the_model(opened: Opened, monkeypatch: py
     kernels = lower_cpu.decode_kernels(program_of(opened[1].spec))
     assert {(part.packed.name, *part.packed.shape[-2:], lowered.kernel) for lowered, part in linear_layers(kernels)} == taken
     assert all(lowered.call == "decode step" and lowered.kernel != TORCH for lowered in kernels)
+
+
+@families("float")
+def test_steps_of_a_token_on_a_cpu_are_those_of_the_native_call(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains: list[Any] = []
+    run, (_, mine) = Chain.run, opened
+    monkeypatch.setattr(Chain, "run", lambda self: (chains.append(self), run(self))[1])
+    mine.decode([5], Cache(mine.spec))
+    kernels = lower_cpu.decode_kernels(program_of(mine.spec))
+    own = [lowered.op for lowered in kernels if lowered.fused_into is None]
+    # Logits of a router and the choice; norms of queries and of keys; rows of a table and their factor.
+    in_two = [op for op in own if op.kind in ("router", "qk_norm") or (op.kind == "embedding" and op.setting("multiplier") is not None)]
+    (chain,) = chains
+    assert len(chain._blocks) == len(own) + len(in_two)
+    by_place = {(lowered.op.layer, lowered.op.name): lowered for lowered in kernels}
+    assert all(by_place[one.op.layer, one.fused_into].kernel for one in kernels if one.fused_into is not None)
 
 
 @families("float")

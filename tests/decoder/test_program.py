@@ -126,23 +126,34 @@ def test_gates_and_norms_within_products_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "kernels"),
+    ("device", "case", "kernels"),
     [
-        ("Gemma2DecoderLayer", {"attn_post_norm": "norm", "attn_residual": "in attn_post_norm", "mlp_norm": "in attn_post_norm"}),
-        ("Gemma2DecoderLayer", {"mlp_post_norm": "norm", "mlp_residual": "in mlp_post_norm", "gate_up": "skinny"}),
-        ("CohereDecoderLayer", {"attn_norm": "norm", "gate": "gates", "attn_residual": "in o_proj", "mlp_residual": "in down_proj"}),
-        ("Olmo2DecoderLayer", {"qk_norm": "norm", "rope": "in attention", "attention": "attend"}),
-        ("Qwen3DecoderLayer", {"qk_norm": "in attention", "attn_norm": "in qkv"}),
-        ("ArceeDecoderLayer", {"mlp_norm": "in up_proj", "activation": "gates"}),
-        ("Qwen2MoeDecoderLayer", {"mlp_norm": "in router", "router": "routing", "shared_expert_gate": "in router"}),
-        ("Qwen2MoeDecoderLayer", {"experts.gate_up": "grouped", "experts.gate": "in experts.gate_up", "mlp_residual": "routing"}),
-        ("GptOssDecoderLayer", {"attention": "attend", "experts.gate": "gates", "experts.down_proj": "grouped"}),
+        ("cpu", "Gemma2DecoderLayer", {"attn_norm": "in qkv", "mlp_norm": "in gate_up", "attn_post_norm": "norm", "rope": "in attention"}),
+        ("cpu", "Gemma2DecoderLayer", {"attn_residual": "in attn_post_norm", "mlp_residual": "in mlp_post_norm", "gate": "in gate_up"}),
+        ("cpu", "GraniteDecoderLayer", {"attn_residual": "scale", "mlp_residual": "scale", "mlp_norm": "in gate_up"}),
+        ("cpu", "Olmo2DecoderLayer", {"qk_norm": "norm", "attention": "attend"}),
+        ("cpu", "Qwen2MoeDecoderLayer", {"mlp_norm": "in router", "shared_expert_gate": "in shared_expert.down_proj"}),
+        ("cpu", "Qwen2MoeDecoderLayer", {"experts.gate": "in experts.gate_up", "mlp_residual": "in experts.down_proj"}),
+        ("sm_80", "Gemma2DecoderLayer", {"attn_post_norm": "norm", "attn_residual": "in attn_post_norm", "mlp_norm": "in attn_post_norm"}),
+        ("sm_80", "Gemma2DecoderLayer", {"mlp_post_norm": "norm", "mlp_residual": "in mlp_post_norm", "gate_up": "skinny"}),
+        (
+            "sm_80",
+            "CohereDecoderLayer",
+            {"attn_norm": "norm", "gate": "gates", "attn_residual": "in o_proj", "mlp_residual": "in down_proj"},
+        ),
+        ("sm_80", "Olmo2DecoderLayer", {"qk_norm": "norm", "rope": "in attention", "attention": "attend"}),
+        ("sm_80", "Qwen3DecoderLayer", {"qk_norm": "in attention", "attn_norm": "in qkv"}),
+        ("sm_80", "ArceeDecoderLayer", {"mlp_norm": "in up_proj", "activation": "gates"}),
+        ("sm_80", "Qwen2MoeDecoderLayer", {"mlp_norm": "in router", "router": "routing", "shared_expert_gate": "in router"}),
+        ("sm_80", "Qwen2MoeDecoderLayer", {"experts.gate_up": "grouped", "experts.gate": "in experts.gate_up", "mlp_residual": "routing"}),
+        ("sm_80", "GptOssDecoderLayer", {"attention": "attend", "experts.gate": "gates", "experts.down_proj": "grouped"}),
     ],
 )
-def test_what_is_fused_on_a_gpu(case: str, kernels: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("triton")
+def test_what_is_fused(device: str, case: str, kernels: dict[str, str], tmp_path: Path) -> None:
+    if device != "cpu":
+        pytest.importorskip("triton")
     found = {
-        lowered.op.name: lowered for lowered in explain_decoder(spec_of(case, tmp_path / "m"), "sm_80").kernels if lowered.op.layer == 0
+        lowered.op.name: lowered for lowered in explain_decoder(spec_of(case, tmp_path / "m"), device).kernels if lowered.op.layer == 0
     }
     said = {name: f"in {found[name].fused_into}" if found[name].fused_into else found[name].kernel for name in kernels}
     assert said == kernels

@@ -26,7 +26,10 @@ from halfbyte.ops.norms import wide_norm
 
 _FEW = 32  # tokens that take layers as one call: what lies between layers is kept for all of them
 _STEP = "decode step"  # the native call
-_OWN_STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router"}  # beside linear layers, and their kernels
+_NORMS = "rms_norm", "layer_norm"
+# The kernels of ops that have steps of their own, beside linear layers.
+_OWN_STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
+_OWN_STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_scale": "each"}
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 
 
@@ -251,30 +254,29 @@ def _kernels_of(ops: Sequence[Op]) -> Iterator[Lowered]:
     readers, by_name = readers_of(ops), {op.name: op for op in ops}
     for op in ops:
         table = next((by_name[name] for name in ("embed_tokens", "lm_head") if name in (op.name, *op.reads)), None)
+        home = _fused_into(op, readers[op.name], by_name)
         if table is not None and isinstance(table.part, Tensor):
             yield Lowered(op, TORCH, reason=f"{table.name} is {table.format}, not quantized")
         elif isinstance(op.part, Weight):
             yield Lowered(op, choose_linear(op.part.packed.format, torch.float32, op.part.compute, current()).taken.inner, call=_STEP)
-        elif op.kind in _OWN_STEPS:
-            yield Lowered(op, _OWN_STEPS[op.kind], call=_STEP)
         else:
-            home = _fused_into(op, readers[op.name], by_name)
-            yield Lowered(op, "norm" if home is None else "", home, _STEP)
+            yield Lowered(op, _OWN_STEPS[op.kind] if home is None else "", home, _STEP)
 
 
 def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:
-    """The op whose step of the native call computes this one, too; None for norms with a step of their own.
+    """The op whose step of the native call computes this one, too; None for an op with a step of its own.
 
-    The step of a linear layer has the norm before it and the gate, the norm and the residual connection after it; that of attention has
-    rope and the norms of heads.
+    The step of a linear layer has the norm before it, and the gate and the residual connection after it, where that is but a sum; a norm
+    after a linear layer has the residual connection, attention has rope and the norms of heads.
     """
     if op.kind in ("rope", "qk_norm"):
         return "attention" if op.setting("over") != ALL_HEADS else None
-    source = by_name.get(op.reads[1 if op.kind == "residual" else 0])
-    if op.kind == "residual" and source is not None and source.kind == "rms_norm":
-        source = by_name[source.reads[0]]
-    if source is not None and source.kind in ("linear", "experts"):
-        return source.name
+    if op.kind in ("gate", "activation"):
+        return op.reads[0]
+    if op.kind == "residual":
+        return op.reads[1] if op.setting("multiplier") is None else None
+    if op.kind not in _NORMS or by_name.get(op.reads[0], op).kind == "linear":
+        return None
     return next((reader.name for reader in readers if reader.kind == "router" or isinstance(reader.part, Weight)), None)
 
 
