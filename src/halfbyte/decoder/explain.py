@@ -74,13 +74,13 @@ def _with_kernel(columns: tuple[str, ...], lowered: Lowered) -> tuple[str, ...]:
 
 
 def explain_decoder(
-    spec: DecoderSpec, device: torch.device | str = "cpu", rows: int = 1, dtype: torch.dtype | None = None
+    spec: DecoderSpec, device: torch.device | str | None = None, rows: int = 1, dtype: torch.dtype | None = None
 ) -> DecoderExplanation:
     """Say which kernels decode one new token of each of several sequences.
 
     Args:
         spec: The model; its weights may be packed for any device.
-        device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90".
+        device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"; None: where the weights are.
         rows: Number of sequences.
         dtype: Of activations; None: float32 on a CPU, the only one there, and bfloat16 on a GPU.
 
@@ -90,6 +90,7 @@ def explain_decoder(
     """
     if rows < 1:
         raise ArgumentError(f"a step is for 1 or more sequences, got {rows}: pass how many there are")
+    device = spec.embedding.device if device is None else device
     asked = named_device(device)
     if asked is not None and asked.type == "cpu":
         if dtype not in (None, torch.float32):

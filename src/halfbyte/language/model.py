@@ -176,7 +176,7 @@ class LanguageModel:
         """
         from halfbyte.decoder.explain import explain_decoder
 
-        return explain_decoder(self.spec, "cpu" if device is None else device, rows, dtype)
+        return explain_decoder(self.spec, device, rows, dtype)
 
     def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> str:
         """Render the messages of a chat with the model's chat template.
@@ -229,8 +229,7 @@ def open_spec(
     try:
         spec = build_spec(config, tensors)
         for layer in spec.layers:
-            layer.attention.check()
-            layer.mlp.check()
+            layer.check()
     except ArgumentError as e:
         raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
     return spec, header
