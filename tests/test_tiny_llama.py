@@ -16,6 +16,7 @@ from llama_server import LlamaCpp, needs_llama_cpp
 from torch.nn import functional
 
 from halfbyte.checkpoint import convert, export, load
+from halfbyte.cli import main
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "models" / "tiny-llama"
@@ -93,3 +94,11 @@ def test_training_for_the_format_brings_it_nearer() -> None:
     divergence = [float(line.split("|")[4]) for line in run.stdout.splitlines() if line.startswith("| int4")]
     assert len(divergence) == 2
     assert divergence[1] < divergence[0]
+
+
+def test_the_documentation_shows_what_explain_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    asked = "explain --model models/tiny-llama --format q4_0 --device sm_90"
+    shown = (ROOT / "docs" / "language-models.md").read_text().partition(f"    $ halfbyte {asked}\n")[2].partition("\n\n")[0]
+    assert main([word.replace("models/tiny-llama", str(MODEL)) for word in asked.split()]) == 0
+    assert capsys.readouterr().out.splitlines() == [line.removeprefix("    ") for line in shown.splitlines()]

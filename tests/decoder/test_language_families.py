@@ -1,8 +1,10 @@
-"""Decoders computed without transformers say what transformers' own code says, for every family, from a halfbyte folder."""
+"""Decoders computed without transformers say what transformers' own code says, for every family, from a halfbyte folder; so do their
+programs, whose kernels are those that dispatch chooses."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,25 @@ import torch
 
 pytest.importorskip("transformers")
 
+from program_reference import interpret
 from tiny_decoders import CASES, vary_
 from transformers import PreTrainedTokenizerBase  # noqa: F401 - transformers is the oracle
 
 import halfbyte as hb
+from halfbyte.decoder import kernels_gpu, lower_cpu
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.program import TORCH, Lowered, program_of
+from halfbyte.dispatch import cpu
+from halfbyte.dispatch.gpu import choose_gpu, packs_pairs
 from halfbyte.errors import UnsupportedError
+from halfbyte.kernels.cpu.chain import Chain
+from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
+from halfbyte.machine import GPUS
+from halfbyte.ops.layers import Weight
 
 TOKENS = 24  # longer than windows of 5, 6, 7 and 9 tokens
 # Relative to the norm of all logits. float: float32 sums in another order in two to four layers. int8: an activation that lies between
@@ -30,7 +41,15 @@ LAYERS = {family.layer_class: family for family in FAMILIES.values()}
 WITHOUT = {"Gemma4TextDecoderLayer", "Gemma4TextDecoderLayer, shared keys"}  # not lowered yet
 
 
-def opened(case: str, compute: str, folder: Path) -> tuple[Any, CpuModel]:
+Opened = tuple[Any, CpuModel]
+
+
+@functools.cache
+def causal_cases() -> list[str]:
+    return [case for case in CASES if LAYERS[case.partition(",")[0]].model_class is not None]
+
+
+def make(case: str, compute: str, folder: Path) -> Opened:
     torch.manual_seed(7)
     model = CASES[case]().eval()
     vary_(model)
@@ -40,19 +59,33 @@ def opened(case: str, compute: str, folder: Path) -> tuple[Any, CpuModel]:
     return model, CpuModel(build_spec(config, tensors))
 
 
-@functools.cache
-def causal_cases() -> list[str]:
-    return [case for case in CASES if LAYERS[case.partition(",")[0]].model_class is not None]
+@pytest.fixture(scope="module")
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    """A model of transformers, and the same without it."""
+    case, compute = request.param
+    return make(case, compute, tmp_path_factory.mktemp("family") / "model")
 
 
-@pytest.mark.parametrize("compute", ["float", "int8"])
-@pytest.mark.parametrize("case", causal_cases())
-def test_logits_are_those_of_transformers(case: str, compute: str, tmp_path: Path) -> None:
-    if case in WITHOUT:
-        with pytest.raises(UnsupportedError, match="keys and values"):
-            opened(case, compute, tmp_path / "model")
-        return
-    model, mine = opened(case, compute, tmp_path / "model")
+def families(*computes: str) -> pytest.MarkDecorator:
+    params = [(case, compute) for compute in computes for case in causal_cases() if case not in WITHOUT]
+    return pytest.mark.parametrize("opened", params, indirect=True, scope="module", ids=map(" ".join, params))
+
+
+def test_every_family_is_tested() -> None:
+    assert {case.partition(",")[0] for case in causal_cases()} == {
+        name for name, family in LAYERS.items() if family.model_class is not None
+    }
+
+
+@pytest.mark.parametrize("case", sorted(WITHOUT))
+def test_what_is_not_supported(case: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="keys and values"):
+        make(case, "float", tmp_path / "model")
+
+
+@families("float", "int8")
+def test_logits_are_those_of_transformers(opened: Opened, request: pytest.FixtureRequest) -> None:
+    model, mine = opened
     ids = torch.randint(3, 90, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(ids).logits[0].float()
@@ -64,4 +97,98 @@ def test_logits_are_those_of_transformers(case: str, compute: str, tmp_path: Pat
     assert cache.length == TOKENS
     for found in (whole, torch.cat(steps)):
         assert torch.isfinite(found).all()
-        assert float((found - expected).norm() / expected.norm()) < TOLERANCES[compute]
+        assert float((found - expected).norm() / expected.norm()) < TOLERANCES[request.node.callspec.params["opened"][1]]
+
+
+# Programs
+
+
+def linear_layers(kernels: Sequence[Lowered]) -> Iterator[tuple[Lowered, Weight]]:
+    for lowered in kernels:
+        if lowered.op.kind in ("linear", "experts"):
+            assert isinstance(lowered.op.part, Weight)
+            yield lowered, lowered.op.part
+
+
+@families("float")
+def test_the_program_computes_what_transformers_does(opened: Opened) -> None:
+    model, mine = opened
+    ids = torch.randint(3, 90, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected, found = model(ids[None]).logits[0].float(), interpret(program_of(mine.spec), ids)
+    assert float((found - expected).norm() / expected.norm()) < TOLERANCES["float"]
+
+
+@families("float")
+def test_ops_read_what_was_computed_and_everything_is_read(opened: Opened) -> None:
+    for layer, ops in program_of(opened[1].spec).scopes():
+        before = {"ids", "x"}
+        for op in ops:
+            assert op.name not in before
+            assert {*op.reads} <= before
+            assert op.device == "cpu"
+            before.add(op.name)
+        unread = before - {name for op in ops for name in op.reads} - {"ids", "x"}
+        assert unread == {ops[-1].name}
+        assert layer is None or ops[-1].name == "mlp_residual"
+
+
+@families("float")
+def test_kernels_on_a_cpu_are_those_of_the_model(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[tuple[str, int, int, str]] = set()
+
+    def spy(format: str, n: int, k: int, *args: Any, **settings: Any) -> Any:
+        kernel = real(format, n, k, *args, **settings)
+        taken.add((format, n, k, kernel.tile_spec.inner))
+        return kernel
+
+    real = cpu.kernel_for
+    monkeypatch.setattr(cpu, "kernel_for", spy)
+    CpuModel(opened[1].spec)
+    kernels = lower_cpu.decode_kernels(program_of(opened[1].spec))
+    assert {(part.packed.name, *part.packed.shape[-2:], lowered.kernel) for lowered, part in linear_layers(kernels)} == taken
+    assert all(lowered.call == "decode step" and lowered.kernel != TORCH for lowered in kernels)
+
+
+@families("float")
+def test_steps_of_a_token_on_a_cpu_are_those_of_the_native_call(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains: list[Any] = []
+    run, (_, mine) = Chain.run, opened
+    monkeypatch.setattr(Chain, "run", lambda self: (chains.append(self), run(self))[1])
+    mine.decode([5], Cache(mine.spec))
+    kernels = lower_cpu.decode_kernels(program_of(mine.spec))
+    own = [lowered.op for lowered in kernels if lowered.fused_into is None]
+    # Logits of a router and the choice; norms of queries and of keys; rows of a table and their factor.
+    in_two = [op for op in own if op.kind in ("router", "qk_norm") or (op.kind == "embedding" and op.setting("multiplier") is not None)]
+    (chain,) = chains
+    assert len(chain._blocks) == len(own) + len(in_two)
+    by_place = {(lowered.op.layer, lowered.op.name): lowered for lowered in kernels}
+    assert all(by_place[one.op.layer, one.fused_into].kernel for one in kernels if one.fused_into is not None)
+
+
+@families("float")
+def test_kernels_on_a_gpu_are_those_that_dispatch_chooses(opened: Opened) -> None:
+    pytest.importorskip("triton")
+    here, program = GPUS["sm_90"], program_of(opened[1].spec, "cuda")
+    kernels = kernels_gpu.decode_kernels(program, here, rows=3)
+    by_place = {(lowered.op.layer, lowered.op.name): lowered for lowered in kernels}
+    capped = {op.layer for op in program.ops if op.kind == "attention" and op.setting("softcap") is not None}
+    for lowered, part in linear_layers(kernels):
+        op, (*stack, n, k) = lowered.op, part.packed.shape
+        if stack:
+            rows = 3 * by_place[op.layer, "router"].op.setting("top_k")
+            problem = Problem("grouped_linear", rows, n, k, part.packed.format, torch.bfloat16, experts=stack[0])
+        else:
+            problem = Problem("linear", 3, n, k, part.packed.format, torch.bfloat16, paired=packs_pairs(part.packed.format, (n, k), here))
+        taken = choose_gpu(problem, here).taken
+        assert taken is not None
+        fused = [other for other in kernels if (other.op.layer, other.fused_into) == (op.layer, op.name)]
+        assert lowered.kernel == ("skinny" if any(other.op.kind == "rms_norm" for other in fused) else taken.candidate.name)
+    for lowered in kernels:
+        if lowered.fused_into is not None:
+            into = by_place[lowered.op.layer, lowered.fused_into]
+            assert into.fused_into is None
+            assert into.kernel != TORCH
+        assert (lowered.kernel == "") == (lowered.fused_into is not None)
+        of_attention = lowered.op.kind in ("rope", "attention")  # of these tiny models torch's operations have nothing else in layers
+        assert (lowered.kernel == TORCH) == (lowered.op.kind in ("softcap", "logit_scale") or (of_attention and lowered.op.layer in capped))

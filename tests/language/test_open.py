@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,11 +18,13 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_language_model, make_tokenizer
+from safetensors.torch import load_file, save_file
 from tiny_decoders import CASES
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import halfbyte as hb
 from halfbyte.checkpoint import convert, export, load
+from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.language.model import LanguageModel
 from halfbyte.nn.experts import QuantExperts
@@ -141,23 +144,93 @@ def edit(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
-def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line, and prints which modules of transformers it has loaded and the exit code."""
     code = (
         "import sys\n"
         "from halfbyte.cli.main import main\n"
         "status = main(sys.argv[1:])\n"
         "print(sorted(n for n in sys.modules if n.split('.')[0] == 'transformers' or n.startswith('halfbyte.integrations.')), status)\n"
     )
-    command = [sys.executable, "-c", code, "generate", str(folder), "--prompt", "the quick", "--max-new-tokens", "2", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    run = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(run, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+
+
+def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return command("generate", str(folder), "--prompt", "the quick", "--max-new-tokens", "2", *arguments)
+
+
+def check_without_transformers(done: subprocess.CompletedProcess[str]) -> str:
+    """What the command has printed."""
+    assert done.returncode == 0, done.stderr
+    printed, _, end = done.stdout.rpartition("\n[")
+    names, status = end.rsplit("]", 1)
+    loaded = [name for name in names.replace("'", "").split(", ") if name and name != "halfbyte.integrations.on_import"]
+    assert (loaded, status.strip()) == ([], "0")
+    return printed
 
 
 def test_generate_loads_no_transformers(folders: Path) -> None:
-    done = generate(folders / "halfbyte")
-    assert done.returncode == 0, done.stderr
-    names, status = done.stdout.rpartition("\n[")[2].rsplit("]", 1)
-    loaded = [name for name in names.replace("'", "").split(", ") if name and name != "halfbyte.integrations.on_import"]
-    assert (loaded, status.strip()) == ([], "0")
+    check_without_transformers(generate(folders / "halfbyte"))
+
+
+def test_explain_loads_no_transformers(folders: Path) -> None:
+    document = json.loads(check_without_transformers(command("explain", "--model", str(folders / "halfbyte"), "--json")))
+    assert [group["layers"] for group in document["groups"]] == [[], [0, 1], [], []][: len(document["groups"])]
+    qkv = next(op for op in document["groups"][1]["ops"] if op["name"] == "qkv")
+    assert (qkv["shape"], qkv["format"], qkv["kernel"], qkv["device"]) == ([128, 64], "int4_g32_zp", "int8", "cpu")
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    assert main(["explain", *map(str, arguments)]) == code
+    out, err = capsys.readouterr()
+    return err if code else out
+
+
+def test_explain_on_the_command_line(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folders / "halfbyte"
+    said = explained(capsys, model)
+    assert said == explained(capsys, "--model", model) == f"{LanguageModel.open(model).explain()}\n"
+    assert "one native call (decode step)\n" in said
+    assert "layers 0-1\n  attn_norm" in said
+    assert "4 sequences on the CPU" in explained(capsys, model, "--m", 4)
+    assert "q8_0" in explained(capsys, "--model", folders / "float", "--format", "q8_0")
+    assert "one model is explained at a time" in explained(capsys, model, "--model", model, code=2)
+    assert "1 to 64 sequences at a time on a CPU, got 65" in explained(capsys, model, "--m", 65, code=2)
+    assert "'abacus'" in explained(capsys, model, "--device", "abacus", code=2)
+    assert "'q9'" in explained(capsys, folders / "float", "--format", "q9", code=2)
+
+
+def test_explain_for_a_gpu_that_is_not_here(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    said = explained(capsys, "--model", folders / "halfbyte", "--device", "sm_90", "--dtype", "float16")
+    assert said.startswith("one new token of 1 sequence on NVIDIA H200, float16 activations\nembed_tokens")
+    assert said == f"{LanguageModel.open(folders / 'halfbyte').explain('sm_90', dtype=torch.float16)}\n"
+    document = json.loads(explained(capsys, folders / "halfbyte", "--device", "sm_80", "--json"))
+    assert document["machine"] == "NVIDIA A100-SXM4-80GB"
+    assert {op["device"] for group in document["groups"] for op in group["ops"]} == {"cuda"}
+
+
+def test_explain_says_why_modules_of_transformers_are_shown(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "\nnote: modules of transformers, not a program of ops: "
+    assert f"{note}in layer 0 " in explained(capsys, folders / "float")
+    assert f"{note}it computes in float32, not in bfloat16" in explained(capsys, folders / "halfbyte", "--dtype", "bfloat16")
+    CASES["Gemma4TextDecoderLayer"]().save_pretrained(tmp_path / "gemma4")
+    make_tokenizer().save_pretrained(tmp_path / "gemma4")
+    document = json.loads(explained(capsys, tmp_path / "gemma4", "--format", "q8_0", "--json"))
+    (said,) = document["notes"]
+    assert said.endswith(": its layers may share keys and values, or have inputs of their own")
+
+
+def test_a_damaged_model_is_not_explained(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folders / "float", tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 96)  # its model has a width of 64
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    for device in ("cpu", "sm_90"):
+        assert "do not fit together" in explained(capsys, tmp_path / "m", "--format", "q8_0", "--device", device, code=2)
+    edit(tmp_path / "m", num_attention_heads=2)
+    assert "config.json is of another model" in explained(capsys, tmp_path / "m", "--format", "q8_0", code=2)
 
 
 def test_generate_says_when_transformers_runs_a_model(folders: Path, tmp_path: Path) -> None:

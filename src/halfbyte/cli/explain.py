@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from halfbyte.cli.device import asked_dtype
 from halfbyte.cli.generate import writes_text
 from halfbyte.cli.output import Commands, add_command, check_fits, path_argument, show
+from halfbyte.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from halfbyte.nn.config import Config
 
 
 def add(commands: Commands) -> None:
     parser = add_command(
         commands, "explain", run, "show which kernel runs for a shape on this machine, why, and how far it is from the roofline"
     )
-    parser.add_argument(
-        "model", nargs="?", type=path_argument, help="instead of a shape: what computes a language model's next token, an encoder"
-    )
+    what = "instead of a shape: the program of a language model, op by op; or what computes an encoder"
+    parser.add_argument("model", nargs="?", type=path_argument, help=what)
+    parser.add_argument("--model", metavar="MODEL", dest="named", type=path_argument, help="the same")
     parser.add_argument("--m", type=int, default=1, help="rows of the activations; with a language model, sequences (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4096, help="outputs (default: %(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
@@ -36,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
     from halfbyte.dispatch.explain import explain
 
+    if args.model is not None and args.named is not None:
+        raise ArgumentError(f"one model is explained at a time, got {args.model} and --model {args.named}: leave out one of them")
+    args.model = args.model or args.named
     if args.model is not None:
         return _run_model(args)
     check_fits(args.n * max(1, args.experts or 1), args.k)
@@ -53,20 +61,42 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_model(args: argparse.Namespace) -> int:
+    from halfbyte.dispatch.explain_gpu import described_gpu
+    from halfbyte.errors import UnsupportedError
+    from halfbyte.machine import named_device
+    from halfbyte.nn.config import Config
+
+    asked = named_device(args.device)
+    if asked is None or asked.type != "cpu":
+        described_gpu(args.device)  # refuses what is none
+    config = None if args.format is None else Config(args.format)
+    if not writes_text(args.model):
+        return _run_modules(args, config, "it is no causal language model")
+    from halfbyte.decoder.explain import explain_decoder
+    from halfbyte.language.model import open_spec
+
+    try:
+        spec, _ = open_spec(args.model, format=config)
+        explanation = explain_decoder(spec, args.device, args.m, asked_dtype(args))
+    except UnsupportedError as e:
+        return _run_modules(args, config, str(e))
+    return show(args, explanation.to_json(), str(explanation))
+
+
+def _run_modules(args: argparse.Namespace, config: Config | None, reason: str) -> int:
+    """Explain the modules of a model that halfbyte's own decoder does not run, for the reason given."""
     import torch
 
     from halfbyte.checkpoint import load
     from halfbyte.integrations.explain_model import explain_model
     from halfbyte.integrations.optimizing import optimize_
     from halfbyte.integrations.text import open_model
-    from halfbyte.nn.config import Config
 
-    config = None if args.format is None else Config(args.format)
     if writes_text(args.model):
         dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else asked_dtype(args)
         model, _ = open_model(args.model, "cpu", config, dtype)
     else:
         model = optimize_(load(args.model, format=config))
         model = model if args.dtype is None else model.to(asked_dtype(args))
-    explanation = explain_model(model, args.device, args.m)
+    explanation = explain_model(model, args.device, args.m, notes=[f"modules of transformers, not a program of ops: {reason}"])
     return show(args, explanation.to_json(), str(explanation))

@@ -7,12 +7,13 @@ is one for the attention half and `halfbyte::add_experts` for the rest. A decode
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.program import ALL_HEADS, TORCH, Lowered, Op, Program, readers_of
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.layouts.base import Packed
@@ -24,6 +25,11 @@ from halfbyte.ops.layers import Weight, why_not_packed
 from halfbyte.ops.norms import wide_norm
 
 _FEW = 32  # tokens that take layers as one call: what lies between layers is kept for all of them
+_STEP = "decode step"  # the native call
+_NORMS = "rms_norm", "layer_norm"
+# The kernels of ops that have steps of their own, beside linear layers.
+_OWN_STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
+_OWN_STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_scale": "each"}
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 
 
@@ -38,15 +44,8 @@ class CpuModel:
             ArgumentError: Its tensors do not fit together.
         """
         self.spec = spec
-        for index, layer in enumerate(spec.layers):
-            if (reason := why_not(layer.attention, layer.mlp)) is not None:
-                raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
-            if layer.sliding_window is not None and layer.sliding_window < 2:
-                raise UnsupportedError(f"layer {index} has a sliding window of {layer.sliding_window} token: at least 2 are supported")
+        check_supported(spec)
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
-        packed = [part for part in (spec.embedding, None if head is None else head.packed) if isinstance(part, Packed)]
-        if (reason := why_not_packed(packed)) is not None:
-            raise UnsupportedError(f"its embedding has no kernel on a CPU: {reason}")
         self._layers = [DecoderLayer(layer.attention, layer.mlp) for layer in spec.layers]
         self._attention = [DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers]
         self._step = DecodingStep(
@@ -61,7 +60,7 @@ class CpuModel:
         )
         self._rotary_dim = max((layer.rotary for layer in self._layers), default=0)
         self._rows: dict[tuple[int, bool], Tensor] = {}
-        self.most_decode = min((layer.most_rows or MOST_SEQUENCES for layer in self._layers), default=MOST_SEQUENCES)
+        self.most_decode = most_decode(spec)
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
@@ -215,6 +214,70 @@ class CpuModel:
         if function == "times":
             return y * constant
         return y / constant if function == "over" else torch.tanh(y / constant) * constant
+
+
+def check_supported(spec: DecoderSpec) -> None:
+    """Raise UnsupportedError where a part of a specification has no kernel on a CPU."""
+    for index, layer in enumerate(spec.layers):
+        if (reason := why_not(layer.attention, layer.mlp)) is not None:
+            raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
+        if layer.sliding_window is not None and layer.sliding_window < 2:
+            raise UnsupportedError(f"layer {index} has a sliding window of {layer.sliding_window} token: at least 2 are supported")
+    head = spec.lm_head.packed if isinstance(spec.lm_head, Weight) else None
+    packed = [part for part in (spec.embedding, head) if isinstance(part, Packed)]
+    if (reason := why_not_packed(packed)) is not None:
+        raise UnsupportedError(f"its embedding has no kernel on a CPU: {reason}")
+
+
+def most_decode(spec: DecoderSpec) -> int:
+    """Return for how many sequences one native call decodes a token."""
+    return min((layer.mlp.most_rows or MOST_SEQUENCES for layer in spec.layers), default=MOST_SEQUENCES)
+
+
+# The kernels of a decode step
+
+
+def decode_kernels(program: Program) -> list[Lowered]:
+    """Say which kernel computes each op of `CpuModel.decode`: one native call, around which torch has tables in floating point.
+
+    Raises:
+        UnsupportedError: A part of it has no kernel on a CPU.
+    """
+    check_supported(program.spec)
+    return [lowered for _, ops in program.scopes() for lowered in _kernels_of(ops)]
+
+
+def _kernels_of(ops: Sequence[Op]) -> Iterator[Lowered]:
+    from halfbyte.dispatch.cpu import choose_linear
+    from halfbyte.kernels.cpu.isas import current
+
+    readers, by_name = readers_of(ops), {op.name: op for op in ops}
+    for op in ops:
+        table = next((by_name[name] for name in ("embed_tokens", "lm_head") if name in (op.name, *op.reads)), None)
+        home = _fused_into(op, readers[op.name], by_name)
+        if table is not None and isinstance(table.part, Tensor):
+            yield Lowered(op, TORCH, reason=f"{table.name} is {table.format}, not quantized")
+        elif isinstance(op.part, Weight):
+            yield Lowered(op, choose_linear(op.part.packed.format, torch.float32, op.part.compute, current()).taken.inner, call=_STEP)
+        else:
+            yield Lowered(op, _OWN_STEPS[op.kind] if home is None else "", home, _STEP)
+
+
+def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:
+    """The op whose step of the native call computes this one, too; None for an op with a step of its own.
+
+    The step of a linear layer has the norm before it, and the gate and the residual connection after it, where that is but a sum; a norm
+    after a linear layer has the residual connection, attention has rope and the norms of heads.
+    """
+    if op.kind in ("rope", "qk_norm"):
+        return "attention" if op.setting("over") != ALL_HEADS else None
+    if op.kind in ("gate", "activation"):
+        return op.reads[0]
+    if op.kind == "residual":
+        return op.reads[1] if op.setting("multiplier") is None else None
+    if op.kind not in _NORMS or by_name.get(op.reads[0], op).kind == "linear":
+        return None
+    return next((reader.name for reader in readers if reader.kind == "router" or isinstance(reader.part, Weight)), None)
 
 
 @functools.lru_cache(maxsize=8)

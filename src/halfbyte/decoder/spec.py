@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfbyte.decoder.rope import Rope
+from halfbyte.errors import ArgumentError
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoder import Attention, Dense, Norm
 from halfbyte.ops.experts import Experts
@@ -35,6 +36,13 @@ class LayerSpec:
     mlp: Dense | Experts
     rope: int
     sliding_window: int | None
+
+    def check(self) -> None:
+        """Raise ArgumentError for tensors that do not fit together."""
+        self.attention.check()
+        self.mlp.check()
+        if self.mlp.k != (k := self.attention.o.packed.shape[0]):
+            raise ArgumentError(f"the halves of a decoder layer have one width, got {k} and {self.mlp.k}")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

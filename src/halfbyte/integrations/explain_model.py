@@ -4,6 +4,7 @@ transformers the reason."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,16 +42,18 @@ class Explained:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What `explain_model` found. `machine` computes one new token of each of `rows` sequences, or, of an encoder, `rows` tokens."""
+    """What `explain_model` found. `machine` computes one new token of each of `rows` sequences, or, of an encoder, `rows` tokens. `notes`
+    are the caller's."""
 
     machine: str
     rows: int
     groups: tuple[Explained, ...]
     encoder: bool = False
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         groups = [asdict(group) for group in self.groups]
-        return {"machine": self.machine, "encoder": self.encoder, "rows": self.rows, "groups": groups}
+        return {"machine": self.machine, "encoder": self.encoder, "rows": self.rows, "groups": groups, "notes": [*self.notes]}
 
     def __str__(self) -> str:
         lines = [f"{self._what()}, on {self.machine}"]
@@ -64,7 +67,7 @@ class ModelExplanation:
                 f"  {step.name.ljust(width)}{'  ' if width else ''}{step.kernel}{f' ({step.reason})' if step.reason else ''}"
                 for step in group.steps
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _what(self) -> str:
         plural = "s" if self.rows > 1 else ""
@@ -73,11 +76,12 @@ class ModelExplanation:
         return f"one new token of {self.rows} sequence{plural}{'' if self.machine == _CPU else ' with a static cache'}"
 
 
-def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1) -> ModelExplanation:
+def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1, *, notes: Sequence[str] = ()) -> ModelExplanation:
     """Say what computes one new token of each of `rows` sequences, or, of a model that writes no text, `rows` tokens.
 
     model   as `integrations.text.ready` or `open_model` gave it; where its weights are does not matter
     device  "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
+    notes   what the explanation is to say besides
     """
     if rows < 1:
         raise ArgumentError(f"a step is for 1 or more sequences, got {rows}: pass how many there are")
@@ -96,7 +100,7 @@ def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1) -> Model
         if isinstance(module, QuantLinear) and not name.startswith(inside):
             found[(Step("", _product(module, here, rows)),), None].append(name)
     groups = tuple(Explained(tuple(names), parts, reason) for (parts, reason), names in found.items())
-    return ModelExplanation(_CPU if here is None else here.name, rows, groups, encoder)
+    return ModelExplanation(_CPU if here is None else here.name, rows, groups, encoder, tuple(notes))
 
 
 def _encoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.files import has_adapter
@@ -17,7 +18,7 @@ from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there
 from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file, is_there
-from halfbyte.io.gguf import is_gguf, read_header
+from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.generate import Batch, Generation, run
@@ -25,6 +26,7 @@ from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from halfbyte.decoder.explain import DecoderExplanation
     from halfbyte.nn.config import Config
 
 Message = Mapping[str, Any]
@@ -80,19 +82,8 @@ class LanguageModel:
         source = model_path(path)
         if cache not in (None, "int8"):
             raise ArgumentError(f"the KV cache is 'int8' or None, for float32, got cache={cache!r}")
-        if not is_there(source):
-            raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
-        if has_adapter(source):
-            raise UnsupportedError(f"{source} holds an adapter beside the model: merge it first")
-        quantize = None
-        if format is not None:
-            from halfbyte.nn.config import as_config
-
-            quantize = as_config(format)
-        header = read_header(source) if is_file(source) and is_gguf(source) else None
-        config, tensors = open_checkpoint(source, quantize, header, sparse=sparse)
+        spec, header = open_spec(source, format=format, sparse=sparse)
         try:
-            spec = build_spec(config, tensors)
             return cls(spec, Tokenizer.open(source, header), source, int8_cache=cache == "int8", speculate=speculate)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
@@ -163,6 +154,30 @@ class LanguageModel:
         """Compute the logits after every token of a text, [t, N] float32."""
         return self._model.prefill(list(ids), Cache(self.spec, int8=self._int8, most=len(ids)), every=True)
 
+    def explain(self, device: torch.device | str | None = None, rows: int = 1, *, dtype: torch.dtype | None = None) -> DecoderExplanation:
+        """Say which kernels decode one new token of each of several sequences: the model's program, op by op.
+
+        Args:
+            device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"; None: where the model is.
+            rows: Number of sequences.
+            dtype: Of activations; None: float32 on a CPU, the only one there, and bfloat16 on a GPU.
+
+        Returns:
+            An explanation that prints as a table; `to_json()` has the same as a document.
+
+        Raises:
+            ArgumentError: The device decodes no such number of sequences at the same time.
+            UnsupportedError: The device is unknown, or a part of the model has no kernel there.
+
+        Example:
+            model = LanguageModel.open("SmolLM2-135M-Instruct.gguf")
+            print(model.explain())
+            print(model.explain("sm_90", rows=16))
+        """
+        from halfbyte.decoder.explain import explain_decoder
+
+        return explain_decoder(self.spec, device, rows, dtype)
+
     def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> str:
         """Render the messages of a chat with the model's chat template.
 
@@ -185,6 +200,39 @@ class LanguageModel:
         if not all(type(value) is int for value in values):
             raise ArgumentError(f"a prompt is a text, token ids or messages, got {type(prompt).__name__}: pass one of these")
         return values
+
+
+def open_spec(
+    path: str | PathLike[str], *, format: Config | Format | str | None = None, sparse: bool | None = None
+) -> tuple[DecoderSpec, File | None]:
+    """Open the specification of a model, with weights packed for a CPU, and the header of a GGUF file.
+
+    Args:
+        path, format, sparse: As for `LanguageModel.open`.
+
+    Raises:
+        UnsupportedError: Its architecture, or a part of it, is not supported without transformers.
+        CheckpointError: It is damaged or incomplete.
+    """
+    source = model_path(path)
+    if not is_there(source):
+        raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
+    if has_adapter(source):
+        raise UnsupportedError(f"{source} holds an adapter beside the model: merge it first")
+    quantize = None
+    if format is not None:
+        from halfbyte.nn.config import as_config
+
+        quantize = as_config(format)
+    header = read_header(source) if is_file(source) and is_gguf(source) else None
+    config, tensors = open_checkpoint(source, quantize, header, sparse=sparse)
+    try:
+        spec = build_spec(config, tensors)
+        for layer in spec.layers:
+            layer.check()
+    except ArgumentError as e:
+        raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
+    return spec, header
 
 
 def _is_several(prompts: object) -> bool:

@@ -60,6 +60,11 @@ def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
 def why_not_experts(half: Experts, here: Gpu) -> str | None:
     """Why torch's operations compute what lies around the products on a GPU; None if `kernels/gpu/routing.py` does."""
     experts, k = half.router.shape
+    return why_not_router(experts, k, here)
+
+
+def why_not_router(experts: int, k: int, here: Gpu) -> str | None:
+    """`why_not_experts` for a router [E, K]."""
     if (reason := why_not_norm(k, here)) is not None:
         return reason
     return _why_not(experts)
@@ -237,12 +242,17 @@ def _gated(problem: Problem, here: Gpu) -> Any:
     return None if taken is None or taken.candidate.home != "grouped" else grouped.gated(problem, taken.config)
 
 
+def gates_inside(problem: Problem, here: Gpu, *, biased: bool) -> bool:
+    """Whether the kernel of the product gate_up of experts computes silu(gate) * up, too."""
+    return not biased and _gated(problem, here) is not None
+
+
 def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
     """What computes `half` for so many rows, of which none is in torch's operations."""
     experts, n, k = half.gate_up.packed.shape
     problem = Problem("grouped_linear", rows * half.chosen, n, k, half.gate_up.packed.format, dtype, experts=experts)
     if half.clamped is None:
-        within = half.gate_up.bias is None and _gated(problem, here) is not None
+        within = gates_inside(problem, here, biased=half.gate_up.bias is not None)
         gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
     else:
         gates = f"before a kernel of {CLAMPED}"

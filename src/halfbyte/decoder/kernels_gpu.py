@@ -1,0 +1,199 @@
+"""Which kernel computes each op of a decoder's program on a GPU, for one new token of each sequence and a cache of fixed size.
+
+Kernels are those that `dispatch.gpu` and `ops` choose, for a GPU that need not be present. Where an op has none, torch's operations compute
+it, and the reason says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
+from halfbyte.dispatch.gpu import choose_gpu, compute_of, packs_pairs, triton_trouble
+from halfbyte.dispatch.packed import packed_format
+from halfbyte.kernels.problem import Problem
+from halfbyte.layouts.base import Packed
+from halfbyte.machine import Gpu
+from halfbyte.ops.decoder import Heads
+from halfbyte.ops.decoding import NormedPlan, normed_plan, why_not_attend
+from halfbyte.ops.functions import sparse_on
+from halfbyte.ops.layers import Weight
+from halfbyte.ops.norms import why_not_norm
+from halfbyte.ops.routing import gates_inside, why_not_router
+
+_GATES = "gate", "activation", "shared_expert.gate"  # which a linear layer may compute, too
+_NORMS = "rms_norm", "layer_norm"
+
+
+def decode_kernels(program: Program, here: Gpu, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[Lowered]:
+    """Say which kernel computes each op of a decode step on a GPU.
+
+    Args:
+        program: Its weights may be packed for any device.
+        here: The GPU, present or not.
+        rows: Number of sequences.
+        dtype: Of activations.
+
+    Raises:
+        UnsupportedError: No kernel on this GPU multiplies the experts' weights, and torch's operations do not, either.
+    """
+    return [lowered for _, ops in program.scopes() for lowered in _Scope(ops, here, rows, dtype).kernels()]
+
+
+class _Scope:
+    """The ops of one layer, or those before or after the layers."""
+
+    def __init__(self, ops: Sequence[Op], here: Gpu, rows: int, dtype: torch.dtype) -> None:
+        self._ops, self._here, self._rows, self._dtype = ops, here, rows, dtype
+        self._by_name, self._readers = {op.name: op for op in ops}, readers_of(ops)
+
+    def kernels(self) -> Iterator[Lowered]:
+        """Yield the kernel of each op, in order."""
+        for op in self._ops:
+            if op.kind in ("linear", "experts"):
+                yield Lowered(op, self._linear(op))
+            elif op.kind in _NORMS:
+                yield self._norm(op)
+            elif op.kind in ("qk_norm", "rope", "attention"):
+                yield self._attention(op)
+            elif op.kind in ("gate", "activation"):
+                yield self._gate(op)
+            elif op.kind == "residual":
+                yield self._residual(op)
+            elif op.kind == "router":
+                yield _own(op, "routing", self._why_not_routed())
+            elif op.kind == "embedding" and isinstance(op.part, Packed):
+                yield _own(op, "dequantize", triton_trouble())
+            else:
+                yield Lowered(op, TORCH)
+
+    def _problem(self, op: Op) -> Problem:
+        """The product of a linear layer, or of the experts of a layer."""
+        assert isinstance(op.part, Weight)
+        packed, here = op.part.packed, self._here
+        *stack, n, k = packed.shape
+        fmt = packed_format(packed.codes_format, on_cpu=False)
+        how: Any = {"compute": compute_of(op.part.compute), "activation": op.part.activation}
+        if stack:
+            rows = self._rows * self._by_name["router"].setting("top_k")
+            return Problem("grouped_linear", rows, n, k, fmt, self._dtype, **how, experts=stack[0])
+        sparse = sparse_on(packed, here)
+        paired = not sparse and packs_pairs(fmt, (n, k), here)
+        return Problem("linear", self._rows, n, k, fmt, self._dtype, **how, sparse=sparse, paired=paired)
+
+    def _linear(self, op: Op) -> str:
+        if not isinstance(op.part, Weight):
+            return TORCH
+        plan = self._plan(op)
+        if isinstance(plan, NormedPlan) and plan.config is not None:
+            return plan.kernel
+        taken = choose_gpu(self._problem(op), self._here).taken
+        return TORCH if taken is None else taken.candidate.name
+
+    def _plan(self, op: Op) -> NormedPlan | str | None:
+        """How `ops.decoding.normed_linear` computes a linear layer with its norm and its gate, or why torch computes these two; None where
+        there is neither, or in int8."""
+        weight, norm, gate = op.part, self._norm_before(op), self._gate_after(op)
+        if not isinstance(weight, Weight) or compute_of(weight.compute) != "float" or (norm is None and gate is None):
+            return None
+        gated = gate is not None and gate.kind == "gate"
+        return normed_plan(self._problem(op), self._here, normed=norm is not None, gated=gated, biased=weight.bias is not None)
+
+    def _norm_before(self, op: Op) -> Op | None:
+        """The RMS norm that a linear layer may compute: one that it alone reads, or with other projections of attention."""
+        norm = self._by_name.get(op.reads[0])
+        if norm is None or norm.kind != "rms_norm" or op.kind != "linear" or op.name == "lm_head" or self._computes_norm(norm) is not None:
+            return None
+        readers = self._readers[norm.name]
+        return norm if len(readers) == 1 or not any(map(self._gate_after, readers)) else None
+
+    def _gate_after(self, op: Op) -> Op | None:
+        return next((reader for reader in self._readers[op.name] if op.kind == "linear" and reader.name in _GATES), None)
+
+    def _computes_norm(self, norm: Op) -> Op | None:
+        """The op whose kernel computes a norm that follows it (a norm of what is added), or precedes it (a router)."""
+        router = next((reader for reader in self._readers[norm.name] if reader.kind == "router"), None)
+        residual = self._by_name.get(norm.reads[0])
+        if router is not None or norm.kind != "rms_norm" or residual is None or residual.kind != "residual":
+            return router
+        added = self._by_name[residual.reads[1]]
+        return added if added.kind == "rms_norm" else None
+
+    def _norm(self, op: Op) -> Lowered:
+        computes = self._computes_norm(op)
+        if computes is not None:
+            return _fused(op, computes, self._why_not_routed() if computes.kind == "router" else why_not_norm(op.shape[-1], self._here))
+        for reader in self._readers[op.name]:
+            plan = self._plan(reader) if self._norm_before(reader) is op else None
+            if isinstance(plan, str):
+                return Lowered(op, TORCH, reason=plan)
+            if plan is not None and plan.norm_inside:
+                return _fused(op, reader)
+        return _own(op, "norm", why_not_norm(op.shape[-1], self._here))
+
+    def _attention(self, op: Op) -> Lowered:
+        attention = self._by_name["attention"]
+        heads = attention.part
+        assert isinstance(heads, Heads)
+        over_all = heads.norms is not None and heads.rows
+        widest = heads.query * heads.dim if over_all else None
+        reason = why_not_attend(heads.query, heads.key, heads.dim, self._dtype, self._here, widest)
+        if heads.cap is not None:
+            reason = "the kernels have no soft cap of scores"
+        elif heads.norms is not None and heads.norms[0].centred:
+            reason = "the norms of its heads are layer norms"
+        if op.kind == "attention" or (op.kind == "qk_norm" and over_all):
+            return _own(op, "attend" if op is attention else "norm", reason)
+        return _fused(op, attention, reason)
+
+    def _gate(self, op: Op) -> Lowered:
+        source = self._by_name[op.reads[0]]
+        if op.name == "shared_expert_gate":
+            return _fused(op, self._by_name["router"], self._why_not_routed())
+        if "router" in self._by_name and (source.kind == "experts" or not self._is_float(source)):
+            if (reason := self._why_not_routed()) is not None:
+                return Lowered(op, TORCH, reason=reason)
+            is_silu = op.setting("limit") is None
+            assert isinstance(source.part, Weight)
+            inside = is_silu and gates_inside(self._problem(source), self._here, biased=source.part.bias is not None)
+        else:
+            plan = self._plan(source)
+            if isinstance(plan, str):
+                return Lowered(op, TORCH, reason=plan)
+            inside = op.kind == "gate" and plan is not None and plan.config is not None
+        return _fused(op, source) if inside else _own(op, "gates", why_not_norm(1, self._here))
+
+    def _residual(self, op: Op) -> Lowered:
+        added = self._by_name[op.reads[1]]
+        if added.kind == "experts":
+            return _own(op, "routing", self._why_not_routed())
+        if added.kind == "layer_norm":
+            return Lowered(op, TORCH, reason="the norm of what it adds is a layer norm")
+        if added.kind == "rms_norm":
+            return _fused(op, added, why_not_norm(added.shape[-1], self._here))
+        scaled = op.setting("multiplier") is not None and added.setting("bias") is not None
+        return _fused(op, added, "what it adds has a multiplier and a bias" if scaled else None)
+
+    def _why_not_routed(self) -> str | None:
+        """Why torch's operations compute what lies around the products of experts."""
+        if not all(self._is_float(op) for op in self._ops if op.kind == "experts"):
+            return "its experts compute in int8"
+        experts, k = self._by_name["router"].shape
+        return why_not_router(experts, k, self._here)
+
+    @staticmethod
+    def _is_float(op: Op) -> bool:
+        return isinstance(op.part, Weight) and compute_of(op.part.compute) == "float"
+
+
+def _own(op: Op, kernel: str, reason: str | None = None) -> Lowered:
+    """An op with a kernel of its own, or why torch computes it."""
+    return Lowered(op, kernel if reason is None else TORCH, reason=reason)
+
+
+def _fused(op: Op, into: Op, reason: str | None = None) -> Lowered:
+    """An op that the kernel of another one computes, or why torch does."""
+    return Lowered(op, "", into.name) if reason is None else Lowered(op, TORCH, reason=reason)

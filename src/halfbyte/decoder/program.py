@@ -1,0 +1,368 @@
+"""A decoder's program: the operations of a specification one after the other, by name, shape and format.
+
+`program_of` makes it from a `DecoderSpec`; `lower_cpu.py` and `kernels_gpu.py` say which kernel computes each op, and `explain.py` prints
+that. An op is equal to one of another layer that computes the same with other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from halfbyte.decoder.rope import Rope
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.layouts import cpu_tiles, gpu_tiles
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.sparse import SPARSITY
+from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
+from halfbyte.ops.experts import CLAMPED, Experts, SharedExpert
+from halfbyte.ops.layers import Weight
+
+T = TypeVar("T", bound=Hashable)
+TORCH = "torch"  # the kernel of what torch's operations compute
+ALL_HEADS = "all heads"  # what norms of queries and keys are over, if not over each head
+INPUT = "x"  # what a layer reads: the output of the embedding, or of the layer before
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operation.
+
+    Attributes:
+        kind: "embedding", "rms_norm", "layer_norm", "linear", "qk_norm", "rope", "attention", "residual", "gate" (act(gate) * up),
+            "activation", "router", "experts" (a linear layer of stacked weights), "logit_scale" or "softcap".
+        name: Unique within its layer.
+        layer: Index of the layer; None: before or after the layers.
+        reads: Names of the ops whose outputs it reads, in the same layer; "x": the layer's input.
+        shape: Of its weight: [N, K], [E, N, K] of experts, [K] of a norm; () where it has none.
+        format: Of its weight: that of the codes, or a dtype; "" where it has none.
+        settings: What else determines its result, by the field's terms.
+        device: Where it is computed.
+        part: What it is in the specification, with its tensors: the weight of a linear layer or an embedding, the norm, the heads of
+            qk_norm and attention, the tables of rope, the experts of a router, the factor [1] of a residual connection's sum.
+    """
+
+    kind: str
+    name: str
+    layer: int | None = field(compare=False)
+    reads: tuple[str, ...]
+    shape: tuple[int, ...] = ()
+    format: str = ""
+    settings: tuple[tuple[str, Any], ...] = ()
+    device: str = "cpu"
+    part: Packed | Tensor | Weight | Norm | Heads | Rope | Experts | None = field(default=None, compare=False, repr=False)
+
+    def setting(self, name: str) -> Any:
+        """Return the value of a setting; None where it has no such one."""
+        return dict(self.settings).get(name)
+
+    @property
+    def described(self) -> str:
+        """Its settings in words."""
+        return ", ".join(_text(name, value) for name, value in self.settings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its fields but the layer and the part."""
+        about = {"kind": self.kind, "name": self.name, "reads": [*self.reads], "shape": [*self.shape] or None}
+        return {**about, "format": self.format or None, "settings": dict(self.settings), "device": self.device}
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """How a device computes an op.
+
+    Attributes:
+        op: The op.
+        kernel: The kernel, by its name in `kernels`; "torch" for torch's operations; "" where it is fused into another op's.
+        fused_into: Name of the op, in the same layer, whose kernel computes this one, too.
+        call: The native call that it is a step of, if any.
+        reason: Why torch's operations compute it.
+    """
+
+    op: Op
+    kernel: str
+    fused_into: str | None = None
+    call: str | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the op's fields and these."""
+        about = {"kernel": self.kernel or None, "fused_into": self.fused_into, "call": self.call, "reason": self.reason}
+        return {**self.op.to_json(), **about}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The ops of a decoder in the order in which they are computed, and the specification that they were made from."""
+
+    spec: DecoderSpec = field(compare=False, repr=False)
+    ops: tuple[Op, ...]
+
+    def scopes(self) -> Iterator[tuple[int | None, tuple[Op, ...]]]:
+        """Yield the ops before the layers, those of each layer with its index, and those after the layers."""
+        for layer, ops in groupby(self.ops, lambda op: op.layer):
+            yield layer, tuple(ops)
+
+    def __str__(self) -> str:
+        lines = (lines_of(layers, [*columns_of(ops)]) for layers, ops in grouped(self.scopes()))
+        return "\n".join(chain.from_iterable(lines))
+
+
+def program_of(spec: DecoderSpec, device: str = "cpu") -> Program:
+    """Make the program of a specification, all of it on one device."""
+    table = spec.embedding
+    settings = _settings(multiplier=None if spec.embedding_multiplier == 1 else spec.embedding_multiplier)
+    ops = [Op("embedding", "embed_tokens", None, ("ids",), *_form(table), settings, device, table)]
+    for index, layer in enumerate(spec.layers):
+        ops += (replace(op, layer=index, device=device) for op in _layer(spec, layer))
+    ops += (replace(op, device=device) for op in _end(spec))
+    return Program(spec, tuple(ops))
+
+
+def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[Op]:
+    attention, mlp = layer.attention, layer.mlp
+    yield from _attention(attention, spec, layer)
+    if isinstance(mlp, Experts):
+        yield from _experts(mlp)
+    elif mlp.parallel:
+        is_same = attention.before is not None and mlp.before is not None and _is_same(attention.before, mlp.before)
+        yield from _mlp(mlp, INPUT, normed="attn_norm" if is_same else None)
+    else:
+        yield from _mlp(mlp, "attn_residual")
+
+
+def _attention(half: Attention, spec: DecoderSpec, layer: LayerSpec) -> Iterator[Op]:
+    heads, read = half.heads, INPUT
+    if half.before is not None:
+        yield _norm("attn_norm", half.before, INPUT)
+        read = "attn_norm"
+    names = [f"{part}_proj" for part in heads.made]
+    if len(half.qkv) == 1 and len(names) > 1:
+        names = [heads.made]
+    for name, weight in zip(names, half.qkv, strict=True):
+        yield _linear(name, weight, read)
+    reads: tuple[str, ...] = tuple(names)
+    for op in _positions(heads, spec, layer, reads):
+        yield op
+        reads = (op.name,)
+    settings = _settings(
+        heads=heads.query,
+        kv_heads=heads.key,
+        head_dim=heads.dim,
+        scale=heads.scale,
+        sliding_window=layer.sliding_window,
+        softcap=heads.cap,
+        sinks=heads.sinks is not None,
+    )
+    yield Op("attention", "attention", None, reads, settings=settings, part=heads)
+    yield _linear("o_proj", half.o, "attention")
+    yield from _added(half, "o_proj", "attn", INPUT)
+
+
+def _positions(heads: Heads, spec: DecoderSpec, layer: LayerSpec, reads: tuple[str, ...]) -> Iterator[Op]:
+    """The norms of queries and keys, and rope, in their order."""
+    ops = []
+    if heads.norms is not None:
+        over = ALL_HEADS if heads.rows else "each head"
+        norm = heads.norms[0]
+        settings = _settings(over=over, eps=norm.eps, unit_offset=norm.plus_one, layer_norm=norm.centred, values=heads.values_normed)
+        ops.append(Op("qk_norm", "qk_norm", None, reads, tuple(norm.weight.shape), _dtype(norm.weight), settings, part=heads))
+    if heads.width:
+        rope = spec.ropes[layer.rope]
+        which = layer.rope if len(spec.ropes) > 1 else None
+        settings = _settings(rotary_dim=heads.width, interleaved=bool(heads.pairs), rope_parameters=which, longrope_beyond=rope.switch)
+        ops.append(Op("rope", "rope", None, reads, settings=settings, part=rope))
+    if heads.turned_first:
+        ops.reverse()
+    for op in ops:
+        yield replace(op, reads=reads)
+        reads = (op.name,)
+
+
+def _mlp(half: Dense, read: str, *, normed: str | None = None) -> Iterator[Op]:
+    """The MLP. normed: the op that has computed the norm of what it reads."""
+    if normed is not None:
+        read = normed
+    elif half.before is not None:
+        yield _norm("mlp_norm", half.before, read)
+        read = "mlp_norm"
+    name = "gate_up" if half.gated else "up_proj"
+    yield _linear(name, half.gate_up, read)
+    yield _gate("gate" if half.gated else "activation", half.gates, name, gated=half.gated)
+    yield _linear("down_proj", half.down, "gate" if half.gated else "activation")
+    yield from _added(half, "down_proj", "mlp", "attn_residual")
+
+
+def _experts(half: Experts) -> Iterator[Op]:
+    yield _norm("mlp_norm", half.before, "attn_residual")
+    weights = _settings(
+        top_k=half.chosen,
+        scores=half.scores or "softmax",
+        normalized=half.normalized,
+        bias=half.bias is not None,
+        correction=half.correction is not None,
+        factor=None if half.factor == 1 else half.factor,
+    )
+    yield Op("router", "router", None, ("mlp_norm",), *_form(half.router), weights, part=half)
+    yield _linear("experts.gate_up", half.gate_up, "mlp_norm", "router", kind="experts")
+    clamped = half.clamped
+    if clamped is None:
+        yield _gate("experts.gate", "silu", "experts.gate_up")
+    else:
+        settings = (("function", CLAMPED), ("alpha", clamped.alpha), ("limit", clamped.limit))
+        yield Op("gate", "experts.gate", None, ("experts.gate_up",), settings=settings)
+    yield _linear("experts.down_proj", half.down, "experts.gate", "router", kind="experts")
+    added = ["experts.down_proj", "router"]
+    if half.shared is not None:
+        yield from _shared_expert(half.shared)
+        added.append("shared_expert.down_proj" if half.shared.gate is None else "shared_expert_gate")
+    yield Op("residual", "mlp_residual", None, ("attn_residual", *added))
+
+
+def _shared_expert(shared: SharedExpert) -> Iterator[Op]:
+    yield _linear("shared_expert.gate_up", shared.gate_up, "mlp_norm")
+    yield _gate("shared_expert.gate", "silu", "shared_expert.gate_up")
+    yield _linear("shared_expert.down_proj", shared.down, "shared_expert.gate")
+    if shared.gate is not None:  # down_proj times sigmoid(gate · x)
+        reads = "shared_expert.down_proj", "mlp_norm"
+        settings = (("function", "sigmoid(gate) * down"),)
+        yield Op("gate", "shared_expert_gate", None, reads, (1, *shared.gate.shape), _dtype(shared.gate), settings, part=shared.gate)
+
+
+def _end(spec: DecoderSpec) -> Iterator[Op]:
+    yield _norm("norm", spec.norm, INPUT)
+    head = spec.lm_head
+    if isinstance(head, Weight):
+        yield _linear("lm_head", head, "norm")
+    else:
+        yield Op("linear", "lm_head", None, ("norm",), *_form(head), part=head)
+    if spec.logits is not None:
+        function, constant = spec.logits
+        if function == "cap":
+            yield Op("softcap", "softcap", None, ("lm_head",), settings=(("softcap", constant),))
+        else:
+            settings = (("factor" if function == "times" else "divisor", constant),)
+            yield Op("logit_scale", "logit_scale", None, ("lm_head",), settings=settings)
+
+
+def _added(half: Attention | Dense, read: str, name: str, residual: str) -> Iterator[Op]:
+    """What follows a half's last linear layer."""
+    if half.after is not None:
+        yield _norm(f"{name}_post_norm", half.after, read)
+        read = f"{name}_post_norm"
+    scale = half.scale if isinstance(half, Dense) else None
+    settings = _settings(multiplier=None if half.factor == 1 else half.factor, layer_scale=scale is not None)
+    yield Op("residual", f"{name}_residual", None, (residual, read), settings=settings, part=scale)
+
+
+def _norm(name: str, norm: Norm, read: str) -> Op:
+    settings = _settings(eps=norm.eps, unit_offset=norm.plus_one, bias=norm.shift is not None)
+    kind = "layer_norm" if norm.centred else "rms_norm"
+    return Op(kind, name, None, (read,), tuple(norm.weight.shape), _dtype(norm.weight), settings, part=norm)
+
+
+def _linear(name: str, weight: Weight, *reads: str, kind: str = "linear") -> Op:
+    sparsity = SPARSITY if weight.packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE) else None
+    settings = _settings(
+        bias=weight.bias is not None,
+        sparsity=sparsity,
+        compute=None if weight.compute == "auto" else weight.compute,
+        activation_scales=None if weight.activation == "block" else weight.activation,
+    )
+    return Op(kind, name, None, reads, *_form(weight.packed), settings, part=weight)
+
+
+def _gate(name: str, function: str, read: str, *, gated: bool = True) -> Op:
+    settings = (("function", f"{function}(gate) * up" if gated else function),)
+    return Op("gate" if gated else "activation", name, None, (read,), settings=settings)
+
+
+def _settings(**settings: Any) -> tuple[tuple[str, Any], ...]:
+    """Those that say something."""
+    return tuple((name, value) for name, value in settings.items() if value is not None and value is not False)
+
+
+def _form(weight: Packed | Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(weight.shape), str(weight.codes_format) if isinstance(weight, Packed) else _dtype(weight)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_same(one: Norm, other: Norm) -> bool:
+    """Whether two norms compute the same."""
+    alike = one[1:4] == other[1:4] and (one.shift is None) == (other.shift is None)
+    pairs = [(one.weight, other.weight), *([] if one.shift is None or other.shift is None else [(one.shift, other.shift)])]
+    return alike and all(torch.equal(*pair) for pair in pairs)
+
+
+def readers_of(ops: Sequence[Op]) -> dict[str, list[Op]]:
+    """Return for each op of a layer those that read its output."""
+    return {op.name: [other for other in ops if op.name in other.reads] for op in ops}
+
+
+# Text
+
+
+def grouped(items: Iterable[tuple[int | None, T]]) -> list[tuple[tuple[int, ...], T]]:
+    """Group layers that are equal.
+
+    Args:
+        items: Layers by their index, hashable; or with None what comes before the first or after the last layer.
+
+    Returns:
+        The indices of equal layers, none of what is in no layer, and the first of them; in the order of the first ones.
+    """
+    groups: list[tuple[tuple[int, ...], T]] = []
+    places: dict[T, int] = {}
+    for index, item in items:
+        if index is None:
+            groups.append(((), item))
+        elif item in places:
+            layers, first = groups[places[item]]
+            groups[places[item]] = (*layers, index), first
+        else:
+            places[item] = len(groups)
+            groups.append(((index,), item))
+    return groups
+
+
+def heading(layers: Sequence[int]) -> list[str]:
+    """The line above the ops of these layers; none where they are in no layer."""
+    ranges: list[list[int]] = []
+    for layer in layers:
+        if ranges and layer == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [layer]
+        else:
+            ranges.append([layer])
+    return [f"layer{'s' if len(layers) > 1 else ''} {', '.join('-'.join(map(str, part)) for part in ranges)}"] if layers else []
+
+
+def lines_of(layers: Sequence[int], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A heading and a table of ops, in columns that are flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip() for row in rows]
+    return [*heading(layers), *(f"  {line}" if layers else line for line in lines)]
+
+
+def columns_of(ops: Sequence[Op]) -> Iterator[tuple[str, ...]]:
+    """Ops in a table. What an op reads is in it where that is not the op above, or goes without saying."""
+    above = INPUT
+    for op in ops:
+        reads = f"reads {op.reads[0]}" if op.kind in ("linear", "rms_norm", "layer_norm") and op.layer is not None else ""
+        kind, shape = op.kind if op.kind != op.name else "", str([*op.shape]) if op.shape else ""
+        yield op.name, kind, shape, op.format, ", ".join(filter(None, (reads if op.reads[0] != above else "", op.described)))
+        above = op.name
+
+
+def _text(name: str, value: object) -> str:
+    if value is True:
+        return name
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if name == "function" else f"{name} {text}"
