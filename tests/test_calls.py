@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import BertConfig, BertModel, DynamicCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.integrations import embedding, encoding, model_step, stack
+from halfbyte.integrations import embedding, encoder_stack, encoding, model_step, stack
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE, any_value, bind, cache_name, is_true, parameters_of, unset, why_unknown
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.generating import generate_fast
@@ -73,7 +74,7 @@ TABLES = {
         [f"{name}.modeling_{name}.{family.model_class}" for name, family in FAMILIES.items() if family.model_class],
         model_step.ARGUMENTS,
     ),
-    "encoders": ([*encoding.LAYERS], encoding.ARGUMENTS),
+    "encoder layers": ([*encoding.LAYERS], encoding.LAYER_ARGUMENTS),
     "embeddings": ([*embedding.TABLES], embedding.ARGUMENTS),
 }
 
@@ -105,7 +106,15 @@ def test_every_stack_has_a_known_signature_and_output(name: str) -> None:
                 found.append(kind)
     assert len(found) == 1
     assert why_unknown(found[0], stack.ARGUMENTS) is None
-    assert stack._why_unknown_output(found[0]) is None
+    assert stack.why_unknown_output(found[0]) is None
+
+
+@pytest.mark.parametrize("name", encoder_stack.STACKS)
+def test_every_encoder_stack_has_a_known_signature_and_output(name: str) -> None:
+    module, _, cls = name.rpartition(".")
+    kind = getattr(importlib.import_module(f"transformers.models.{module}"), cls)
+    assert why_unknown(kind, encoder_stack.STACKS[name].arguments) is None
+    assert stack.why_unknown_output(kind) is None
 
 
 def test_a_replaced_forward_tells_the_signature_of_the_original(llama: Any) -> None:
@@ -180,7 +189,7 @@ def test_a_signature_that_is_not_known_is_not_replaced(llama: Any, monkeypatch: 
 
 def test_an_encoder_whose_signature_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hb.fuse_(hb.quantize_(BertModel(BertConfig(vocab_size=40, **SMALL)).eval(), "q4_0"))
-    monkeypatch.setattr(type(model.encoder.layer[0]), "forward", changed_forward)  # type: ignore[union-attr, index]
+    monkeypatch.setattr(type(model.encoder), "forward", changed_forward)
     shorten_(model)
     assert not any(isinstance(module, Shortened) for module in model.encoder.modules())  # type: ignore[union-attr]
     assert any("its forward takes tilt" in note for note in hb.report(model).notes)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
 import halfbyte as hb
-from halfbyte.integrations import encoding, self_check, stack
+from halfbyte.integrations import encoder_stack, self_check, stack
 from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.self_check import SelfCheck, relative_difference, tolerance
 from halfbyte.integrations.shortened import Shortened
@@ -135,7 +135,7 @@ def test_a_model_that_raises_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_encoder_within_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = bert()
     model = nn.Sequential(copy.deepcopy(plain))
-    monkeypatch.setattr(encoding, "_whole", lambda layer, x, mask, bias: x)
+    monkeypatch.setattr(encoder_stack, "_through", lambda compiled, modules, given: given.x)
     with pytest.warns(RuntimeWarning, match="an optimized BertModel differs"):
         hb.optimize_(model)
     assert_plain(model[0], plain)

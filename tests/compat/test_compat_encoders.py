@@ -13,8 +13,10 @@ from tiny_encoders import CASES, inputs, make_encoder, states
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.integrations import encoding
+from halfbyte.integrations import encoder_stack
 from halfbyte.integrations.embedding import TABLES
+from halfbyte.integrations.encoder_stack import STACKS
+from halfbyte.integrations.encoding import LAYERS
 from halfbyte.integrations.shortened import Shortened, name_in_transformers
 from halfbyte.nn.modules import QuantModule
 
@@ -53,21 +55,22 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def test_every_layer_has_a_case() -> None:
-    assert set(CASES) == {name.partition(".")[0] for name in encoding.LAYERS} >= {name.partition(".")[0] for name in TABLES}
+    assert set(CASES) == {name.partition(".")[0] for name in LAYERS} == {name.partition(".")[0] for name in STACKS}
+    assert set(CASES) >= {name.partition(".")[0] for name in TABLES}
 
 
 def test_modules_are_replaced(case: str, models: Models) -> None:
     replaced = [name_in_transformers(module) for module in models.optimized.modules() if isinstance(module, Shortened)]
-    wanted = [name_in_transformers(module) for module in models.plain.modules() if name_in_transformers(module) in encoding.LAYERS | TABLES]
+    wanted = [name_in_transformers(module) for module in models.plain.modules() if name_in_transformers(module) in STACKS | TABLES]
     assert replaced == wanted, str(hb.report(models.optimized))
-    assert len(wanted) == 3 + any(name.startswith(f"{case}.") for name in TABLES)
+    assert len(wanted) == 1 + any(name.startswith(f"{case}.") for name in TABLES)
 
 
 def test_hidden_states(compute: str, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers in one call: an argument that a new version passes and halfbyte does not know sends calls to transformers' code."""
     layers: list[int] = []
-    run = encoding.run_layers
-    monkeypatch.setattr(encoding, "run_layers", lambda computed, *args: (layers.append(len(computed)), run(computed, *args))[1])
+    run = encoder_stack.run_layers
+    monkeypatch.setattr(encoder_stack, "run_layers", lambda computed, *args: (layers.append(len(computed)), run(computed, *args))[1])
     for lengths in LENGTHS:
         given = inputs(models.plain, *lengths)
         expected = states(models.plain, given)

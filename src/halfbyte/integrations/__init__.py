@@ -16,8 +16,8 @@ Layers and steps in few calls (`shorten_`)
   decoding.py       decoder layers on GPUs
   decoding_gpu.py   decoder layers on a GPU, for a token; prompt_gpu.py: for prompts; layer_gpu.py: what both read; rings.py: windows
   families.py       finds the parts of decoder layers (by decoder/families.py); mixtures.py: those that have experts
-  encoding.py       encoder layers; embedding.py: what is before them
+  encoder_stack.py  compiled encoder stacks; encoding.py: their layers; embedding.py: what is before them
   generating.py     writes tokens; steps.py: a model's call for each, without transformers' preparation; graphs.py: as a CUDA graph
-  shortened.py      their classes; ahead.py: encoder layers that are computed by the call of the first
+  shortened.py      their classes
   explain_model.py  what computes each layer, and why
 """

@@ -9,17 +9,17 @@ and of the ops that produced them, recursively, which after a chain of custom op
 
 from __future__ import annotations
 
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache
 
 from halfbyte.errors import check_type
-from halfbyte.integrations import decoding_gpu, embedding, encoding, families, layer_gpu, prompt_gpu
-from halfbyte.integrations.ahead import expect
+from halfbyte.integrations import decoding_gpu, embedding, families, layer_gpu, prompt_gpu
 from halfbyte.integrations.calls import CACHE, bind
 from halfbyte.integrations.decoding_gpu import Step
+from halfbyte.integrations.encoder_stack import compile_encoder, kind_of
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.live_layers import LAYER_ARGUMENTS, groups_of, halves_of, third_of, why_not_compiled, why_not_known
 from halfbyte.integrations.mixtures import routed_of
@@ -55,8 +55,8 @@ def shorten_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if embedding.tables_of(module) is not None:
             embedding.shorten_embeddings(module)
-        elif encoding.parts_of(module) is not None:
-            encoding.shorten_encoder_layer(module)
+        elif kind_of(module) is not None:
+            compile_encoder(module)
         elif isinstance(module, MixtureOfExperts):
             module.few_in_one_call = True
         elif is_decoder_layer(module) and not is_short(module):
@@ -66,9 +66,6 @@ def shorten_(model: nn.Module) -> nn.Module:
                 reason = None
             shorten(module, _Few, LONG, reason)
     for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            for _, alike in groupby(module, type):
-                expect(layer for layer in alike if isinstance(layer, Shortened))
         if is_stack(module):
             compile_stack(module)
     return model

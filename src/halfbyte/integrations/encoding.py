@@ -1,11 +1,9 @@
-"""Encoder layers of BERT and its like that `shorten_` has changed: on a CPU whole sequences take one call of `ops.encoder` for all layers.
+"""Encoder layers of BERT and its like, as `ops.encoder` computes them on a CPU: their parts in transformers' modules.
 
     h = norm(x + o(attention(query(x), key(x), value(x))));  y = norm(h + down(gelu(up(h))))        or with the norms before (ViT)
 
-MPNet adds a bias to the scores, the same one in all layers: its layers take it as a tensor.
-
-Gradients, outputs of inner parts that are asked for (attentions, hidden states), hooks, torch.compile, caches, and everything else
-go the way of transformers' own layer.
+MPNet adds a bias to the scores, the same one in all layers: its layers take it as a tensor. `encoder_stack.py` computes all layers of a
+stack.
 """
 
 from __future__ import annotations
@@ -13,27 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from halfbyte.integrations.ahead import Ahead, following, given
-from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, unset, why_unknown
-from halfbyte.integrations.frozen import Frozen
-from halfbyte.integrations.hooked import is_capturing, why_hooked
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten, why_not_fused
+from halfbyte.integrations.calls import CACHE, Understood, any_value, unset, why_unknown
+from halfbyte.integrations.hooked import watched, why_hooked
+from halfbyte.integrations.shortened import name_in_transformers, original, why_not_fused
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.encoder import EncoderLayer, run_layers, why_not
+from halfbyte.ops.encoder import EncoderLayer, why_not
 from halfbyte.ops.layers import LayerNorm, Weight
-from halfbyte.ops.library import plain
 
-LONG = "whole sequences take the steps of transformers"
-ONE_CALL = "whole sequences take one call, without gradients and torch.compile"
-_HIDDEN = -1e4  # added to a score, it leaves a weight of 0: exp(-1e4) is below the least float32
-_MOST_AHEAD = 1 << 28  # bytes of what layers give that is computed before they are called
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
 
 
@@ -117,7 +106,7 @@ LAYERS = {
     "whisper.modeling_whisper.WhisperEncoderLayer": _WHISPER,
 }
 
-ARGUMENTS: Understood = {
+LAYER_ARGUMENTS: Understood = {
     **dict.fromkeys(("hidden_states", "attention_mask", "position_bias"), any_value),
     **dict.fromkeys(("position_ids", "use_cache", "output_hidden_states", "return_dict"), any_value),  # without effect in these layers
     **dict.fromkeys(("encoder_hidden_states", "encoder_attention_mask", CACHE, "output_attentions"), unset),
@@ -125,14 +114,8 @@ ARGUMENTS: Understood = {
 
 
 def parts_of(layer: nn.Module) -> Parts | None:
-    """Where a layer that `shorten_` may change has its parts; None for any other module."""
+    """Where an encoder layer has its parts; None for any other module."""
     return LAYERS.get(name_in_transformers(layer))
-
-
-def shorten_encoder_layer(layer: nn.Module) -> None:
-    """Lets a layer that has `parts_of` take whole sequences in one call, in place, or says why it does not."""
-    if not isinstance(layer, _WholeSequences):
-        shorten(layer, _WholeSequences, LONG, _why_not_parts(layer))
 
 
 def why_not_whole(layer: nn.Module) -> str | None:
@@ -141,74 +124,20 @@ def why_not_whole(layer: nn.Module) -> str | None:
     return why_not(_weights(layer), _heads(layer)) if reason is None else reason
 
 
-class _WholeSequences(Shortened):
-    """Comes before the class of a layer."""
-
-    @property
-    def halfbyte_remark(self: Any) -> str:
-        """What `halfbyte.report` says of the layer."""
-        reason = why_not_whole(self)
-        return ONE_CALL if reason is None else f"{LONG}: {reason}"
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.argument_names, args, kwargs, ARGUMENTS)
-        found = None if call is None else _whole(self, *(call.get(name) for name in ("hidden_states", "attention_mask", "position_bias")))
-        if found is None:
-            # super() in a class that is made at run time: torch.compile follows the plain call.
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return (found,) if _parts(self).biased else found
-
-
-def _whole(layer: Any, x: Tensor | None, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """What the layer gives for x; None where this is not for it."""
-    if x is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or layer.training or is_capturing():
-        return None
-    found = given(layer, x, (mask, bias), lambda: _ahead(layer, x, mask, bias), lambda _: True)
-    return None if found is None else found.y
-
-
-def _ahead(layer: Any, x: Tensor, mask: Tensor | None, bias: Tensor | None) -> list[Ahead]:
-    """What this layer gives, and those that followed it before. None of it where the layer is not for that."""
-    layers, computed = list[nn.Module](), list[EncoderLayer]()
-    if not all(t is None or plain(t) for t in (x, mask, bias)):
-        return []
-    seen = mask if mask is None or mask.dtype == torch.bool else _seen(mask)
-    most = max(1, _MOST_AHEAD // max(1, x.nbytes))
-    for one in following(layer):
-        made = _computed(one) if len(layers) < most and not one.training else None
-        if made is None or not made.fits(x, seen, bias) or made.size != (computed or [made])[0].size:
-            break
-        layers.append(one)
-        computed.append(made)
-    if not layers:
-        return []
-    outputs = run_layers(computed, x, seen, bias)
-    return [Ahead.of(*part, (mask, bias)) for part in zip(layers, (x, *outputs[:-1]), outputs, strict=True)]
-
-
-def _seen(mask: Tensor) -> Tensor:
-    """What a mask that is added to scores hides: a bool one; the mask itself where it does anything else."""
-    seen = mask == 0
-    return seen if bool((seen | (mask <= _HIDDEN)).all()) else mask
-
-
-_made: WeakKeyDictionary[nn.Module, tuple[EncoderLayer, Frozen]] = WeakKeyDictionary()
-
-
-def _computed(layer: Any) -> EncoderLayer | None:
-    """The layer's weights in one, as they are now; None where a part was replaced that it cannot do without, or is watched."""
-    made = _made.get(layer)
-    if made is None or not made[1].is_unchanged():
-        if why_not_whole(layer) is not None:
-            return None
-        parts = _parts(layer)
-        norms = [layer.get_submodule(name) for name in parts.norms]
-        first, second = (LayerNorm(norm.weight, norm.bias, norm.eps) for norm in norms)
-        attention = layer.get_submodule(parts.attention)
-        scale = attention.attention_head_size**-0.5 if parts.biased else attention.scaling
-        computed = EncoderLayer(_weights(layer), (first, second), _heads(layer), scale, before=parts.before)
-        made = _made[layer] = computed, Frozen(layer)
-    return made[0]
+def compiled_layer(layer: Any) -> EncoderLayer | str:
+    """Compile a layer that has `parts_of`, or say why transformers computes it."""
+    if (reason := why_not_whole(layer)) is not None:
+        return reason
+    if watched(layer) or any("forward" in vars(part) for part in layer.modules()):
+        return "it has a hook, or a part with another forward"
+    if layer.training:
+        return "it is in training"
+    parts = _parts(layer)
+    norms = [cast(Any, layer.get_submodule(name)) for name in parts.norms]
+    first, second = (LayerNorm(norm.weight, norm.bias, norm.eps) for norm in norms)
+    attention: Any = layer.get_submodule(parts.attention)
+    scale = attention.attention_head_size**-0.5 if parts.biased else attention.scaling
+    return EncoderLayer(_weights(layer), (first, second), _heads(layer), scale, before=parts.before)
 
 
 def _parts(layer: nn.Module) -> Parts:
@@ -238,7 +167,7 @@ def _heads(layer: nn.Module) -> int:
 def _why_not_parts(layer: nn.Module) -> str | None:
     """Why the parts of a layer are not those of this file's formula; None where they are."""
     parts = _parts(layer)
-    if (reason := why_unknown(original(layer), ARGUMENTS)) is not None:
+    if (reason := why_unknown(original(layer), LAYER_ARGUMENTS)) is not None:
         return reason
     try:
         linears = dict(_linears(layer))

@@ -17,6 +17,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
 from halfbyte.integrations.decoding import is_decoder_layer, is_short, one_call, why_not_short
 from halfbyte.integrations.decoding_gpu import Step, steps
+from halfbyte.integrations.encoder_stack import EncoderStack
 from halfbyte.integrations.shortened import Shortened
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Problem
@@ -92,9 +93,10 @@ def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1, *, notes
         for name, module in model.named_modules():
             if embedding.tables_of(module) is not None:
                 found[_embedding(module, here)].append(name)
+    optimized = any(isinstance(module, EncoderStack) for module in model.modules())
     layers = _encoder_layers(model) if encoder else [(name, part) for name, part in model.named_modules() if is_decoder_layer(part)]
     for name, layer in layers:
-        found[(_encoder_layer if encoder else _layer)(layer, here, rows)].append(name)
+        found[_encoder_layer(layer, here, rows, optimized=optimized) if encoder else _layer(layer, here, rows)].append(name)
     inside = tuple(f"{name}." for name, _ in layers)
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and not name.startswith(inside):
@@ -121,13 +123,13 @@ def _embedding(module: nn.Module, here: Gpu | None) -> tuple[tuple[Step, ...], s
     return () if reason else (Step("", "tables and norm in one call"),), reason
 
 
-def _encoder_layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, ...], str | None]:
+def _encoder_layer(layer: nn.Module, here: Gpu | None, rows: int, *, optimized: bool) -> tuple[tuple[Step, ...], str | None]:
     parts, products = encoding.parts_of(layer), _products(layer, here, rows, whole=True)
     if parts is None:
         kinds = sorted({name.rpartition(".")[2] for name in encoding.LAYERS})
         return products, f"a {type(layer).__name__} is none of {', '.join(kinds)}"
     reason = _FOR_CPUS if here is not None else encoding.why_not_whole(layer)
-    if reason is None and not isinstance(layer, Shortened):
+    if reason is None and not optimized:
         reason = _NOT_CALLED
     if reason is not None:
         return products, reason

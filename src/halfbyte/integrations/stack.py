@@ -67,7 +67,7 @@ def is_compiled_stack(module: Any) -> bool:
 def compile_stack(stack: nn.Module) -> None:
     """Replace the forward of a stack, in place, or note for the report why it is not replaced."""
     if not isinstance(stack, _Stack):
-        shorten(stack, _Stack, LAYER_BY_LAYER, why_unknown(original(stack), ARGUMENTS) or _why_unknown_output(original(stack)))
+        shorten(stack, _Stack, LAYER_BY_LAYER, why_unknown(original(stack), ARGUMENTS) or why_unknown_output(original(stack)))
 
 
 class _Stack(Shortened):
@@ -89,13 +89,13 @@ class _Stack(Shortened):
             found = _run(self, call)
             if found is not None:
                 x, past = found
-                return _output_class(original(self))(last_hidden_state=x, **{KV_CACHE: past})
+                return output_class(original(self))(last_hidden_state=x, **{KV_CACHE: past})
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 @functools.cache
-def _output_class(cls: Any) -> Any:
+def output_class(cls: Any) -> Any:
     """The class of a stack's output, the only one that its forward makes; None if there is none. Annotations are not always right."""
     forward = inspect.unwrap(cls.forward)
     names = [forward.__globals__.get(name) for name in forward.__code__.co_names]
@@ -103,8 +103,8 @@ def _output_class(cls: Any) -> Any:
     return found.pop() if len(found) == 1 else None
 
 
-def _why_unknown_output(cls: type) -> str | None:
-    return f"the forward of a {cls.__name__} makes outputs of an unknown class" if _output_class(cls) is None else None
+def why_unknown_output(cls: type) -> str | None:
+    return f"the forward of a {cls.__name__} makes outputs of an unknown class" if output_class(cls) is None else None
 
 
 def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
