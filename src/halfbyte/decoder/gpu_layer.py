@@ -342,9 +342,7 @@ def _before(half: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tup
     return z, turn(joined, rotary, cache.keys, cache.values, cache.length, half.heads)
 
 
-def _after(
-    layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, own: Tensor | None
-) -> Tensor:
+def _after(layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, own: Tensor | None) -> Tensor:
     """The layer's output, or that of its attention half."""
     first, second, heads = layer.attention, layer.mlp, layer.attention.heads
     how: dict[str, Any] = {"factor": first.factor, "sinks": heads.sinks, "cap": heads.cap}
