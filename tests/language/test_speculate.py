@@ -100,7 +100,7 @@ class Repeating:
         cache.append(len(ids))
         return self._logits(ids)[-1]
 
-    def decode(self, ids: list[int], cache: Cache) -> torch.Tensor:
+    def decode(self, ids: list[int], cache: Cache, *_: Any) -> torch.Tensor:
         cache.append(len(ids))
         return self._logits(ids)
 
