@@ -53,7 +53,7 @@ class StepShape(NamedTuple):
 
     Attributes:
         groups: Of layers.
-        tables: Cosines and sines of each rope, [rows, 2, R / 2].
+        tables: Cosines and sines of each rope, [2, rows, R / 2].
         batch: Sequences, B.
         padded: Whether sequences begin at different indices.
     """
@@ -189,7 +189,8 @@ class DecodeStep:
     def _run(self, compute: Compute, masks: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
         shape, state = self._shape, self._state
         ids, rows = (state[place : place + shape.batch] for place in (self._ids, self._rows))
-        rotary = [(both[:, 0], both[:, 1]) for both in (table.index_select(0, rows) for table in shape.tables)]
+        # Tensors that a chain of launches reads must not overlap, so cosines lie apart from sines.
+        rotary = [(both[0], both[1]) for both in (table.index_select(1, rows) for table in shape.tables)]
         groups = [(state[_GROUP * i : _GROUP * i + 1], state[_GROUP * i + 1 : _GROUP * i + 2]) for i in range(len(shape.groups))]
         seen = [self._seen(index, *both, None if masks is None else masks[index]) for index, both in enumerate(groups)]
         logits = compute(Inputs(ids, rotary, [length for length, _ in groups], seen))

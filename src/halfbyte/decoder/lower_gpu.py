@@ -165,7 +165,10 @@ class GpuModel:
         """Logits and the likeliest tokens of a step, which may have been launched already."""
         if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.stamp, state):
             return self._ahead[3]
-        return step(state, partial(self._compute, cache))
+        found = step(state, partial(self._compute, cache))
+        if step.refused is not None and step.refused not in self.notes:
+            self.notes = (*self.notes, step.refused)
+        return found
 
     def _prepared(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None) -> tuple[DecodeStep, State]:
         """The step for new tokens of a cache, with room for them, and its numbers."""
@@ -276,7 +279,7 @@ class GpuModel:
         self._compute_positions(before + tokens)
         switch = self.spec.rope_switch
         row = before if switch is None or total <= switch else before + self._positions
-        rotary = [(table[None, row : row + tokens, 0], table[None, row : row + tokens, 1]) for table in self._tables]
+        rotary = [(table[0, None, row : row + tokens], table[1, None, row : row + tokens]) for table in self._tables]
         groups = self._groups(cache)
         lengths = [torch.full((1,), layer.length, dtype=torch.int64, device=self.device) for layer in groups]
         masks = [self._window_mask(window, tokens, layer) for window, layer in zip(self._windows, groups, strict=True)]
@@ -315,7 +318,7 @@ class GpuModel:
     @property
     def _positions(self) -> int:
         """Positions that tables of rope have."""
-        return 0 if not self._tables else len(self._tables[0]) // (1 if self.spec.rope_switch is None else 2)
+        return 0 if not self._tables else self._tables[0].shape[1] // (1 if self.spec.rope_switch is None else 2)
 
     def _compute_positions(self, count: int) -> None:
         """Make tables of rope for at least so many positions; those of longer sequences ("longrope") lie behind."""
@@ -353,9 +356,8 @@ class GpuModel:
 
 
 def _table(rope: Rope, count: int, lengths: Sequence[int]) -> Tensor:
-    """Cosines and sines of `count` positions of sequences of each of the lengths, [lengths * count, 2, R / 2]."""
-    parts = [torch.cat([table.transpose(0, 1) for table in rope.tables(0, count, length)], 1) for length in lengths]
-    return torch.cat(parts).contiguous()
+    """Cosines and sines of `count` positions of sequences of each of the lengths, [2, lengths * count, R / 2]."""
+    return torch.cat([torch.cat(rope.tables(0, count, length)) for length in lengths], 1)
 
 
 def _pairs(entry: LayerCache) -> list[tuple[Tensor, Tensor]]:
