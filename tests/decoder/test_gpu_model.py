@@ -1,9 +1,9 @@
-"""`GpuModel` computes what `CpuModel` computes: here in torch's operations on a CPU, with imitated CUDA graphs; tests/gpu runs it on a GPU."""
+"""`GpuModel` computes what `CpuModel` computes: in torch's operations on a CPU, with imitated CUDA graphs (tests/gpu has a GPU)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.layouts.records import split
 
-# Windows, soft caps, norms after, parallel residuals, residual multipliers with biases, sinks, layer norms, longrope, mixtures with a shared
-# expert, norms of whole rows and after rope, no gates.
+# Windows, soft caps, norms after, parallel residuals, residual multipliers, sinks, layer norms, longrope, mixtures with a shared expert,
+# norms of whole rows and after rope, no gates.
 FAMILIES = [
     *("LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Glm4DecoderLayer", "Cohere2DecoderLayer"),
     *("GraniteDecoderLayer", "GptOssDecoderLayer", "Starcoder2DecoderLayer", "Phi3DecoderLayer, longrope", "Qwen2MoeDecoderLayer"),
@@ -379,9 +379,8 @@ def test_mistakes(models: Any) -> None:
 
 
 @pytest.fixture
-def without_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    yield
 
 
 @pytest.mark.usefixtures("without_gpus")
@@ -396,6 +395,7 @@ def test_devices(tmp_path: Path) -> None:
         LanguageModel.open(folder, format="q8_0", dtype=torch.float16)
     model = LanguageModel.open(folder, format="q8_0", device="auto")
     assert model.spec.embedding.device.type == "cpu"
-    assert model.generate("the quick", max_new_tokens=3).text == LanguageModel.open(folder, format="q8_0").generate(
-        "the quick", max_new_tokens=3
-    ).text
+    assert (
+        model.generate("the quick", max_new_tokens=3).text
+        == LanguageModel.open(folder, format="q8_0").generate("the quick", max_new_tokens=3).text
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from language_model import make_language_model
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
+from halfbyte.checkpoint.exporting import export
 from halfbyte.cli import main
 from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.build import build_spec
@@ -120,14 +120,12 @@ def test_graphs_and_chains_compute_the_same_bits(kind: str, int8: bool, tmp_path
     monkeypatch.setattr(replay, "_wholes", replay.Bounded(64))
 
     def steps() -> Tensor:
-        slots, found = Slots(gpu.spec, 3, int8=int8, where=gpu.where), []
+        slots = Slots(gpu.spec, 3, int8=int8, where=gpu.where)
         for count in (9, 5, 1):
             cache = Cache(gpu.spec, int8=int8, where=gpu.where)
             gpu.prefill(ids_of(count), cache)
             slots.join(cache)
-        for token in range(3, 30):
-            found.append(gpu.decode([token, token + 1, token + 2], slots, None, slots.positions()))
-        return torch.stack(found)
+        return torch.stack([gpu.decode([token, token + 1, token + 2], slots, None, slots.positions()) for token in range(3, 30)])
 
     first = steps()
     chained = [key for key, chain in replay._wholes.items() if isinstance(key, tuple) and key[0] == "token" and chain is not None]
@@ -161,8 +159,8 @@ def test_steps_that_are_launched_ahead(kind: str, tmp_path: Path, captures: list
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield make_language_model(tmp_path_factory.mktemp("model") / "float")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_language_model(tmp_path_factory.mktemp("model") / "float")
 
 
 PROMPTS = ["the quick brown fox jumps", "an old oak", "hen", "the slow red hen sleeps under an old oak tree", "lazy dog"]
@@ -184,7 +182,7 @@ def test_text_is_that_of_a_cpu(settings: dict[str, Any], cache: str | None, fold
 
 def test_a_gguf_file_in_16_bits(folder: Path, tmp_path: Path) -> None:
     hb.convert(folder, tmp_path / "q", hb.Config("q4_0"))
-    hb.export(tmp_path / "q", tmp_path / "model.gguf", "gguf")
+    export(tmp_path / "q", tmp_path / "model.gguf", "gguf")
     model = LanguageModel.open(tmp_path / "model.gguf", device="cuda:0")
     other = LanguageModel.open(tmp_path / "q", device="auto", dtype=torch.bfloat16)
     assert model.logits([3, 4, 5]).is_cuda
