@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
-from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, decode, packed_layer, prefill, prefill_with
+from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import DecodeStep, Group, Inputs, State, StepShape
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
@@ -25,7 +25,7 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.decoder import Dense, Norm
 from halfbyte.ops.decoding import SOFTCAP, why_not_attend
 from halfbyte.ops.experts import Experts
-from halfbyte.ops.functions import embedding, linear
+from halfbyte.ops.functions import embedding
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.norms import normed, why_not_norm
 from halfbyte.ops.prompt import why_not_many
@@ -340,8 +340,7 @@ class GpuModel:
         """Logits [M, N] of normed rows [M, K], in the type of activations, before `spec.logits`."""
         head = self.spec.lm_head
         if isinstance(head, Weight):
-            how = {"compute": "int8", "activation": head.activation} if head.compute == "int8" else {"compute": "float"}
-            return linear(x, head.packed, head.bias, **how)
+            return PackedProjection(head)(x)
         return torch.nn.functional.linear(x, head.to(self.dtype))
 
     def _scaled(self, y: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor
 
@@ -277,7 +277,8 @@ class Batch:
             logits = self._model.decode(waiting, cache, None if slots is None else slots.mask(), positions)
         elif all(sampler.is_plain for sampler in samplers):
             goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
-            return iter(self._model.decode_greedy(waiting, cache, positions, goes_on=goes_on))
+            model = cast("GpuModel", self._model)
+            return iter(model.decode_greedy(waiting, cache, positions, goes_on=goes_on))
         else:
             logits = _where_sampled(self._model.decode(waiting, cache, None, positions), samplers)
         return (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))

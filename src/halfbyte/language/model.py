@@ -116,8 +116,8 @@ class LanguageModel:
         header = read_header(source) if is_file(source) and is_gguf(source) else None
         config, tensors = open_checkpoint(source, quantize, header, sparse=sparse, device=place, dtype=dtype)
         try:
-            spec, how = build_spec(config, tensors), {"int8_cache": cache == "int8", "speculate": speculate}
-            return cls(spec, Tokenizer.open(source, header), source, **how, dtype=tensors.dtype)
+            spec, int8 = build_spec(config, tensors), cache == "int8"
+            return cls(spec, Tokenizer.open(source, header), source, int8_cache=int8, speculate=speculate, dtype=tensors.dtype)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
 
