@@ -6,6 +6,7 @@ The interface is that of `lower_cpu.py`. Without a GPU the same code runs in tor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -168,6 +169,7 @@ class GpuModel:
         found = step(state, partial(self._compute, cache))
         if step.refused is not None and step.refused not in self.notes:
             self.notes = (*self.notes, step.refused)
+            warnings.warn(f"tokens are decoded launch by launch, not by a CUDA graph, as {step.refused}", stacklevel=4)
         return found
 
     def _prepared(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None) -> tuple[DecodeStep, State]:

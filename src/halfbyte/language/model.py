@@ -38,7 +38,6 @@ class LanguageModel:
 
     Attributes:
         spec: What is computed, with the weights.
-        notes: Which ops are computed by torch's operations on a GPU, as there is no kernel for them, and why.
         tokenizer: Its tokenizer.
         path: Where it was opened.
 
@@ -63,7 +62,6 @@ class LanguageModel:
         activations of `dtype`."""
         self.spec, self.tokenizer, self.path = spec, tokenizer, path
         self._model, self._int8, self._speculate = _lowered(spec, dtype), int8_cache, speculate
-        self.notes = self._model.notes
         self._batch = self.batch(1)
 
     @classmethod
@@ -128,6 +126,11 @@ class LanguageModel:
             slots: Sequences that are decoded at the same time, at most.
         """
         return Batch(self._model, self.tokenizer, slots=slots, int8_cache=self._int8, speculate=self._speculate)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which ops are computed by torch's operations on a GPU, as there is no kernel for them, and why."""
+        return self._model.notes
 
     @property
     def most_sequences(self) -> int:
