@@ -14,11 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import DecodeStep, Group, Inputs, State, StepShape
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
@@ -80,6 +82,8 @@ class GpuModel:
         self._pinned: Tensor | None = None  # where the host reads tokens
         in_torch = any(layer.attention.heads.cap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
+        mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
+        self._compiles = place.type == "cuda" and not mixed and triton_trouble() is None and not env.tune()
         self.notes = tuple(_notes(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
 
     @property
@@ -263,6 +267,7 @@ class GpuModel:
         chunk = _FEW if every else self._chunk
         with self._on:
             self._ahead = None
+            self._compile_kernels(ids[:chunk], cache, total)
             for start in range(0, len(ids), chunk):
                 x = self._read(ids[start : start + chunk], cache, total)
                 if every:
@@ -273,6 +278,24 @@ class GpuModel:
         """Read tokens of which the first is known and the others are guesses; the logits after each, as `decode` would give them up to the
         rounding of sums, which kernels of several rows choose otherwise."""
         return self.prefill(ids, cache, every=True)
+
+    def _compile_kernels(self, ids: Sequence[int], cache: Cache, total: int) -> None:
+        """Compile the kernels of the first prefill and of a decode step after it side by side, without launching them.
+
+        As their results are undefined, models that find addresses in them, which are mixtures of experts, are left out.
+        """
+        if not self._compiles:
+            return
+        self._compiles = False
+        from halfbyte.kernels.gpu import launch, relaunch
+
+        relaunch.broken(self.device)
+        beside = Cache(self.spec, int8=len(cache.layers[0].buffers) > 2, where=self.where)
+        with launch.compiling(self.device):
+            self._head(normed(self._read(ids, beside, total)[0, -1:], self._norm))
+            step, state = self._prepared(ids[-1:], beside, None)
+            step(state, partial(self._compute, beside))
+        self._steps.clear()
 
     def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""

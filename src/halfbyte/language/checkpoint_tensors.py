@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -218,6 +218,8 @@ class PackedTensors:
         """Read from a source for a CPU, in float32, or for a GPU."""
         self._source, self._names, self._sparse = source, source.names(), sparse
         self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where
+        # A GPU packs one weight at a time, so that the memory for what lies in between is that of one; threads read others meanwhile.
+        self._packing: AbstractContextManager[object] = nullcontext() if where is None else threading.Lock()
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -247,7 +249,9 @@ class PackedTensors:
         joined = None if not biases else torch.cat(biases, -1)
         if joined is not None and joined.shape[-1] != codes.shape[-2]:
             raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {codes.shape[-2]} rows: not of one layer")
-        return Weight(ops.pack(codes, self._device, sparse=self._sparse), joined, first.compute, first.activation)  # type: ignore[arg-type]
+        with self._packing:
+            packed = ops.pack(codes, self._device, sparse=self._sparse)
+        return Weight(packed, joined, first.compute, first.activation)  # type: ignore[arg-type]
 
     def tensor(self, name: str) -> Tensor:
         self._check(name)
