@@ -19,17 +19,18 @@ from tiny_decoders import CASES, vary_
 import halfbyte as hb
 from halfbyte.decoder import gpu_step
 from halfbyte.decoder.build import build_spec
-from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.cache import Cache, OnGpu, Slots
 from halfbyte.decoder.gpu_step import DecodeStep
 from halfbyte.decoder.lower_cpu import CpuModel
-from halfbyte.decoder.lower_gpu import GpuModel
+from halfbyte.decoder.lower_gpu import GpuModel, _notes
 from halfbyte.errors import ArgumentError, CheckpointError
-from halfbyte.language.checkpoint_tensors import open_checkpoint
+from halfbyte.language.checkpoint_tensors import PackedTensors, dtype_on_gpu, open_checkpoint
 from halfbyte.language.generate import Batch, run
 from halfbyte.language.model import LanguageModel
 from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.layouts.records import split
+from halfbyte.machine import GPUS
 
 # Windows, soft caps, norms after, parallel residuals, residual multipliers, sinks, layer norms, longrope, mixtures with a shared expert,
 # norms of whole rows and after rope, no gates.
@@ -351,6 +352,52 @@ def test_damaged_weights_are_told(tmp_path: Path, graphs: list[int]) -> None:
     for _ in range(2):
         with pytest.raises(CheckpointError, match="NaN or infinite"):
             gpu.decode_greedy([5], cache)
+
+
+# Opening
+
+
+def test_weights_in_the_type_of_activations(tmp_path: Path) -> None:
+    """Embeddings that are not quantized take half the memory; everything else is the same."""
+    folder = make_language_model(tmp_path / "float", tied=False)
+    config, tensors = open_checkpoint(folder, hb.Config("q8_0", compute="float", skip=["model.embed_tokens", "lm_head"]))
+    expected = CpuModel(build_spec(config, tensors))
+    spec = build_spec(config, PackedTensors(tensors._source, where=OnGpu(torch.device("cpu"), torch.bfloat16)))
+    assert isinstance(spec.embedding, Tensor)
+    assert isinstance(spec.lm_head, Tensor)
+    assert spec.embedding.dtype == spec.lm_head.dtype == torch.bfloat16
+    ids = ids_of(TOKENS)
+    found, wanted = in_pieces(GpuModel(spec, "cpu", torch.bfloat16), ids), in_pieces(expected, ids)
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 8 * HALF[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("config", "is_file", "expected"),
+    [
+        ({"dtype": "bfloat16"}, False, torch.bfloat16),
+        ({"torch_dtype": "float16"}, False, torch.float16),
+        ({"torch_dtype": "float16", "architectures": ["Gemma3ForCausalLM"]}, False, torch.float16),
+        ({"dtype": "float32"}, False, torch.float16),
+        ({}, False, torch.float16),
+        ({"dtype": "float32", "architectures": ["Gemma3ForCausalLM"]}, False, torch.bfloat16),
+        ({"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}, True, torch.float16),
+        ({"dtype": "float32", "architectures": ["Gemma2ForCausalLM"]}, True, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_type_of_activations(config: dict[str, Any], is_file: bool, expected: torch.dtype) -> None:
+    assert dtype_on_gpu(config, is_file) == expected
+
+
+def test_what_torch_computes_is_told(models: Any) -> None:
+    """On an H100, which is not here."""
+    assert list(_notes(models("Gemma3DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == []
+    assert list(_notes(models("Gemma2DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == [
+        "torch computes attention of one token: the kernels have no soft cap of scores",
+        "torch computes attention of prompts: the kernels have no soft cap of scores",
+    ]
+    (note,) = _notes(models("LlamaDecoderLayer")[1].spec, torch.float32, GPUS["sm_90"])
+    assert note.startswith("torch computes attention of prompts: it computes in")
 
 
 # Mistakes
