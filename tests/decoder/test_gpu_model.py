@@ -194,10 +194,12 @@ class Imitated:
     """A CUDA graph's behaviour without one: a capture runs no operation, and a replay runs them again on the same memory."""
 
     replays: list[int]
+    made: list[Imitated]
 
     def __init__(self, device: torch.device) -> None:
         self.closed, self.index = False, len(self.replays)
         self.replays.append(0)
+        self.made.append(self)
 
     def capture(self, run: Callable[[], Any]) -> Any:
         cells = [cell.cell_contents for cell in run.__closure__ or ()]
@@ -228,6 +230,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The replays of each graph."""
     found: list[int] = []
     monkeypatch.setattr(Imitated, "replays", found, raising=False)
+    monkeypatch.setattr(Imitated, "made", [], raising=False)
     monkeypatch.setattr(gpu_step, "CapturedGraph", Imitated)
     monkeypatch.setattr(gpu_step, "can_capture", lambda device: True)
     return found
@@ -280,18 +283,40 @@ def test_a_step_ahead_that_nobody_asks_for(models: Any, graphs: list[int]) -> No
 
 
 def test_graphs_are_for_buffers(models: Any, graphs: list[int]) -> None:
-    """Other buffers need another graph; windows that move within theirs don't. Few graphs are cached."""
+    """Other buffers need another graph; windows that move within theirs don't."""
     _, gpu = models("MistralDecoderLayer")  # windows of 9 tokens in all layers
     greedy(gpu, ids_of(9), 120)
     assert len(graphs) == 1
     _, full = models("LlamaDecoderLayer")
     greedy(full, ids_of(9), 40, most=30)
     assert len(graphs) == 2
-    for _ in range(40):
-        cache = _read(full, ids_of(3))
-        full.decode_greedy([5], cache)
-        full.decode_greedy([5], cache)
-    assert len(full._steps) <= 16
+
+
+class Empty(Imitated):
+    """Computes nothing, and so keeps no cache alive, as a CUDA graph doesn't."""
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        found = super().capture(run)
+        del self.run, self.cache
+        return found
+
+    def replay(self) -> None:
+        assert not self.closed
+
+
+def test_graphs_of_caches_that_are_gone_are_closed(tmp_path: Path, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph keeps scratch memory. Of caches that are there some graphs are kept."""
+    monkeypatch.setattr(gpu_step, "CapturedGraph", Empty)
+    _, gpu = make("LlamaDecoderLayer", tmp_path / "model")
+    caches: list[Cache] = []
+    for most in (3, 40):
+        for _ in range(24):
+            caches = [*caches[1 - most :], _read(gpu, ids_of(3))]
+            for _ in range(2):
+                gpu.decode_greedy([5], caches[-1])
+            assert sum(not graph.closed for graph in Imitated.made) <= min(most + 1, 16)
+    assert len(graphs) == 48
+    assert not Imitated.made[-1].closed
 
 
 def test_a_step_that_cannot_be_captured(models: Any, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

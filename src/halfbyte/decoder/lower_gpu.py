@@ -7,6 +7,7 @@ The interface is that of `lower_cpu.py`. Without a GPU the same code runs in tor
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -78,6 +79,7 @@ class GpuModel:
         self._windows, self._group_of = windows, [windows.index(layer.sliding_window) for layer in spec.layers]
         self._tables: list[Tensor] = []
         self._steps: dict[tuple[object, ...], DecodeStep] = {}
+        self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
         self._pinned: Tensor | None = None  # where the host reads tokens
         in_torch = any(layer.attention.heads.cap is not None for layer in spec.layers) or dtype == torch.float32
@@ -194,12 +196,21 @@ class GpuModel:
         key = len(ids), any(starts), count, tuple(layer.memory for layer in cache.layers)
         step = self._steps.pop(key, None)
         if step is None:
-            while len(self._steps) >= _MOST_STEPS:
-                self._steps.pop(next(iter(self._steps))).close()
+            self._close_steps()
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
             step = DecodeStep(StepShape(sizes, self._tables, len(ids), any(starts)), self.device)
+            self._caches[step] = weakref.ref(cache)
         self._steps[key] = step  # the last one used is the last one
         return step, state
+
+    def _close_steps(self) -> None:
+        """Close steps of caches that are gone, and the oldest ones where there are too many: a graph keeps scratch memory."""
+        gone = [key for key, step in self._steps.items() if self._caches[step]() is None]
+        oldest = [key for key in self._steps if key not in gone][: max(0, len(self._steps) - len(gone) - _MOST_STEPS + 1)]
+        for key in (*gone, *oldest):
+            step = self._steps.pop(key)
+            del self._caches[step]
+            step.close()
 
     def _groups(self, cache: Cache) -> list[LayerCache]:
         """The first layer of each group: its buffers have the same tokens as those of the others."""
@@ -296,6 +307,7 @@ class GpuModel:
             step, state = self._prepared(ids[-1:], beside, None)
             step(state, partial(self._compute, beside))
         self._steps.clear()
+        self._caches.clear()
 
     def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
