@@ -12,6 +12,8 @@
 
 "llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
 for this CPU (--llama-bench names it).
+"halfbyte-model" is halfbyte's own decoder, without transformers (`hb.LanguageModel`); of a batch on a GPU "step" is one of a loop of
+steps, with all that the host does, and "graph" one of replays alone.
 "halfbyte-fused" has transformers' layers, with the products of `fuse_` and the loop that writes.
 Each contender runs in a process of its own; they take turns, round after round, and each round reads a prompt of random tokens and writes
 after it, as a user's calls do. Of compiled contenders on a GPU, and of all with a `--batch`, only the "step" is told: one decoding step of
@@ -41,7 +43,16 @@ from typing import Any
 from llm_models import FAMILIES, SIZES, make_config, make_file, make_model, make_tokenizer
 
 CONTENDERS = (
-    *("halfbyte", "halfbyte-compiled", "halfbyte-fused", "halfbyte-2:4", "halfbyte-int8-cache", "halfbyte-int8-cache-compiled"),
+    *(
+        "halfbyte",
+        "halfbyte-model",
+        "halfbyte-model-int8-cache",
+        "halfbyte-compiled",
+        "halfbyte-fused",
+        "halfbyte-2:4",
+        "halfbyte-int8-cache",
+        "halfbyte-int8-cache-compiled",
+    ),
     *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench"),
 )
 
@@ -155,7 +166,8 @@ def work(args: argparse.Namespace) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print as they like
     try:
-        contender: Any = {"llama.cpp": LlamaCpp, "llama-bench": LlamaBench}.get(args.worker, Torch)(args)
+        own = Model if args.worker.startswith("halfbyte-model") else Torch
+        contender: Any = {"llama.cpp": LlamaCpp, "llama-bench": LlamaBench}.get(args.worker, own)(args)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else error.filename
         print(json.dumps({"failed": f"{missing} is not installed"}), file=answers, flush=True)
@@ -390,6 +402,101 @@ class Torch:
             with torch.cuda.graph(graph):
                 run()
         return graph, ids, position, cache
+
+
+class Model:
+    """halfbyte's own decoder: float32 on a CPU, 16 bits on a GPU."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+        self.args, self.seed, self.on_gpu = args, 0, args.device != "cpu"
+        begin = time.perf_counter()
+        spec, dtype = self.opened()
+        opening = {} if args.gguf is None else {"open_seconds": time.perf_counter() - begin}
+        if self.on_gpu:
+            from halfbyte.decoder.lower_gpu import GpuModel
+
+            self.model: Any = GpuModel(spec, "cuda", dtype)
+        else:
+            from halfbyte.decoder.lower_cpu import CpuModel
+
+            self.model = CpuModel(spec)
+        self.facts = {"weight_bytes": spec.nbytes, "torch": torch.__version__, "notes": [*self.model.notes], **opening}
+        self.round()
+
+    def opened(self) -> Any:
+        import torch
+        from llm_models import make_spec
+
+        from halfbyte.decoder.build import build_spec
+        from halfbyte.language.checkpoint_tensors import open_checkpoint
+
+        args = self.args
+        if args.gguf is None:
+            return make_spec(config(args), args.device, args.format)
+        values, tensors = open_checkpoint(args.gguf, device=torch.device("cuda", 0) if self.on_gpu else None)
+        return build_spec(values, tensors), tensors.dtype
+
+    def cache(self) -> Any:
+        from halfbyte.decoder.cache import Cache
+
+        return Cache(self.model.spec, int8="int8-cache" in self.args.worker, where=self.model.where)
+
+    def next(self, tokens: list[int], cache: Any, positions: list[int] | None = None) -> list[int]:
+        if self.on_gpu:
+            found: list[int] = self.model.decode_greedy(tokens, cache, positions, goes_on=True)
+            return found
+        return [int(row.argmax()) for row in self.model.decode(tokens, cache)]
+
+    def round(self) -> dict[str, float]:
+        self.seed += 1
+        prompt, cache = random_prompt(self.args, self.seed), self.cache()
+        if self.on_gpu and self.args.batch > 1:
+            return self.step(prompt, cache)
+        begin = time.perf_counter()
+        tokens = [int(self.model.prefill(prompt, cache).argmax())]
+        read = time.perf_counter()
+        for _ in range(self.args.new - 1):
+            tokens = self.next(tokens, cache)
+        wrote = time.perf_counter() - read
+        return {"prompt tok/s": len(prompt) / (read - begin), "decode tok/s": (self.args.new - 1) / wrote}
+
+    def step(self, prompt: list[int], cache: Any) -> dict[str, float]:
+        """Milliseconds of a decoding step of many sequences, and of reading its weights."""
+        import torch
+
+        if not hasattr(self, "slots"):
+            from halfbyte.decoder.cache import Slots
+
+            self.model.prefill(prompt, cache)
+            self.slots = Slots(self.model.spec, self.args.batch, int8="int8-cache" in self.args.worker, where=self.model.where)
+            for _ in range(self.args.batch):
+                self.slots.join(cache)
+            self.reading = reading_seconds(self.model.spec.nbytes - self.model.spec.embedding.nbytes) * 1e3
+        slots, tokens, steps = self.slots, [300] * self.args.batch, []
+        for _ in range(20):
+            slots.cut(self.args.prompt)
+            for _ in range(2):  # of which the second one is captured at first
+                tokens = self.next(tokens, slots, slots.positions())
+            begin = time.perf_counter()
+            for _ in range(5):
+                tokens = self.next(tokens, slots, slots.positions())
+            steps.append((time.perf_counter() - begin) / 5 * 1e3)
+        slots.cut(self.args.prompt)
+        self.next(tokens, slots, slots.positions())
+        graph, graphs = [*self.model._steps.values()][-1], []
+        torch.cuda.synchronize()
+        for _ in range(20):
+            begin = time.perf_counter()
+            for _ in range(5):
+                graph.again()
+            torch.cuda.synchronize()
+            graphs.append((time.perf_counter() - begin) / 5 * 1e3)
+        step = statistics.median(steps)
+        found = {"step ms": step, "graph ms": statistics.median(graphs)}
+        return {**found, "reading ms": self.reading, "of roofline": self.reading / step}
 
 
 def reading_seconds(nbytes: int) -> float:

@@ -211,6 +211,75 @@ def make_model(
     return model
 
 
+class _Synthetic:
+    """Random weights by the names of a config's tensors, as `language.checkpoint_tensors.PackedTensors` reads them."""
+
+    def __init__(self, config: Any, format: str, device: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from halfbyte.decoder.config import family_of_config
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        stacks = ".experts.gate_up_proj", ".experts.down_proj"
+        self._shapes = {f"{name}.weight" if name.endswith(stacks) else name: shape for name, shape in shapes.items()}
+        self.values = config.to_dict() | {"architectures": [type(model).__name__]}
+        self.family = family_of_config(self.values)
+        self._tied, self._format, self._device = config.tie_word_embeddings, format, device
+
+    def names(self) -> set[str]:
+        return {*self._shapes}
+
+    def form(self, name: str) -> Any:
+        from halfbyte.formats.spec import as_format
+        from halfbyte.language.checkpoint_tensors import Form
+
+        if len(self._shapes[name]) < 2 or name.endswith("bias") or "router" in name or ".gate.weight" in name:
+            return None
+        return Form(as_format("q8_0" if self._tied and "embed_tokens" in name else self._format), "auto", "block")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        *rest, n, k = self._shapes[name]
+        swapped = ".experts." in name and self.family.moe is not None and self.family.moe.inputs_first
+        return (*rest, k, n) if swapped else (*rest, n, k)
+
+    def codes(self, name: str) -> Any:
+        import torch
+
+        from halfbyte import ops
+
+        weight = torch.empty(self.shape(name), device=self._device, dtype=torch.float32).normal_(0, 0.02)
+        return ops.quantize(weight, self.form(name).format)
+
+    def floats(self, name: str) -> Any:
+        import torch
+
+        if "norm" in name and name.endswith("weight"):
+            return torch.full(self._shapes[name], 0.0 if self.family.unit_offset else 1.0)
+        return torch.empty(self._shapes[name]).normal_(0, 0.02)
+
+
+def make_spec(config: Any, device: str, format: str) -> Any:
+    """The specification of a model with random weights, packed for the device, and the type of its activations."""
+    import torch
+
+    from halfbyte.decoder.build import build_spec
+    from halfbyte.decoder.cache import OnGpu
+    from halfbyte.language.checkpoint_tensors import PackedTensors
+
+    class InOrder(PackedTensors):
+        def each(self, reads: Any) -> list[Any]:
+            return [read() for read in reads]
+
+    where = None if device == "cpu" else OnGpu(torch.device("cuda", 0), torch.bfloat16)
+    weights = _Synthetic(config, format, device)
+    weights = _Synthetic(config, format, device)
+    tensors = InOrder(weights, where=where)
+    return build_spec(weights.values, tensors), tensors.dtype
+
+
 def make_tokenizer(size: int) -> Any:
     """Bytes, and words that no text holds, so that there are `size` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -24,6 +24,7 @@ from torch import distributed, nn
 from transformers.quantizers.base import HfQuantizer
 
 import halfbyte as hb
+from halfbyte.decoder import gpu_layer
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.text import ready
@@ -308,13 +309,13 @@ def decoded(model: Any, forward: Any) -> torch.Tensor:
 def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
     """Decoder layers as `generate` arranges them, norms and additions in the products; on GPUs in bfloat16, and as graphs."""
     calls = []
-    attend, decoding_gpu.DEVICES = decoding_gpu.attend, ("cpu", "cuda")
+    attend, decoding_gpu.DEVICES = gpu_layer.attend, ("cpu", "cuda")
 
     def counted(*arguments: Any, **settings: Any) -> torch.Tensor:
         calls.append(1)
         return attend(*arguments, **settings)
 
-    decoding_gpu.attend = counted
+    gpu_layer.attend = counted
     dtype = torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
     exactly = in_float64(on_one(folder / "wide", mesh), TOKENS)[:, 5:]
     for exact in (False, True):
@@ -326,7 +327,7 @@ def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
         assert len(calls) == 3 * 2, "each token in each layer"
         assert torch.equal(mine, same_everywhere(mine))
         assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max()
-    decoding_gpu.attend = attend
+    gpu_layer.attend = attend
     if mesh.device_type == "cpu":
         return
     step = torch.compile(shared.forward, fullgraph=True, dynamic=False, mode="reduce-overhead")

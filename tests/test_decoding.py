@@ -17,6 +17,7 @@ from language_model import make_decoder
 from transformers import StaticCache
 
 from halfbyte import ops
+from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
@@ -73,7 +74,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return attend(*args, **how)
 
-    monkeypatch.setattr(decoding_gpu, "attend", counting)
+    monkeypatch.setattr(gpu_layer, "attend", counting)
     return calls
 
 

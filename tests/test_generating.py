@@ -122,7 +122,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """With the steps of a CPU, and of a GPU."""
     if request.param == "graphs":
         monkeypatch.setattr(generating, "_on_gpu", lambda device: True)
-        monkeypatch.setattr(graphs, "_Graph", Imitated)
+        monkeypatch.setattr(graphs, "CapturedGraph", Imitated)
         monkeypatch.setattr(Imitated, "made", 0)
     return str(request.param)
 
@@ -400,7 +400,7 @@ def test_what_cannot_be_captured(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     """The text goes on, and it is said once."""
     if kind != "graphs":
         pytest.skip("of graphs")
-    monkeypatch.setattr(graphs, "_Graph", Stubborn)
+    monkeypatch.setattr(graphs, "CapturedGraph", Stubborn)
     model = make_family("Mistral")
     settings = {**prompt(9, 2), "max_new_tokens": 20}
     with pytest.warns(UserWarning, match="MistralForCausalLM .* as torch cannot capture its step .operation not permitted when"):

@@ -19,6 +19,7 @@ import transformers
 from shortened_models import Shifted, close, done
 from transformers import DynamicCache, StaticCache
 
+from halfbyte.decoder import gpu_layer
 from halfbyte.integrations import decoding, decoding_gpu, layer_gpu, prompt_gpu
 from halfbyte.integrations.decoding import is_short, shorten_
 from halfbyte.integrations.graphs import static_cache
@@ -419,7 +420,7 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     found = [[logits(short, static_cache(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
     chains = [key for key, chained in replay._wholes.items() if isinstance(key, tuple) and key[0] == "token" and chained is not None]
     assert len(chains) >= 4, "the first layer and the others, each with and without a mask"
-    monkeypatch.setattr(decoding_gpu, "chain", lambda _name, _parts, steps, *_, **__: steps())
+    monkeypatch.setattr(gpu_layer, "chain", lambda _name, _layer, steps, *_, **__: steps())
     for (first, again), case in zip(found, cases, strict=True):
         assert torch.equal(first, again)
         assert torch.equal(first, logits(short, static_cache(short, 64), (9, *[1] * 24), *case))

@@ -20,6 +20,7 @@ from halfbyte.integrations.decoding import is_short
 from halfbyte.integrations.static_codes import IN_CODES
 from halfbyte.integrations.steps import likeliest
 from halfbyte.kernels.gpu import launch
+from halfbyte.ops.graph_capture import CapturedGraph
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def quantized() -> Any:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The replays of each graph."""
     made: list[int] = []
-    capture, replay = graphs._Graph.capture, graphs._Graph.replay
+    capture, replay = CapturedGraph.capture, CapturedGraph.replay
 
     def counted(self: Any, run: Any) -> Any:
         found = capture(self, run)
@@ -51,8 +52,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made[-1] += 1
         replay(self)
 
-    monkeypatch.setattr(graphs._Graph, "capture", counted)
-    monkeypatch.setattr(graphs._Graph, "replay", replayed)
+    monkeypatch.setattr(CapturedGraph, "capture", counted)
+    monkeypatch.setattr(CapturedGraph, "replay", replayed)
     return made
 
 

@@ -90,7 +90,7 @@ class Repeating:
     """A model whose next token is a function of the last one, and which counts its calls."""
 
     def __init__(self, model: CpuModel) -> None:
-        self._model, self.calls, self.spec, self.most_decode = model, 0, model.spec, 1
+        self._model, self.calls, self.spec, self.most_decode, self.where = model, 0, model.spec, 1, None
 
     def _logits(self, ids: list[int]) -> torch.Tensor:
         self.calls += 1
@@ -100,7 +100,7 @@ class Repeating:
         cache.append(len(ids))
         return self._logits(ids)[-1]
 
-    def decode(self, ids: list[int], cache: Cache) -> torch.Tensor:
+    def decode(self, ids: list[int], cache: Cache, *_: Any) -> torch.Tensor:
         cache.append(len(ids))
         return self._logits(ids)
 

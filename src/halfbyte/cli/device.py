@@ -14,7 +14,6 @@ from halfbyte.cli.output import settling
 from halfbyte.errors import ArgumentError
 
 DTYPES = ("float32", "bfloat16", "float16")
-_OLDEST = (8, 0)  # compute capability: Ampere
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -85,16 +84,10 @@ def _default() -> tuple[str, str]:
     """The default device, and, if there is a GPU that is not used, the reason."""
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu", ""
-    from halfbyte.dispatch.gpu import triton_trouble
-    from halfbyte.machine import gpu
+    from halfbyte.language.device import best_device
 
-    found, count, processes = gpu(0), torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if found.backend != "cuda" or found.capability < _OLDEST:
-        return "cpu", f" (the kernels are for NVIDIA GPUs from Ampere on; --device cuda takes {found.name} all the same)"
-    if (trouble := triton_trouble()) is not None:
-        return "cpu", f" ({trouble} to use {found.name})"
-    if processes > count:
-        return "cpu", f" (torch sees {count} GPU{'s' * (count > 1)} for {processes} processes)"
-    return "cuda", ""
+    device, why = best_device()
+    count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device != "cpu" and processes > count:
+        device, why = "cpu", f"torch sees {count} GPU{'s' * (count > 1)} for {processes} processes"
+    return device, f" ({why})" if why else ""

@@ -76,7 +76,7 @@ def _run_model(args: argparse.Namespace) -> int:
     from halfbyte.language.model import open_spec
 
     try:
-        spec, _ = open_spec(args.model, format=config)
+        spec = open_spec(args.model, format=config).spec
         explanation = explain_decoder(spec, args.device, args.m, asked_dtype(args))
     except UnsupportedError as e:
         return _run_modules(args, config, str(e))

@@ -76,23 +76,28 @@ def _check(args: argparse.Namespace) -> None:
 def open_own(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
     """The model and how tokens are chosen, without transformers; None where transformers has to run it, which is told on stderr."""
     _check(args)
-    if args.device != "cpu" or args.compile or rank_and_count()[1] > 1:
+    if args.compile or rank_and_count()[1] > 1:
         return None
-    from halfbyte.language.generation_defaults import TOP_K, sampling_defaults
-    from halfbyte.language.model import LanguageModel
-    from halfbyte.language.sampling import Sampling
-    from halfbyte.nn.config import Config
+    with waking(args.device):
+        from halfbyte.language.generation_defaults import TOP_K, sampling_defaults
+        from halfbyte.language.model import LanguageModel
+        from halfbyte.language.sampling import Sampling
+        from halfbyte.nn.config import Config
 
     try:
-        if args.dtype not in (None, "float32"):
-            raise UnsupportedError(f"it computes in float32, not in {args.dtype}")
+        if args.device == "cpu" and args.dtype not in (None, "float32"):
+            raise UnsupportedError(f"it computes in float32 on a CPU, not in {args.dtype}")
         settings = {"repetition_penalty": 1.0, "top_k": TOP_K, **sampling_defaults(args.model)}
         settings |= {name: getattr(args, name) for name in ("top_k", "top_p", "repetition_penalty") if getattr(args, name) is not None}
         if not args.temperature:
             settings = {"repetition_penalty": settings["repetition_penalty"]}
         sampling = Sampling(temperature=args.temperature, seed=args.seed, max_new_tokens=args.max_new_tokens, **settings)
         config = None if args.format is None else Config(args.format)
-        return LanguageModel.open(args.model, format=config, cache=args.cache, sparse=args.sparse), sampling
+        how = {"cache": args.cache, "sparse": args.sparse, "device": args.device, "dtype": asked_dtype(args)}
+        model = LanguageModel.open(args.model, format=config, **how)
+        for note in () if args.quiet else model.notes:
+            print(note, file=sys.stderr)
+        return model, sampling
     except UnsupportedError as e:
         if not args.quiet:
             print(f"transformers runs this model, as halfbyte's own decoder does not: {e}", file=sys.stderr)
@@ -204,7 +209,8 @@ def _run_own(args: argparse.Namespace, model: LanguageModel, sampling: Sampling)
     for piece in model.stream_of(generation):
         if not args.json:
             show(piece)
-    facts = {**own_measured(generation), "weight_bytes": model.spec.nbytes, "peak_memory_bytes": peak_memory(), "processes": 1}
+    sizes = {"weight_bytes": model.spec.nbytes, "peak_memory_bytes": _peak(args.device)}
+    facts = {**own_measured(generation), **sizes, "processes": 1}
     if args.json:
         print_json({"model": str(args.model), "prompt": args.prompt, "text": generation.text, **facts})
         return 0
@@ -250,12 +256,18 @@ def own_measured(generation: Generation) -> dict[str, float]:
 
 
 def sizes(model: Any, device: str) -> dict[str, int | None]:
-    import torch
-
     from halfbyte.integrations.text import weight_bytes
 
-    peak = peak_memory() if torch.device(device).type == "cpu" else torch.cuda.max_memory_allocated()
-    return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": peak}
+    return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": _peak(device)}
+
+
+def _peak(device: str) -> int | None:
+    """Peak memory of the process, or of the GPU."""
+    if device == "cpu":
+        return peak_memory()
+    import torch
+
+    return int(torch.cuda.max_memory_allocated(device))
 
 
 def in_words(facts: dict[str, Any]) -> str:

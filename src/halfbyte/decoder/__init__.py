@@ -6,4 +6,5 @@ spec.py        the specification of a model, with its tensors; build.py: makes i
 program.py     the specification as a list of ops; explain.py: prints it, with the kernel of each op
 lower_cpu.py   computes a specification on a CPU; cache.py: its KV cache
 kernels_gpu.py says which kernels compute a program on a GPU
+lower_gpu.py   computes a specification on a GPU; gpu_layer.py: the launches of a layer; gpu_step.py: a decode step as a CUDA graph
 """

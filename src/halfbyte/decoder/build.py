@@ -35,7 +35,8 @@ class Tensors(Protocol):
         """Read a tensor in floating point."""
 
     def table(self, name: str) -> Weight | Tensor:
-        """Read an embedding, quantized or in floating point, with the compute of an output embedding that is tied to it."""
+        """Read an embedding, quantized or in floating point in the type of activations, with the compute of an output embedding that is
+        tied to it."""
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call functions that read tensors, on several threads where that takes less time."""
@@ -106,7 +107,7 @@ def _head(tensors: Tensors) -> Weight | Tensor:
     head = tensors.weight(["lm_head.weight"], bias)
     if head is None and bias:
         raise UnsupportedError("its lm_head has a bias and is not quantized")
-    return tensors.tensor("lm_head.weight") if head is None else head
+    return tensors.table("lm_head.weight") if head is None else head
 
 
 def norm(family: Family, config: TextConfig, tensors: Tensors, name: str, size: int) -> Norm:

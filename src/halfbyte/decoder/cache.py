@@ -1,9 +1,9 @@
-"""The KV cache of a decoder on a CPU: keys and values of each layer, in floating point or in 8 bits, in buffers that grow.
+"""The KV cache of a decoder: keys and values of each layer, in floating point or in 8 bits, in buffers that grow.
 
     buffer [B, Hkv, T, D]       tokens first … first + n - 1 of the sequence, at 0 … n - 1; T >= n
 
 A layer with a sliding window keeps the tokens that a new one may attend to: when its buffer is full, the last window - 1 of them move to
-the front of it. Other layers get a buffer twice as large.
+the front of it. Other layers get a larger buffer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,63 +19,116 @@ from torch import Tensor
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.base import round_up
-from halfbyte.layouts.records import record_bytes
+from halfbyte.layouts.records import record_bytes, scales_of
 
 _STEP = 64  # tokens by which buffers grow at least
+_STEP_ON_GPU = 1024  # there a larger buffer needs another CUDA graph
 _stamps = itertools.count(1)
+
+
+class OnGpu(NamedTuple):
+    """Where a GPU's kernels want a cache: in 8 bits codes and scales are buffers of their own.
+
+    Attributes:
+        device: Of the buffers.
+        dtype: Of activations, and of keys and values that are not in 8 bits.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch.dtype]]:
+    """Elements of a head, and their type, in the buffers of keys and of values."""
+    if where is None:
+        return [(record_bytes(dim), torch.int8) if int8 else (dim, torch.float32)] * 2
+    return [(dim, torch.int8)] * 2 + [(scales_of(dim), torch.bfloat16)] * 2 if int8 else [(dim, where.dtype)] * 2
 
 
 class LayerCache:
     """Keys and values of one layer.
 
     Attributes:
-        keys, values: Buffers [B, Hkv, T, D]; in 8 bits the records of `layouts/records.py` in place of D elements.
+        buffers: Keys and values, [B, Hkv, T, D] each; in 8 bits the records of `layouts/records.py` in place of D elements, or, on a GPU,
+            codes of keys, of values, scales of keys, of values.
         first: Index in the sequence of the token at 0 of the buffers.
         length: Tokens in the buffers.
+        memory: Unique number of the buffers' memory: another one after they have been replaced.
     """
 
-    def __init__(self, spec: LayerSpec, batch: int, dtype: torch.dtype) -> None:
-        """Make an empty cache for `batch` sequences; `dtype` is torch.int8 for one in 8 bits."""
+    def __init__(self, spec: LayerSpec, batch: int, *, int8: bool = False, where: OnGpu | None = None) -> None:
+        """Make an empty cache for `batch` sequences, on a CPU or where a GPU's kernels want it."""
         heads = spec.attention.heads
-        self._window, self.first, self.length = spec.sliding_window, 0, 0
-        width = record_bytes(heads.dim) if dtype == torch.int8 else heads.dim
+        self._window, self.first, self.length, self.memory = spec.sliding_window, 0, 0, next(_stamps)
+        self._step, self._share = (_STEP, 1) if where is None else (_STEP_ON_GPU, 4)
+        # Tokens of a sliding window's buffer beyond the window: a GPU's kernels read these, too.
+        self._slack = 0 if self._window is None else _STEP + (self._window if where is None else self._window // 4)
+        device = torch.device("cpu") if where is None else where.device
         with torch.inference_mode(False):
-            self.keys = self.values = torch.empty(batch, heads.key, 0, width, dtype=dtype, device="cpu")
+            self.buffers = [
+                torch.empty(batch, heads.key, 0, width, dtype=dtype, device=device) for width, dtype in _buffers(heads.dim, int8, where)
+            ]
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys, or their codes."""
+        return self.buffers[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Values, or their codes."""
+        return self.buffers[1]
+
+    @property
+    def size(self) -> int:
+        """T"""
+        return self.buffers[0].shape[2]
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether there is room for so many more tokens. A window's buffer that a long prompt has enlarged becomes smaller again."""
+        usable = self.size if self._window is None else min(self.size, self._window + tokens + self._slack)
+        return usable - self.length >= tokens
 
     def reserve(self, tokens: int, most: int | None) -> bool:
         """Make room for so many more tokens; `most` is the longest that the sequence can become. Returns whether the buffers are others,
         or tokens have moved in them."""
-        room = self.keys.shape[2] - self.length
-        if room >= tokens:
+        if self.has_room(tokens):
             return False
-        kept = self.length if self._window is None else min(self.length, self._window - 1)
+        window, size = self._window, self.size
+        kept = self.length if window is None else min(self.length, window - 1)
         wanted = kept + tokens
-        size = self.keys.shape[2]
-        if size < wanted + (0 if self._window is None else self._window):
-            grown = max(2 * wanted, wanted + _STEP) if self._window is None else wanted + self._window + _STEP
+        if window is not None:
+            grown = wanted + self._slack
+            fits = wanted + self._slack - _STEP <= size <= 2 * grown
+        else:  # at least so many more, so that tokens are seldom copied
+            grown, fits = wanted + max(wanted // self._share, self._step), size >= wanted
+        if not fits:
             size = round_up(grown if most is None else max(wanted, min(grown, most)), _STEP)
-        dropped = self.length - kept
-        with torch.inference_mode(False), torch.no_grad():
-            self.keys, self.values = (_moved(buffer, dropped, self.length, size) for buffer in (self.keys, self.values))
-        self.first += dropped
+        self._move(self.length - kept, self.length, size)
+        self.first += self.length - kept
         self.length = kept
         return True
 
     def shift(self, tokens: int, length: int) -> None:
         """Renumber the tokens, i as i + `tokens`, so that there are `length` of them."""
         kept = length if self._window is None else min(length, self._window - 1)
-        size = round_up(kept + _STEP, _STEP)
-        source = max(0, self.length - kept), self.length
-        with torch.inference_mode(False), torch.no_grad():
-            both = (self.keys, self.values)
-            self.keys, self.values = (_moved(buffer, *source, size, kept - (source[1] - source[0])) for buffer in both)
+        start = max(0, self.length - kept)
+        size = round_up(kept + (self._step if self._window is None else self._slack), _STEP)
+        self._move(start, self.length, self.size if kept < self.size <= 2 * size else size, kept - (self.length - start))
         self.first, self.length = length - kept, kept
+
+    def _move(self, start: int, stop: int, size: int, to: int = 0) -> None:
+        """Move the tokens start … stop - 1 to `to`, with zeros before, in buffers of `size` tokens: other ones if that is another size."""
+        if size != self.size:
+            self.memory = next(_stamps)
+        with torch.inference_mode(False), torch.no_grad():
+            self.buffers = [_moved(buffer, start, stop, size, to) for buffer in self.buffers]
 
     def put(self, slot: int, other: LayerCache, length: int) -> None:
         """Copy the last tokens of another cache's first sequence to the end of `length` tokens, as many as both have."""
         count = min(other.length, length - self.first)
         stop = length - self.first
-        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
             mine[slot, :, stop - count : stop] = theirs[0, :, other.length - count : other.length]
 
@@ -87,11 +141,15 @@ class LayerCache:
         return True
 
 
-def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int = 0) -> Tensor:
-    """The tokens start … stop - 1 of a buffer, from `to` on in one of `size` tokens, with zeros before."""
-    moved = buffer.new_empty((*buffer.shape[:2], size, buffer.shape[3]))
+def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
+    """A buffer of `size` tokens with those from start to stop - 1 of another one at `to`, and zeros before: in place if it has as many."""
+    tokens = buffer[:, :, start:stop]
+    if size == buffer.shape[2]:
+        moved, tokens = buffer, tokens.clone()
+    else:
+        moved = buffer.new_empty((*buffer.shape[:2], size, buffer.shape[3]))
     moved[:, :, :to] = 0
-    moved[:, :, to : to + stop - start] = buffer[:, :, start:stop]
+    moved[:, :, to : to + stop - start] = tokens
     return moved
 
 
@@ -104,7 +162,9 @@ class Cache:
         stamp: Unique number of the buffers' memory: another one after they have moved.
     """
 
-    def __init__(self, spec: DecoderSpec, batch: int = 1, *, int8: bool = False, most: int | None = None) -> None:
+    def __init__(
+        self, spec: DecoderSpec, batch: int = 1, *, int8: bool = False, most: int | None = None, where: OnGpu | None = None
+    ) -> None:
         """Make an empty cache.
 
         Args:
@@ -112,11 +172,11 @@ class Cache:
             batch: Number of sequences.
             int8: Keep keys and values in 8 bits, blocks of 32 elements with a scale each.
             most: Tokens that the sequences will have at most, if known: no more memory than for these is reserved.
+            where: For a GPU; None: on a CPU, in float32.
         """
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
-        dtype = torch.int8 if int8 else torch.float32
-        self.layers: Sequence[LayerCache] = [LayerCache(layer, batch, dtype) for layer in spec.layers]
+        self.layers: Sequence[LayerCache] = [LayerCache(layer, batch, int8=int8, where=where) for layer in spec.layers]
         self.batch, self.length, self.stamp, self._most = batch, 0, next(_stamps), most
 
     def reserve(self, tokens: int) -> None:
@@ -155,13 +215,13 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        return sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers)
 
 
 class Slots(Cache):
     """Keys and values of sequences of different lengths, which join and leave: each has a slot of the same buffers.
 
-    The sequences end at the same index, `length`, so that one native call decodes a token of each; one that is shorter begins later:
+    The sequences end at the same index, `length`, so that one call decodes a token of each; one that is shorter begins later:
 
         slot 0   . . . a a a a a      starts[0] = 3
         slot 1   b b b b b b b b      starts[1] = 0
@@ -170,9 +230,9 @@ class Slots(Cache):
         starts: Index of the first token of each sequence.
     """
 
-    def __init__(self, spec: DecoderSpec, capacity: int, *, int8: bool = False) -> None:
+    def __init__(self, spec: DecoderSpec, capacity: int, *, int8: bool = False, where: OnGpu | None = None) -> None:
         """Make slots for `capacity` sequences, all of them free."""
-        super().__init__(spec, capacity, int8=int8)
+        super().__init__(spec, capacity, int8=int8, where=where)
         self.capacity, self.batch, self.starts = capacity, 0, list[int]()
 
     def entries(self) -> list[tuple[Tensor, Tensor, int]]:
@@ -215,7 +275,7 @@ class Slots(Cache):
         last = self.batch - 1
         if slot != last:
             for layer in self.layers:
-                for buffer in (layer.keys, layer.values):
+                for buffer in layer.buffers:
                     buffer[slot, :, : layer.length] = buffer[last, :, : layer.length]
             self.starts[slot] = self.starts[last]
         self.starts.pop()

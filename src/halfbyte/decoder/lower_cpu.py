@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.cache import Cache, OnGpu
 from halfbyte.decoder.program import ALL_HEADS, TORCH, Lowered, Op, Program, readers_of
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
@@ -35,6 +35,9 @@ _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and inter
 
 class CpuModel:
     """A decoder, ready to compute on a CPU. Its weights must not change."""
+
+    where: OnGpu | None = None  # of its caches
+    notes: tuple[str, ...] = ()
 
     def __init__(self, spec: DecoderSpec) -> None:
         """Lower a specification.

@@ -1,32 +1,25 @@
-"""Decoder layers that `shorten_` has changed, on a GPU: one new token of each sequence, with a static cache, in few kernels:
-
-    qkv  = normed_linear(x, norm, q | k | v)                 queries, keys and values: a product for each weight
-    a    = attend(qkv, …)                                    norms of heads, positions, the cache's new entry, attention; two kernels
-    h    = linear(a, o, residual=x)                          or, where there is a norm after it: h, z = add_normed(linear(a, o), x, norm, …)
-    g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up, or f(up) where there are no gates
-    y    = linear(g, down, residual=h)                       or add_normed(linear(g, down), h, norm)
-    y    = add_experts(h, …)                                 in place of these two, where there are experts, also a shared one
-    y    = add_normed(linear(f(linear(y, gate)) * e, …), y)  after these, where a layer has an input e of its own
+"""Decoder layers that `shorten_` has changed, on a GPU: one new token of each sequence, with a static cache, by the kernels of
+`decoder/gpu_layer.py`.
 
 What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
 which has a kernel. With several sequences norms have separate kernels before the products, as layer norms always have, and gates may have
 one after theirs, as f(up) always has; on Hopper the norm before the gates has one, too, where the product with gates is `skinny_hopper`'s.
 A factor of what is added (Granite) is multiplied before the product, one of all of a layer's output with the last norm. Layers may read
-keys and values of an earlier one (Gemma 4), with the new token's. A window of attention is a ring (`rings.py`). All launches of a layer
-are made by one call, once layers alike have made them twice.
+keys and values of an earlier one (Gemma 4), with the new token's. A window of attention is a ring (`rings.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from halfbyte.decoder.gpu_layer import KeyValues, decode
 from halfbyte.integrations.families import borrows, known, lender, lends, mlp_of, shared_as
-from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_eager, own_input, parts, routed, with_own_input
+from halfbyte.integrations.layer_gpu import halves, is_eager, own_input, parts, routed
 from halfbyte.integrations.live_layers import all_norms, groups_of, third_of
 from halfbyte.integrations.rings import Later, Ring
 from halfbyte.integrations.shortened import products_of
@@ -35,13 +28,13 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.ops.decoder import Attention, Dense, Norm
-from halfbyte.ops.decoding import NormedPlan, attend, normed_linear, normed_plan, why_not_attend
+from halfbyte.ops.decoding import NormedPlan, normed_plan, why_not_attend
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import in_mode
-from halfbyte.ops.norms import normed, why_not_norm
-from halfbyte.ops.routing import add_experts, describe, why_not_experts
+from halfbyte.ops.norms import why_not_norm
+from halfbyte.ops.routing import describe, why_not_experts
 
 DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring, *IN_CODES)
@@ -62,22 +55,16 @@ def token(
     if found is None or not found.for_token or not _is_mask(layer, mask, layers[index].keys.shape[2]):
         return None
     own = own_input(found, settings)
-    if (own is None) != (found.third is None):
+    if (own is None) != (found.layer.per_layer is None):
         return None
-    heads = found.first.heads
+    heads = found.layer.attention.heads
     if not heads.turns_by(rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
     kept = layers[index]
     turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
     seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, isinstance(kept, Ring)
-    advance, scales = 0 if index == 0 or reads else 1, scales_or_none(kept)
-
-    def steps() -> list[Tensor]:
-        h = _computed(found, x, turns, (kept.keys, kept.values, length), seen, scales, advance=advance, ring=ring)
-        return [with_own_input(found, h, own)]
-
-    others = seen, *(turns or (None, None)), kept.keys, kept.values, length, *(scales or (None, None)), own
-    (y,) = chain("token", found, steps, x, others, advance, ring, undo=lambda: length.sub_(advance))
+    cache = KeyValues(kept.keys, kept.values, length, scales_or_none(kept), ring)
+    y = decode(found.layer, x, turns, cache, seen, own, advance=0 if index == 0 or reads else 1)
     if reads:
         return y
     if index == 0:
@@ -98,37 +85,7 @@ def _lent(kept: Any, *, now: bool) -> Any:
     return both() if now else Later(both)
 
 
-def _computed(
-    found: Parts,
-    x: Tensor,
-    turns: tuple[Tensor, Tensor] | None,
-    place: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None,
-    *,
-    advance: int,
-    ring: bool,
-) -> Tensor:
-    first, second, read = found.first, found.second, x
-    if _is_parallel(second) and first.before is not None:
-        read, first, second = normed(x, first.before), first._replace(before=None), second._replace(before=None)
-    products = [normed_linear(read, first.before, weight.packed, weight.bias) for weight in first.qkv]
-    qkv = (torch.cat(products, -1) if len(products) > 1 else products[0]).view(len(x), -1)
-    how: dict[str, Any] = {"scales": scales, "factor": first.factor, "advance": advance, "ring": ring}
-    seen = attend(qkv, turns, *place, mask, first.heads, **how).unsqueeze(1)
-    if isinstance(second, Experts):
-        return add_experts(added(first, found.o, seen, x)[0], second)
-    assert found.down is not None
-    h, z = added(first, found.o, seen, x, second.before)
-    if not second.parallel:
-        read = h if z is None else z
-    before = second.before if z is None else None
-    weight, bias = second.gate_up[:2]
-    inner = normed_linear(read, before, weight, bias, gates=second.gates, gated=second.gated, factor=second.factor)
-    return added(second, found.down, inner, h)[0]
-
-
-def _is_parallel(half: Dense | Experts) -> TypeGuard[Dense]:
+def _is_parallel(half: Dense | Experts) -> bool:
     """Whether it reads what attention reads."""
     return isinstance(half, Dense) and half.parallel
 

@@ -3,33 +3,23 @@
 The first step is an ordinary one, the second is captured, which runs nothing, and then replayed, as are all later ones. What a step changes
 lies in tensors: the token, positions, masks, the entries of a static cache and their number. A cache layer with a window (`rings.py`) also
 counts in Python, and its mask changes in another way once it is full; a cache that is full is replaced by a larger one: there the graph
-ends, and the next two steps make another.
-
-The memory of graphs is kept from one to the next, and so is what kernels of this package keep for each (`launch.release`).
+ends, and the next two steps make another (`ops/graph_capture.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import StaticCache, cache_utils
 
-from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.static_codes import IN_CODES, with_codes
 from halfbyte.integrations.steps import TOKEN, Choice, Step
+from halfbyte.ops.graph_capture import CapturedGraph
 
-# By device and the stream of replays, as two graphs in one memory must not run at the same time: a graph whose memory others share.
-_pools: dict[tuple[int, int], Any] = {}
-_lost: list[Any] = []  # those in whose memory a capture failed
-_streams: dict[int, Any] = {}  # by device: of captures
 _LARGEST = 1 << 62  # tokens
 _EMPTY = getattr(cache_utils, "DummyLayer", None)  # older versions of transformers do not have it
-_MODE = "thread_local"  # other threads may go on using the GPU
 
 
 class GraphStep(Step):
@@ -41,7 +31,7 @@ class GraphStep(Step):
         super().__init__(model, arguments, outputs, choice, more)
         self._cache, self._capacity = cache, capacity(cache, model)
         self._prepared = False
-        self._graph: _Graph | None = None
+        self._graph: CapturedGraph | None = None
         self._tokens: Any = None  # that the graph reads, [B]
         self._result: Any = None  # of the graph: the next tokens, in the same place, or logits
         self._replays = 0
@@ -103,7 +93,7 @@ class GraphStep(Step):
             return mine.copy_(self._choice(inputs.values[TOKEN], scores)) if self._choice.alone else scores
 
         try:
-            self._graph = _Graph(tokens.device)
+            self._graph = CapturedGraph(tokens.device)
             self._result = self._graph.capture(step)
         except RuntimeError as error:
             self._graph = None
@@ -173,64 +163,3 @@ def _copy(old: Any, new: Any) -> None:
 
 def _rings(cache: StaticCache) -> list[Ring]:
     return [layer for layer in cache.layers if isinstance(layer, Ring)]
-
-
-class _Graph:
-    """A CUDA graph in the memory of those before it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._graph = device, torch.cuda.CUDAGraph()
-        self._owner: Any = None
-        here = torch.cuda.current_stream(device)
-        self._place = here.device_index, here.cuda_stream
-        self._stream = _streams.setdefault(here.device_index, torch.cuda.Stream(device))
-
-    def capture(self, run: Callable[[], Tensor]) -> Tensor:
-        """Captures what `run` does, without doing it; the tensor that it returns. Raises RuntimeError where something of it waits for the
-        GPU."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            if self._place not in _pools:
-                _pools[self._place] = _trivial(self._device)
-            try:
-                self._graph.capture_begin(pool=_pools[self._place].pool(), capture_error_mode=_MODE)
-                if triton_trouble() is None:
-                    from halfbyte.kernels.gpu import launch
-
-                    self._owner = launch.owner(self._device)
-                found = run()
-            except BaseException:
-                self._abandon()
-                raise
-            self._graph.capture_end()
-        return found
-
-    def _abandon(self) -> None:
-        """Ends a capture that failed. torch leaves its random numbers as they were within: another capture brings them back."""
-        with suppress(RuntimeError):
-            self._graph.capture_end()
-        _lost.append(_pools.pop(self._place))
-        _trivial(self._device)
-        self.close()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def close(self) -> None:
-        """Frees it."""
-        torch.cuda.current_stream(self._device).synchronize()
-        self._graph.reset()
-        if self._owner is not None:
-            from halfbyte.kernels.gpu import launch
-
-            launch.release(self._owner)
-
-
-def _trivial(device: torch.device) -> Any:
-    """A graph that does nothing of use, captured on the current stream. What torch keeps of graphs that share memory goes with the last of
-    them, and cannot be taken up again."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode=_MODE)
-    torch.zeros(1, dtype=torch.int32, device=device)
-    graph.capture_end()
-    return graph

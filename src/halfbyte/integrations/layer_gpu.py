@@ -1,21 +1,19 @@
-"""What the kernels of a decoder layer read on a GPU, kept from call to call, and how a call makes all of their launches.
+"""What the kernels of a live decoder layer read on a GPU (`decoder/gpu_layer.py`), cached from call to call.
 
-`parts` looks a layer through once, and later only whether all is as it was. `chain` makes a layer's launches by one call once layers alike
-have made them twice: one by one they take the host longer than the GPU.
+`parts` looks a layer through once, and later only whether all is as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from halfbyte.bounded import Bounded
 from halfbyte.decoder.family import MoEFamily
+from halfbyte.decoder.gpu_layer import GpuLayer
 from halfbyte.integrations.families import known, nearest, other, per_layer_of
 from halfbyte.integrations.frozen import Frozen
 from halfbyte.integrations.hooked import is_capturing, watched
@@ -24,45 +22,40 @@ from halfbyte.integrations.mixtures import parts_of as modules_of_experts
 from halfbyte.integrations.mixtures import routed_of
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
-from halfbyte.ops.cuda import is_replayed, on
-from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
-from halfbyte.ops.decoding import normed_linear
+from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.experts import Experts
-from halfbyte.ops.layers import Weight
-from halfbyte.ops.library import plain
-from halfbyte.ops.norms import add_normed
-from halfbyte.ops.prompt import activated
-from halfbyte.ops.replay import MOST_REPLAYS, whole
 
 _ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compute, and by which masks, is known
 
 
+class _LiveProjection(NamedTuple):
+    """`Projection` of a live module, which may be distributed over processes."""
+
+    module: QuantLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.module(x)
+        return y
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        return linear_added(self.module, x, residual)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a layer, as they are now: what its halves compute, and the linear layers that add, the second one None where there are experts.
+    """Of a layer, as they are now.
 
-    third        what it does with an input of its own, and the linear layer that adds; None where it has none
+    layer        as kernels read it
     for_token    whether one token takes few kernels; for_prompts: whether many do, unless `why_not_many` has a reason
-    alike        equal for layers that launch the same kernels; None where they do something else besides
-    tensors      what these kernels read, beside x, positions, mask and cache
     """
 
-    first: Attention
-    second: Dense | Experts
-    o: QuantLinear
-    down: QuantLinear | None
+    layer: GpuLayer
     for_token: bool
     for_prompts: bool
-    third: tuple[PerLayer, QuantLinear] | None = None
-    alike: int | None = None
-    tensors: tuple[Tensor | None, ...] = ()
 
     @property
-    def weights(self) -> list[Weight]:
-        """Of all products but experts'."""
-        dense = [self.second.gate_up, self.second.down] if isinstance(self.second, Dense) else []
-        own = [] if self.third is None else [self.third[0].gate, self.third[0].projection]
-        return [*self.first.qkv, self.first.o, *dense, *own]
+    def alike(self) -> int | None:
+        return self.layer.alike
 
 
 _kept: WeakKeyDictionary[nn.Module, tuple[Parts, Frozen]] = WeakKeyDictionary()
@@ -81,7 +74,7 @@ def parts(layer: Any) -> Parts | None:
         if linears_of(layer) is None or not has_own_norms(layer) or other(layer) is not None:
             return None
         found = _found(layer)
-        kept = _kept[layer] = found if is_distributed(layer) else _linked(found), Frozen(layer)
+        kept = _kept[layer] = found if is_distributed(layer) else replace(found, layer=found.layer.linked()), Frozen(layer)
     return kept[0]
 
 
@@ -96,11 +89,16 @@ def _found(layer: Any) -> Parts:
     of_attention = why_not_attention(layer, linears, first) is None
     of_dense = not isinstance(second, Dense) or why_not_dense(first, second) is None
     of_experts = isinstance(second, Dense) or _why_not_experts(layer, first, second) is None
-    for_prompts = of_attention and of_dense and not is_distributed(layer)
-    down = linears[2][-1] if isinstance(second, Dense) else None
+    for_token, for_prompts = of_attention and of_dense and of_experts, of_attention and of_dense and not is_distributed(layer)
     third, own = third_of(layer), per_layer_of(layer)
-    of_own_input = None if third is None or own is None else (third, own[1])
-    return Parts(first, second, linears[1], down, of_attention and of_dense and of_experts, for_prompts, of_own_input)
+    computed = GpuLayer(
+        first._replace(heads=first.heads._replace(cap=None)),  # which transformers' sdpa does not have
+        second if of_experts else None,
+        _LiveProjection(linears[1]),
+        _LiveProjection(linears[2][-1]) if isinstance(second, Dense) else None,
+        None if third is None or own is None else (third, _LiveProjection(own[1])),
+    )
+    return Parts(computed, for_token, for_prompts)
 
 
 def is_distributed(layer: Any) -> bool:
@@ -111,100 +109,9 @@ def is_distributed(layer: Any) -> bool:
     return any(isinstance(part, QuantLinear) and part_of(part) is not None for part in (*qkv, o, *second, *shared, *own))
 
 
-def _linked(found: Parts) -> Parts:
-    """With `alike` and `tensors`."""
-    first, second, weights = found.first, found.second, found.weights
-    heads = first.heads
-    of_heads = (heads.norms or ())[: 1 if heads.made == "q" else 2]  # where keys are another layer's, theirs is that of queries again
-    norms = [first.before, first.after, *of_heads]
-    tensors: list[Tensor | None] = [heads.sinks]
-    of_second: Hashable
-    if isinstance(second, Dense):
-        norms += [None if second.parallel else second.before, second.after]  # a tensor stands once
-        tensors.append(second.scale)
-        of_second = second.factor, second.gates, second.gated, second.parallel
-    else:
-        weights += [second.gate_up, second.down]
-        tensors += [second.router, second.bias, second.correction]
-        norms.append(second.before)
-        if second.shared is not None:
-            weights += second.shared[:2]
-            tensors.append(second.shared.gate)
-        of_second = second.chosen, second.normalized, second.clamped, second.shared is None, second.scores, second.factor
-    if found.third is not None:
-        norms.append(found.third[0].after)
-        tensors.append(found.third[0].scale)
-    of_third = None if found.third is None else found.third[0].function
-    tensors += [t for weight in weights for t in (weight.packed.data, weight.bias)]
-    tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.shift))]
-    if len(first.qkv) > 1 or any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in tensors):
-        return found  # what is joined by torch, or lies where kernels leave it to themselves
-    numbers = heads._replace(norms=None, sinks=None), first.factor, of_second, of_third
-    of_norms = [None if norm is None else norm[1:4] for norm in norms]
-    names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
-    kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
-    alike = _numbers.setdefault((numbers, *of_norms, *names, *kinds), len(_numbers))
-    return replace(found, alike=alike, tensors=tuple(tensors))
-
-
-_numbers: dict[Hashable, int] = {}  # of layers that are alike
-_chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether all products' launches can be made again
-
-
-def chain(
-    name: str,
-    parts: Parts,
-    steps: Callable[[], Sequence[Tensor]],
-    x: Tensor,
-    others: Sequence[Tensor | None],
-    *settings: Hashable,
-    undo: Callable[[], object] | None = None,
-) -> Sequence[Tensor]:
-    """The results of steps that depend on x, others and settings, where that is possible by one call (`replay.whole`)."""
-    operands = x, *others
-    if parts.alike is not None and x.is_cuda and plain(x) and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
-        kinds = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
-        key = name, parts.alike, x.get_device(), *settings, *kinds
-        if _is_chained(key, parts, x):
-            with on(x):
-                return whole(key, steps, (*operands, *parts.tensors), undo=undo)
-    return steps()
-
-
-def _is_chained(key: Hashable, parts: Parts, x: Tensor) -> bool:
-    found = _chained.get(key)
-    if found is None:
-        rows = x.shape[0] * x.shape[1]
-        found = _chained[key] = all(is_replayed(rows, weight.packed, x.dtype) for weight in parts.weights)
-    return found
-
-
-def added(
-    half: Attention | Dense | PerLayer, linear: QuantLinear, x: Tensor, residual: Tensor, then: Norm | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(linear(x)), or times the factor of the output, and then(h) where that takes no further kernel."""
-    if half.after is None:
-        return linear_added(linear, x, residual), None
-    return add_normed(linear(x), residual, half.after, then, None if isinstance(half, Attention) else half.scale)
-
-
-def with_own_input(found: Parts, h: Tensor, beside: Tensor | None) -> Tensor:
-    """The output of a layer that has an input of its own, of what the others of its steps give, or that."""
-    if found.third is None:
-        return h
-    assert beside is not None
-    third, projection = found.third
-    weight, bias = third.gate[:2]
-    if torch.compiler.is_compiling():
-        inner = normed_linear(h, None, weight, bias, gates=third.function, gated=False) * beside
-    else:
-        inner = activated(normed_linear(h, None, weight, bias), third.function, gated=False, beside=beside)
-    return added(third, projection, inner, h)[0]
-
-
 def own_input(found: Parts, settings: dict[str, Any]) -> Tensor | None:
     """As kernels read it: its rows lie equally far apart."""
-    given: Tensor | None = None if found.third is None else settings.get("per_layer_input")
+    given: Tensor | None = None if found.layer.per_layer is None else settings.get("per_layer_input")
     if given is None or (given.stride(2) == 1 and given.stride(0) == given.stride(1) * given.shape[1]):
         return given
     return given.contiguous()

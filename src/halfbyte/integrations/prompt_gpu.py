@@ -1,21 +1,12 @@
-"""Decoder layers that `shorten_` has changed, on a GPU: many tokens of each sequence, as in prompts, in few kernels:
-
-    qkv  = linear(norm(x), q | k | v)                        a kernel of the norm, a product for each weight
-    q    = turn(qkv, …)                                      norms of heads, positions, and the new entries of a static cache
-    a    = attend_many(q, keys, values, …)
-    h    = linear(a, o, residual=x)                          or, where there is a norm after it: add_normed(linear(a, o), x, norm, …)
-    y    = linear(f(gate) * up, down, residual=h)            a kernel of the norm, gate | up = linear(norm(h)), a kernel of the gates
-    y    = add_experts(h, …)                                 in place of these, where there are experts
-    y    = linear(f(linear(y, gate)) * e, …)                 after these, with a norm, where a layer has an input e of its own
+"""Decoder layers that `shorten_` has changed, on a GPU: many tokens of each sequence, as in prompts, by the kernels of
+`decoder/gpu_layer.py`.
 
 With any cache, or none: others than static ones take keys and values by their `update`; layers that read those of an earlier one (Gemma 4)
-take what that one has left in `shared_kv_states`, also for the last tokens alone. All launches of a layer are made by one call, before and
-after a cache's `update` by one each, once layers alike have computed as many tokens (`layer_gpu.chain`).
+take what that one has left in `shared_kv_states`, also for the last tokens alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -24,22 +15,17 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, StaticLayer
 
+from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, prefill, prefill_with
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.compiled_layers import visible
 from halfbyte.integrations.families import borrows, lender, lends, mlp_of, shared_as
-from halfbyte.integrations.layer_gpu import Parts, added, chain, halves, is_distributed, is_eager, own_input, parts, with_own_input
+from halfbyte.integrations.layer_gpu import halves, is_distributed, is_eager, own_input, parts
 from halfbyte.integrations.live_layers import all_norms, norms_of
 from halfbyte.integrations.static_codes import StaticInt8Layer
-from halfbyte.kernels.made import keep
 from halfbyte.machine import Gpu, gpu
-from halfbyte.ops.decoder import Attention, Dense
-from halfbyte.ops.functions import linear
 from halfbyte.ops.library import plain
-from halfbyte.ops.norms import normed
-from halfbyte.ops.prompt import activated, attend_many, turn, why_not_many
-from halfbyte.ops.routing import add_experts
+from halfbyte.ops.prompt import why_not_many
 
-_Turns = tuple[Tensor, Tensor] | None  # cosines and sines
 _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 
@@ -50,38 +36,41 @@ def tokens(
     all layers, or none."""
     reads, shared = borrows(layer), cast(Any, settings.get("shared_kv_states"))
     found = parts(layer) if _fits(layer, x, past, rotary) and (shared is not None or not (reads or lends(layer))) else None
-    if found is None or not found.for_prompts or not found.first.heads.turns_by(rotary[0].shape[2]):
+    if found is None or not found.for_prompts or not found.layer.attention.heads.turns_by(rotary[0].shape[2]):
         return None
-    if x.is_cuda and why_not_many(found.first.heads, x.dtype, gpu(x.get_device())) is not None:
+    computed, heads = found.layer, found.layer.attention.heads
+    if x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None:
         return None
     seen = _seen(layer, mask, x.shape[1])
     if isinstance(seen, str):
         return None
     own = own_input(found, settings)
-    if (own is None) != (found.third is None):
+    if (own is None) != (computed.per_layer is None):
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
-    turns = None if found.first.heads.turned == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
+    turns = None if heads.turned == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
     if reads:
         place = _lent(layer, x, mask, past, shared)
-        return None if place is None else _with_others(found, x, seen, turns, place, own)
+        return None if place is None else prefill(computed, x, turns, KeyValues(*place), _of_tokens(seen), own, name="others")
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
         # A copy from the host would wait for the GPU.
         cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
     if type(cache) is StaticLayer:
-        y, kept = _with_static(found, x, seen, turns, cache, own)
+        y, kept = _with_static(computed, x, seen, turns, cache, own)
     else:
         # Of codes all of a static cache comes back as floats; of it the new tokens see what is before them.
         before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
-        y, kept = _with_any(found, x, seen, turns, None if past is None else partial(past.update, layer_idx=index), own, before)
+        update = None if past is None else partial(past.update, layer_idx=index)
+        y, kept = prefill_with(computed, x, turns, update, _of_tokens(seen), own, before)
     if lends(layer):
         shared[shared_as(layer)] = kept
-    if isinstance(found.second, Dense) or found.for_token:
+    if computed.mlp is not None:
         return y
     more = mlp_of(layer)(norms_of(layer)[2](y))
     of_experts: Tensor = more[0] if isinstance(more, tuple) else more  # gpt-oss's tells its router's weights, too
-    return y + (of_experts if found.first.factor == 1 else of_experts * found.first.factor)
+    factor = computed.attention.factor
+    return y + (of_experts if factor == 1 else of_experts * factor)
 
 
 def _in_rows(table: Tensor) -> Tensor:
@@ -108,89 +97,22 @@ def _lent(layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, shared
     return keys, values, torch.full((1,), before, dtype=torch.int64, device=x.device) if before else None
 
 
-def _with_others(parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, place: _Place, own: Tensor | None) -> Tensor:
-    """With keys and values of another layer."""
-
-    def steps() -> list[Tensor]:
-        z, queries = _before(parts.first, x, turns, place)
-        return [_after(parts, x, z, queries, place, mask, own)]
-
-    (y,) = chain("others", parts, steps, x, (mask, *(turns or (None, None)), *place, own))
-    return y
-
-
 def _with_static(
-    parts: Parts, x: Tensor, mask: Tensor | None, turns: _Turns, cache: Any, own: Tensor | None
+    layer: GpuLayer, x: Tensor, mask: Tensor | None, turns: Rotary, cache: Any, own: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The output, and keys and values."""
-    heads = parts.first.heads
+    heads = layer.attention.heads
     if not cache.is_initialized:
         new = x.new_empty(len(x), heads.key, 0, heads.dim)
         cache.lazy_initialization(new, new)
-    place = cache.keys, cache.values, cache.cumulative_length
-
-    def steps() -> list[Tensor]:
-        z, queries = _before(parts.first, x, turns, place)
-        return [_after(parts, x, z, queries, place, mask, own)]
-
-    (y,) = chain("prompt", parts, steps, x, (mask, *(turns or (None, None)), *place, own))
+    y = prefill(layer, x, turns, KeyValues(cache.keys, cache.values, cache.cumulative_length), _of_tokens(mask), own)
     cache.cumulative_length.add_(x.shape[1])
-    return y, place[:2]
+    return y, (cache.keys, cache.values)
 
 
-def _with_any(
-    parts: Parts,
-    x: Tensor,
-    mask: Tensor | None,
-    turns: _Turns,
-    update: Callable[..., Any] | None,
-    own: Tensor | None,
-    before: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The output, and keys and values, with a cache that takes these by itself, or none. before: how many tokens are before the new ones in
-    what the cache gives back; None: by the mask, or none."""
-    first, heads = parts.first, parts.first.heads
-
-    def begin() -> list[Tensor]:
-        keys, values = (keep(x.new_empty(len(x), heads.key, x.shape[1], heads.dim)) for _ in range(2))
-        z, queries = _before(first, x, turns, (keys, values, None))
-        return [keys, values, queries, *(() if z is x else (z,))]
-
-    keys, values, queries, *read = chain("before", parts, begin, x, turns or (None, None))
-    z = read[0] if read else x
-    if update is not None:
-        keys, values = update(keys, values)
-    seen = None if mask is None else mask[..., : keys.shape[2]]
-
-    def end() -> list[Tensor]:
-        return [_after(parts, x, z, queries, (keys, values, before), seen, own)]
-
-    (y,) = chain("after", parts, end, x, (None if z is x else z, queries, keys, values, before, seen, own))
-    return y, (keys, values)
-
-
-def _before(half: Attention, x: Tensor, turns: _Turns, place: _Place) -> tuple[Tensor, Tensor]:
-    """What the products read, and queries; keys and values are written to their place."""
-    z = x if half.before is None else normed(x, half.before)
-    products = [linear(z, weight.packed, weight.bias, compute="float") for weight in half.qkv]
-    return z, turn(torch.cat(products, -1) if len(products) > 1 else products[0], turns, *place, half.heads)
-
-
-def _after(parts: Parts, x: Tensor, z: Tensor, queries: Tensor, place: _Place, mask: Tensor | None, own: Tensor | None) -> Tensor:
-    """The layer's output, or, where it has experts that are not for `add_experts`, that of its first half."""
-    first, second = parts.first, parts.second
-    heads, seen = first.heads, None if mask is None else mask[:, 0]
-    read = attend_many(queries, *place, seen, heads.scale, factor=first.factor, sinks=heads.sinks)
-    if not isinstance(second, Dense):
-        h, _ = added(first, parts.o, read, x)
-        return add_experts(h, second) if parts.for_token else h
-    assert parts.down is not None
-    h, then = added(first, parts.o, read, x, None if second.parallel else second.before)
-    if not second.parallel:
-        z = then if then is not None else h if second.before is None else normed(h, second.before)
-    product = linear(z, second.gate_up.packed, second.gate_up.bias, compute="float")
-    y = added(second, parts.down, activated(product, second.gates, second.factor, gated=second.gated), h)[0]
-    return with_own_input(parts, y, own)
+def _of_tokens(mask: Tensor | None) -> Tensor | None:
+    """[B, 1, T, S] -> [B, T, S]"""
+    return None if mask is None else mask[:, 0]
 
 
 def why_not_prompts(layer: Any, here: Gpu) -> str | None:

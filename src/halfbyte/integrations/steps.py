@@ -10,7 +10,6 @@ takes transformers' preparation for each step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.calls import cache_name
 from halfbyte.integrations.model_step import ModelStep
@@ -25,19 +25,6 @@ from halfbyte.integrations.model_step import ModelStep
 TOKEN = "input_ids"
 # Of these, what they do follows from scores alone, without waiting for a GPU.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-_LEAST_WIDTH = 16
-
-
-def likeliest(scores: Tensor) -> Tensor:
-    """The index of the largest of scores [..., v], the first of several: [...]. In two steps, as torch gives all of a long row to one block
-    of a GPU."""
-    width = math.gcd(scores.shape[-1], 256)
-    if scores.is_cpu or width < _LEAST_WIDTH:
-        return scores.argmax(-1)
-    best, at = scores.unflatten(-1, (-1, width)).max(-1)
-    first = best.argmax(-1, keepdim=True)
-    found: Tensor = (first * width + at.gather(-1, first)).squeeze(-1)
-    return found
 
 
 class Choice:

@@ -4,7 +4,7 @@ Models
   model.py                `LanguageModel`: opens a checkpoint of any kind, generates and streams text
   generate.py             `Batch`: sequences that join and leave while others run; `Generation`: one of them
   speculate.py            tokens that are guessed, and checked several at a time
-  checkpoint_tensors.py   the tensors of a checkpoint, for `decoder.build`
+  checkpoint_tensors.py   the tensors of a checkpoint, for `decoder.build`, packed for a device (device.py)
 Text
   tokenizer.py            `Tokenizer`: text ↔ token ids, of a folder (tokenizer_folder.py) or a .gguf file
   chat_template.py        `render`: messages → prompt, within limits (template_limits.py)

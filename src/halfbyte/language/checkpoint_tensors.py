@@ -1,11 +1,13 @@
-"""The tensors of any checkpoint that halfbyte reads, packed for a CPU, as `decoder.build` asks for them. transformers is not imported.
+"""The tensors of any checkpoint that halfbyte reads, packed for a device, as `decoder.build` asks for them. transformers is not imported.
 
 Called by `model.py`. Names are those of transformers' modules, which all readers of `checkpoint` give.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.checkpoint.entries import Entries
+from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.stored_model import checked_finite
+from halfbyte.decoder.cache import OnGpu
 from halfbyte.decoder.config import find_family
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -95,9 +99,17 @@ class CheckpointSource:
 class EntriesSource:
     """A GGUF file, a folder that another project quantized, or one in floating point, which is quantized as it is read."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], entries: Entries, quantize: Config | None = None) -> None:
-        """Choose a format for each weight of a model in floating point, where a Config is given."""
-        self._path, self._entries = path, entries
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        entries: Entries,
+        quantize: Config | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Choose a format for each weight of a model in floating point, where a Config is given; `device` quantizes, by default the CPU."""
+        self._path, self._entries, self._device = path, entries, device or torch.device("cpu")
+        self._quantizing = threading.Lock()  # a GPU quantizes one weight at a time
         # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
         self._names = {self._module_name(name): name for name in entries.entries}
         self._stacks = _stacks(self._names)
@@ -153,7 +165,10 @@ class EntriesSource:
             return self._entries.codes(self._names[name])
         fmt = self._formats[name.removesuffix(".weight")]
         weight = self.floats(name)
-        return ops.quantize(weight.mT.contiguous() if name in self._inputs_first else weight, fmt, self._quantize.method, name=name)
+        if name in self._inputs_first:
+            weight = weight.mT.contiguous()
+        with self._quantizing if self._device.type != "cpu" else nullcontext():
+            return ops.quantize(weight.to(self._device), fmt, self._quantize.method, name=name)
 
     def floats(self, name: str) -> Tensor:
         if name in self._stacks:
@@ -193,10 +208,18 @@ def _is_linear(name: str) -> bool:
 
 
 class PackedTensors:
-    """`decoder.build.Tensors` of a source, packed for a CPU."""
+    """`decoder.build.Tensors` of a source, packed for a device.
 
-    def __init__(self, source: Source, *, sparse: bool | None = None) -> None:
+    Attributes:
+        dtype: Of activations.
+    """
+
+    def __init__(self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None) -> None:
+        """Read from a source for a CPU, in float32, or for a GPU."""
         self._source, self._names, self._sparse = source, source.names(), sparse
+        self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where
+        # A GPU packs one weight at a time, so that the memory for what lies in between is that of one; threads read others meanwhile.
+        self._packing: AbstractContextManager[object] = nullcontext() if where is None else threading.Lock()
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -226,11 +249,13 @@ class PackedTensors:
         joined = None if not biases else torch.cat(biases, -1)
         if joined is not None and joined.shape[-1] != codes.shape[-2]:
             raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {codes.shape[-2]} rows: not of one layer")
-        return Weight(ops.pack(codes, sparse=self._sparse), joined, first.compute, first.activation)  # type: ignore[arg-type]
+        with self._packing:
+            packed = ops.pack(codes, self._device, sparse=self._sparse)
+        return Weight(packed, joined, first.compute, first.activation)  # type: ignore[arg-type]
 
     def tensor(self, name: str) -> Tensor:
         self._check(name)
-        return self._source.floats(name).contiguous()
+        return self._source.floats(name).to(self._device).contiguous()
 
     def _check(self, name: str) -> None:
         if name not in self._names:
@@ -238,7 +263,12 @@ class PackedTensors:
 
     def table(self, name: str) -> Weight | Tensor:
         found = self.weight([name])
-        return self.tensor(name) if found is None else found
+        return self._matrix(name) if found is None else found
+
+    def _matrix(self, name: str) -> Tensor:
+        """A weight in floating point, in the type of activations."""
+        self._check(name)
+        return self._source.floats(name).to(self.dtype).to(self._device).contiguous()
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
         from halfbyte.kernels.cpu import runtime
@@ -250,7 +280,13 @@ class PackedTensors:
 
 
 def open_checkpoint(
-    path: Path, quantize: Config | None = None, header: File | None = None, *, sparse: bool | None = None
+    path: Path,
+    quantize: Config | None = None,
+    header: File | None = None,
+    *,
+    sparse: bool | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Any], PackedTensors]:
     """Open a checkpoint of any kind.
 
@@ -259,26 +295,45 @@ def open_checkpoint(
         quantize: How to quantize a model in floating point as it is read.
         header: That of a GGUF file, where it has been read already.
         sparse: As for `ops.pack`.
+        device: For which weights are packed; None: the CPU.
+        dtype: Of activations on a GPU; None: what the checkpoint names.
 
     Returns:
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
     """
+    config, source = _opened(path, quantize, header, device)
+    on_cpu = device is None or device.type == "cpu"
+    where = None if on_cpu or device is None else OnGpu(device, dtype or dtype_on_gpu(config, is_file(path)))
+    return config, PackedTensors(source, sparse=sparse, where=where)
+
+
+def dtype_on_gpu(config: Mapping[str, Any], is_file: bool) -> torch.dtype:
+    """Find the type of activations on a GPU: the model's own if it has 16 bits, and otherwise float16; bfloat16 for families whose hidden
+    states leave the range of float16. A GGUF file does not name one."""
+    own = dtype_named(config.get("dtype", config.get("torch_dtype")))
+    if own in (torch.float16, torch.bfloat16) and not is_file:
+        return own
+    family = find_family(config)
+    return torch.bfloat16 if family is not None and family.sqrt_embedding else torch.float16
+
+
+def _opened(path: Path, quantize: Config | None, header: File | None, device: torch.device | None) -> tuple[dict[str, Any], Source]:
     if quantize is not None:
         from halfbyte.checkpoint.sources import open_floats
 
         config, entries = open_floats(path, torch.float32)
-        return config, PackedTensors(EntriesSource(path, config, entries, quantize), sparse=sparse)
+        return config, EntriesSource(path, config, entries, quantize, device)
     if is_file(path) and is_gguf(path):
         from halfbyte.checkpoint.gguf_model import read_file
 
         config, entries = read_file(header or read_header(path), torch.float32, half=True)
-        return config, PackedTensors(EntriesSource(path, config, entries), sparse=sparse)
+        return config, EntriesSource(path, config, entries)
     from halfbyte.checkpoint.sources import open_source
 
     opened = open_source(path)
     if opened is not None:
-        return opened[0], PackedTensors(EntriesSource(path, *opened), sparse=sparse)
+        return opened[0], EntriesSource(path, *opened)
     from halfbyte.checkpoint.checkpoint_model import Checkpoint
 
     model = Checkpoint(path)
-    return model.config, PackedTensors(CheckpointSource(model), sparse=sparse)
+    return model.config, CheckpointSource(model)

@@ -11,15 +11,20 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
+
+from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, Slots
-from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.errors import ArgumentError
 from halfbyte.language.sampling import Choice, Sampler, Sampling
 from halfbyte.language.speculate import accepted_tokens, guess
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from halfbyte.decoder.lower_cpu import CpuModel
+    from halfbyte.decoder.lower_gpu import GpuModel
 
 DEFAULT_NEW_TOKENS = 128
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -87,7 +92,9 @@ class Batch:
                 print(piece, end="")
     """
 
-    def __init__(self, model: CpuModel, tokenizer: Tokenizer, *, slots: int = 16, int8_cache: bool = False, speculate: int = 0) -> None:
+    def __init__(
+        self, model: CpuModel | GpuModel, tokenizer: Tokenizer, *, slots: int = 16, int8_cache: bool = False, speculate: int = 0
+    ) -> None:
         """Make an empty batch.
 
         Args:
@@ -105,7 +112,8 @@ class Batch:
         if speculate < 0 or speculate > 64:
             raise ArgumentError(f"0 to 64 tokens are guessed at a time, got speculate={speculate}")
         self._model, self._tokenizer, self._int8, self._speculate = model, tokenizer, int8_cache, speculate
-        self._slots, self._capacity = None if slots == 1 else Slots(model.spec, slots, int8=int8_cache), slots
+        self._capacity = slots
+        self._slots = None if slots == 1 else self._new_slots()
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
         self._interrupted: list[_Running] = []  # have no cache, after an exception in a step, and are read again
@@ -187,7 +195,7 @@ class Batch:
         self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._interrupted))
         self._active, self._kept = [], None
         if self._slots is not None:
-            self._slots = Slots(self._model.spec, self._capacity, int8=self._int8)
+            self._slots = self._new_slots()
 
     def _resume(self, running: _Running) -> None:
         """Read a sequence again."""
@@ -204,7 +212,10 @@ class Batch:
                 self._take_slot(one)
 
     def _new_cache(self) -> Cache:
-        return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions)
+        return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions, where=self._model.where)
+
+    def _new_slots(self) -> Slots:
+        return Slots(self._model.spec, self._capacity, int8=self._int8, where=self._model.where)
 
     def _start(self, generation: Generation) -> tuple[Generation, str]:
         """Read a prompt and choose the first token."""
@@ -214,7 +225,7 @@ class Batch:
         logits = self._model.prefill(generation.prompt_ids[known:], cache)
         sampler = Sampler(generation.sampling, generation.prompt_ids)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
-        running, chosen = _Running(generation, sampler, stream, cache, 0), sampler.choose(logits)
+        running, chosen = _Running(generation, sampler, stream, cache, 0), sampler.choose(_where_sampled(logits, [sampler]))
         self._active.append(running)
         self._waiting.remove(generation)
         piece = self._accept(running, chosen)
@@ -254,13 +265,28 @@ class Batch:
             guesses = guess(tokens, min(self._speculate, left))
             if guesses:
                 return generation, self._check_guesses(running, cache, guesses)
-        logits = self._model.decode([running.waiting], cache)
-        return generation, self._accept(running, running.sampler.choose(logits[0]))
+        (chosen,) = self._chosen([running], cache)
+        return generation, self._accept(running, chosen)
+
+    def _chosen(self, runs: Sequence[_Running], cache: Cache) -> Iterator[int | Choice]:
+        """Decode the token that waits of each sequence, and choose the next one."""
+        waiting, slots = [one.waiting for one in runs], cache if isinstance(cache, Slots) else None
+        positions = None if slots is None else slots.positions()
+        samplers = [one.sampler for one in runs]
+        if self._model.where is None:
+            logits = self._model.decode(waiting, cache, None if slots is None else slots.mask(), positions)
+        elif all(sampler.is_plain for sampler in samplers):
+            goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
+            model = cast("GpuModel", self._model)
+            return iter(model.decode_greedy(waiting, cache, positions, goes_on=goes_on))
+        else:
+            logits = _where_sampled(self._model.decode(waiting, cache, None, positions), samplers)
+        return (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
 
     def _check_guesses(self, running: _Running, cache: Cache, guesses: list[int]) -> str:
         """Read the waiting token and guesses behind it at once, and accept the tokens that would have been chosen one by one."""
         before = cache.length
-        logits = self._model.verify([running.waiting, *guesses], cache)
+        logits = _where_sampled(self._model.verify([running.waiting, *guesses], cache), [running.sampler])
         chosen = accepted_tokens(running.sampler, logits, guesses)
         self.guessed += len(guesses)
         self.accepted += len(chosen) - 1
@@ -290,11 +316,8 @@ class Batch:
                 self._free_slot(running)
                 self._interrupted.append(running)
             return []
-        logits = self._model.decode([one.waiting for one in self._active], slots, slots.mask(), slots.positions())
-        pieces = []
-        for running, row in zip(list(self._active), logits, strict=True):
-            pieces.append((running.generation, self._accept(running, running.sampler.choose(row))))
-        return pieces
+        runs = list(self._active)
+        return [(run.generation, self._accept(run, chosen)) for run, chosen in zip(runs, self._chosen(runs, slots), strict=True)]
 
     def _accept(self, running: _Running, chosen: int | Choice) -> str:
         """Append a token to the answer; the new text."""
@@ -332,6 +355,11 @@ class Batch:
         last = self._active.pop()
         if last is not running:
             self._active[index] = last  # as in the slots
+
+
+def _where_sampled(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Logits where tokens are chosen: on the CPU, but for a greedy choice, of which only the token leaves a GPU."""
+    return logits if all(sampler.is_plain for sampler in samplers) else logits.cpu()
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, str]]:

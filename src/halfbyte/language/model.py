@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +21,21 @@ from halfbyte.io.files import is_file, is_there
 from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
+from halfbyte.language.device import find_device
 from halfbyte.language.generate import Batch, Generation, run
 from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from halfbyte.decoder.explain import DecoderExplanation
+    from halfbyte.decoder.lower_gpu import GpuModel
     from halfbyte.nn.config import Config
 
 Message = Mapping[str, Any]
 
 
 class LanguageModel:
-    """A causal language model on the CPU.
+    """A causal language model on the CPU or on a GPU.
 
     Attributes:
         spec: What is computed, with the weights.
@@ -47,10 +49,20 @@ class LanguageModel:
             print(piece, end="", flush=True)
     """
 
-    def __init__(self, spec: DecoderSpec, tokenizer: Tokenizer, path: Path, *, int8_cache: bool = False, speculate: int = 0) -> None:
-        """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint."""
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        tokenizer: Tokenizer,
+        path: Path,
+        *,
+        int8_cache: bool = False,
+        speculate: int = 0,
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
+        """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint. Its weights' device computes, a GPU with
+        activations of `dtype`."""
         self.spec, self.tokenizer, self.path = spec, tokenizer, path
-        self._model, self._int8, self._speculate = CpuModel(spec), int8_cache, speculate
+        self._model, self._int8, self._speculate = _lowered(spec, dtype), int8_cache, speculate
         self._batch = self.batch(1)
 
     @classmethod
@@ -62,6 +74,8 @@ class LanguageModel:
         cache: str | None = None,
         speculate: int = 0,
         sparse: bool | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
     ) -> LanguageModel:
         """Open a model.
 
@@ -69,10 +83,13 @@ class LanguageModel:
             path: A halfbyte folder, a GGUF file, or a Hugging Face folder, quantized by AWQ, GPTQ or compressed-tensors or in floating
                 point, which needs a `format`.
             format: Quantize a model in floating point to this format, or as a Config says, while it is read.
-            cache: "int8" keeps keys and values in 8 bits; None: as float32.
+            cache: "int8" keeps keys and values in 8 bits; None: in the type of activations.
             speculate: Tokens that are guessed at a time from the text so far (prompt lookup); the text stays the same, but for
                 tokens that are as likely as others up to rounding. 0: none.
-            sparse: Whether zeros of 2:4 sparse weights are left out; None: where there are kernels for that.
+            sparse: Whether zeros of 2:4 sparse weights are left out; None: on a CPU, where there are kernels for that.
+            device: "cpu", "cuda", "cuda:1", …, or "auto": a GPU where there is one that the kernels are for.
+            dtype: Of activations on a GPU, torch.float16, torch.bfloat16 or torch.float32; None: the 16-bit type that the checkpoint
+                names, or else float16 (bfloat16 for Gemma). A CPU computes in float32.
 
         Raises:
             UnsupportedError: Its architecture, or a part of it, is not supported without transformers: `halfbyte.load` may read it.
@@ -81,20 +98,27 @@ class LanguageModel:
         """
         source = model_path(path)
         if cache not in (None, "int8"):
-            raise ArgumentError(f"the KV cache is 'int8' or None, for float32, got cache={cache!r}")
-        spec, header = open_spec(source, format=format, sparse=sparse)
+            raise ArgumentError(f"the KV cache is 'int8' or None, for the type of activations, got cache={cache!r}")
+        opened = open_spec(source, format=format, sparse=sparse, device=device, dtype=dtype)
         try:
-            return cls(spec, Tokenizer.open(source, header), source, int8_cache=cache == "int8", speculate=speculate)
+            tokenizer, int8 = Tokenizer.open(source, opened.header), cache == "int8"
+            return cls(opened.spec, tokenizer, source, int8_cache=int8, speculate=speculate, dtype=opened.dtype)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
 
-    def batch(self, slots: int = 16) -> Batch:
+    def batch(self, slots: int | None = None) -> Batch:
         """Make a batch of sequences that join and leave while others run.
 
         Args:
-            slots: Sequences that are decoded at the same time, at most.
+            slots: Sequences that are decoded at the same time, at most; None: 16, or `most_sequences` if that is less.
         """
+        slots = min(16, self.most_sequences) if slots is None else slots
         return Batch(self._model, self.tokenizer, slots=slots, int8_cache=self._int8, speculate=self._speculate)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which ops are computed by torch's operations on a GPU, as there is no kernel for them, and why."""
+        return self._model.notes
 
     @property
     def most_sequences(self) -> int:
@@ -151,8 +175,8 @@ class LanguageModel:
             yield piece
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Compute the logits after every token of a text, [t, N] float32."""
-        return self._model.prefill(list(ids), Cache(self.spec, int8=self._int8, most=len(ids)), every=True)
+        """Compute the logits after every token of a text, [t, N] float32, on the model's device."""
+        return self._model.prefill(list(ids), Cache(self.spec, int8=self._int8, most=len(ids), where=self._model.where), every=True)
 
     def explain(self, device: torch.device | str | None = None, rows: int = 1, *, dtype: torch.dtype | None = None) -> DecoderExplanation:
         """Say which kernels decode one new token of each of several sequences: the model's program, op by op.
@@ -202,19 +226,42 @@ class LanguageModel:
         return values
 
 
+class Opened(NamedTuple):
+    """What a checkpoint says of a model.
+
+    Attributes:
+        spec: The specification, with packed weights.
+        dtype: Of activations.
+        header: Of a GGUF file, or None.
+    """
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    header: File | None
+
+
 def open_spec(
-    path: str | PathLike[str], *, format: Config | Format | str | None = None, sparse: bool | None = None
-) -> tuple[DecoderSpec, File | None]:
-    """Open the specification of a model, with weights packed for a CPU, and the header of a GGUF file.
+    path: str | PathLike[str],
+    *,
+    format: Config | Format | str | None = None,
+    sparse: bool | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Opened:
+    """Open the specification of a model.
 
     Args:
-        path, format, sparse: As for `LanguageModel.open`.
+        path, format, sparse, device, dtype: As for `LanguageModel.open`.
 
     Raises:
         UnsupportedError: Its architecture, or a part of it, is not supported without transformers.
         CheckpointError: It is damaged or incomplete.
+        ArgumentError: The device does not have this dtype.
     """
-    source = model_path(path)
+    source, place = model_path(path), find_device(device)
+    if dtype not in ((None, torch.float32) if place.type == "cpu" else (None, torch.float16, torch.bfloat16, torch.float32)):
+        allowed = "float32" if place.type == "cpu" else "float16, bfloat16 or float32"
+        raise ArgumentError(f"activations on {place} are {allowed}, got dtype={dtype}: leave it out")
     if not is_there(source):
         raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
     if has_adapter(source):
@@ -225,14 +272,22 @@ def open_spec(
 
         quantize = as_config(format)
     header = read_header(source) if is_file(source) and is_gguf(source) else None
-    config, tensors = open_checkpoint(source, quantize, header, sparse=sparse)
+    config, tensors = open_checkpoint(source, quantize, header, sparse=sparse, device=place, dtype=dtype)
     try:
         spec = build_spec(config, tensors)
         for layer in spec.layers:
             layer.check()
     except ArgumentError as e:
         raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
-    return spec, header
+    return Opened(spec, tensors.dtype, header)
+
+
+def _lowered(spec: DecoderSpec, dtype: torch.dtype) -> CpuModel | GpuModel:
+    if spec.embedding.device.type == "cpu":
+        return CpuModel(spec)
+    from halfbyte.decoder.lower_gpu import GpuModel
+
+    return GpuModel(spec, spec.embedding.device, dtype)
 
 
 def _is_several(prompts: object) -> bool:

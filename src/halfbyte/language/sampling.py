@@ -143,6 +143,11 @@ class Sampler:
                 seed = int(torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64, device="cpu"))
             self._generator = torch.Generator(device="cpu").manual_seed(seed)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it chooses the most likely token, without penalties and log probabilities."""
+        return self._generator is None and not self._penalizes and self.sampling.logprobs is None
+
     def choose(self, logits: Tensor) -> int | Choice:
         """Chooses the next token.
 

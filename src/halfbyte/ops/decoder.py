@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.records import record_bytes
+from halfbyte.ops.checks import place
 from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Attention(NamedTuple):
         of_heads = [(norm.weight, width) for norm, width in zip(heads.norms or (), widths, strict=False)]
         sinks = [] if heads.sinks is None else [(heads.sinks, heads.query)]
         small = [*_norms(k, self.before, self.after), *of_heads, *sinks, *_biases(weights)]
-        _check(joined == expected and heads.made in MADE, "attention", shapes, expected, small)
+        _check(joined == expected and heads.made in MADE, "attention", shapes, expected, small, self.o.packed.device)
 
     def inner(self, tensors: Addresses) -> attention_half.Attention:
         from halfbyte.kernels.cpu import attention_half
@@ -211,7 +212,7 @@ class Dense(NamedTuple):
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(self.inner_width * (2 if self.gated else 1), k), (k, self.inner_width)]
         small = [*_norms(k, self.before, self.after), *_biases(weights), *_scales(self.scale)]
-        _check(shapes == expected, "feed-forward", shapes, expected, small)
+        _check(shapes == expected, "feed-forward", shapes, expected, small, self.down.packed.device)
 
     def inner(self, tensors: Addresses) -> feed_forward.Dense:
         from halfbyte.kernels.cpu import feed_forward
@@ -261,7 +262,7 @@ class PerLayer(NamedTuple):
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(self.width, k), (k, self.width)]
         small = [*_norms(k, self.after), *_biases(weights), *_scales(self.scale)]
-        _check(shapes == expected, "last", shapes, expected, small)
+        _check(shapes == expected, "last", shapes, expected, small, self.gate.packed.device)
 
     def inner(self, tensors: Addresses) -> per_layer.PerLayer:
         from halfbyte.kernels.cpu import per_layer
@@ -424,12 +425,17 @@ def _biases(weights: Sequence[Weight]) -> list[tuple[Tensor, int]]:
 
 
 def _check(
-    fits: bool, what: str, shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]], small: Sequence[tuple[Tensor, int]]
+    fits: bool,
+    what: str,
+    shapes: Sequence[tuple[int, ...]],
+    expected: Sequence[tuple[int, ...]],
+    small: Sequence[tuple[Tensor, int]],
+    device: torch.device,
 ) -> None:
     """small: norms and biases, and of how many elements they are to be."""
-    if not fits or any(tensor.shape != (size,) or not tensor.is_cpu for tensor, size in small):
+    if not fits or any(tensor.shape != (size,) or tensor.device != device for tensor, size in small):
         sizes, got = [size for _, size in small], [list(tensor.shape) for tensor, _ in small]
         raise ArgumentError(
-            f"the {what} half of a decoder layer takes weights {list(expected)} and norms and biases of {sizes} elements on the CPU, "
-            f"got {list(shapes)} and {got}"
+            f"the {what} half of a decoder layer takes weights {list(expected)} and norms and biases of {sizes} elements on "
+            f"{place(device.type)}, got {list(shapes)} and {got}"
         )

@@ -33,6 +33,7 @@ from halfbyte.ops.replay import run_alike
 from halfbyte.ops.tensors import aligned
 
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
+SOFTCAP = "the kernels have no soft cap of scores"
 _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
@@ -43,7 +44,7 @@ _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
-    "bool turned_first, str made, bool values_normed, float factor, int advance, bool ring) -> Tensor"
+    "bool turned_first, str made, bool values_normed, float factor, int advance, bool ring, float? cap) -> Tensor"
 )
 
 
@@ -102,9 +103,10 @@ def attend(
                   `advance`, 1 or 0, is added
     mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
                   None: all may be seen
-    heads         the factor of scores, sinks and pairs; how many heads there are follows from qkv and the cache, as a process may have a
-                  part of them. Norms, if any, are RMS norms, before the rotation unless `heads` say that it is first, which differ in
-                  nothing but their weights: [D] of each head, or, before the rotation, [H * D] and [Hkv * D] of all heads together
+    heads         the factor and the soft cap of scores, sinks and pairs; how many heads there are follows from qkv and the cache, as a
+                  process may have a part of them. Norms, if any, are RMS norms, before the rotation unless `heads` say that it is first,
+                  which differ in nothing but their weights: [D] of each head, or, before the rotation, [H * D] and [Hkv * D] of all heads
+                  together
     scales        of keys and of values that are codes, bfloat16 [B, Hkv, T, ceil(D / 32)]; None: these are floats of qkv's type
     factor        of the result
     ring          the cache is a window that keeps the last T tokens
@@ -116,7 +118,7 @@ def attend(
     norms = heads.norms
     (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
     of_heads = heads.scale, heads.width, heads.pairs, heads.turned_first, heads.made, heads.values_normed
-    settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring
+    settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring, heads.cap
     of_codes = (None, None) if scales is None else scales
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, *of_codes, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
@@ -306,6 +308,7 @@ class _Token(NamedTuple):
     factor: float
     advance: int
     ring: bool
+    cap: float | None = None
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
@@ -408,6 +411,8 @@ def _attend(*args: Any) -> Tensor:
     token.length.add_(token.advance)
     q = q.view(batch, kv_heads, -1, dim) * token.scale
     scores = q @ keys.float().transpose(2, 3)
+    if token.cap is not None:
+        scores = (scores / token.cap).tanh() * token.cap
     if mask is not None and mask.is_floating_point():
         scores = scores + mask.float()[:, None, None]
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
@@ -470,7 +475,8 @@ def _attend_cuda(*args: Any) -> Tensor:
     contiguous = all(t.is_contiguous() for t in (qkv, keys, values, *token.scales)) and all(t.stride(-1) == 1 for t in token.rows)
     here = gpu(qkv.get_device())
     widest = heads * keys.shape[3] if token.of_all_heads else None
-    if not contiguous or why_not_attend(heads, keys.shape[1], keys.shape[3], qkv.dtype, here, widest, codes=token.scales != ()) is not None:
+    sizes = heads, keys.shape[1], keys.shape[3]
+    if not contiguous or why_not_attend(*sizes, qkv.dtype, here, widest, codes=token.scales != (), cap=token.cap) is not None:
         return _attend(*args)
     from halfbyte.kernels.gpu import attend as kernel
     from halfbyte.kernels.gpu import norm
@@ -495,13 +501,24 @@ def _attend_cuda(*args: Any) -> Tensor:
 
 
 def why_not_attend(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, here: Gpu, normed: int | None = None, *, codes: bool = False
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    here: Gpu,
+    normed: int | None = None,
+    *,
+    codes: bool = False,
+    cap: float | None = None,
 ) -> str | None:
     """Why `attend` uses torch's operations for contiguous tensors of these sizes; None if `kernels/gpu/attend.py` computes it.
 
     normed  the width of a norm of all heads together, if there is one
     codes   the cache has codes
+    cap     the soft cap of scores, if there is one
     """
+    if cap is not None:
+        return SOFTCAP
     if (trouble := triton_trouble()) is not None:
         return trouble
     if here.backend != "cuda":

@@ -10,6 +10,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
+from halfbyte.ops.checks import place
 from halfbyte.ops.decoder import Dense, Norm, norm_of
 from halfbyte.ops.layers import Addresses, Weight
 
@@ -208,6 +209,8 @@ def check_stacks(gate_up: Weight, down: Weight) -> None:
         fits = shapes == [(experts, 2 * inner, k), (experts, k, inner)]
     biases = [weight.bias for weight in (gate_up, down)]
     pairs = [(bias, shape[:2]) for bias, shape in zip(biases, shapes, strict=True) if bias is not None]
-    if not fits or any(bias.shape != shape or not bias.is_cpu for bias, shape in pairs):
+    device = gate_up.packed.device
+    if not fits or any(bias.shape != shape or bias.device != device for bias, shape in pairs):
         got = f"{shapes} and {[None if bias is None else list(bias.shape) for bias in biases]}"
-        raise ArgumentError(f"experts have stacks [E, 2 I, K] and [E, K, I] and biases [E, 2 I] and [E, K] on the CPU, got {got}")
+        where = place(device.type)
+        raise ArgumentError(f"experts have stacks [E, 2 I, K] and [E, K, I] and biases [E, 2 I] and [E, K] on {where}, got {got}")

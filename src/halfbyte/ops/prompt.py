@@ -151,6 +151,7 @@ def attend_many(
     *,
     factor: float = 1.0,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """factor * softmax(scale * q · keysᵀ) · values, [B, T, H * D].
 
@@ -160,6 +161,7 @@ def attend_many(
     mask          bool [B or 1, T, S]: which keys each query sees, in place of that; None: by `length`
     scale         more than 0
     sinks         [H]: a score of what each head sees beside keys, which adds nothing but to the sum of exponentials; None: there are none
+    cap           scores s are cap * tanh(s / cap); None: as they are
 
     A query that sees nothing gets 0. Raises ArgumentError for shapes and dtypes that do not fit.
     """
@@ -167,8 +169,8 @@ def attend_many(
     batch, tokens, heads, dim = queries.shape
     contiguous = all(t.stride(-1) == 1 for t in (keys, values, mask) if t is not None)
     here = gpu(queries.get_device()) if queries.is_cuda and queries.numel() and contiguous else None
-    if here is None or why_not_many(Heads(heads, keys.shape[1], dim, scale), queries.dtype, here) is not None:
-        return _attend_many(queries, keys, values, length, mask, scale, factor, sinks)
+    if here is None or cap is not None or why_not_many(Heads(heads, keys.shape[1], dim, scale), queries.dtype, here) is not None:
+        return _attend_many(queries, keys, values, length, mask, scale, factor, sinks, cap)
     from halfbyte.kernels.gpu import attend_many as kernel
 
     queries, out = queries.contiguous(), keep(queries.new_empty((batch, tokens, heads * dim)))
@@ -210,6 +212,7 @@ def _attend_many(
     scale: float,
     factor: float,
     sinks: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     """In torch's operations, and in float32."""
     batch, tokens, heads, dim = queries.shape
@@ -223,6 +226,8 @@ def _attend_many(
         seen = seen & there[:, 0]
     q = queries.float().view(batch, tokens, kv_heads, -1, dim)
     scores = torch.einsum("btkgd,bksd->bkgts", q, keys.float()) * scale
+    if cap is not None:
+        scores = (scores / cap).tanh() * cap
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     sink = None if sinks is None else sinks.float().view(1, kv_heads, -1, 1, 1)
     largest = scores.amax(-1, keepdim=True)

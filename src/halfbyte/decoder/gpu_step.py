@@ -1,0 +1,218 @@
+"""A decode step of a whole model on a GPU, as a CUDA graph from its second call on.
+
+What differs from step to step lies in one int64 tensor, `state`, that the host writes and the step itself advances:
+
+    for each group of layers with the same sliding window: tokens in their buffers, index in the sequence of the first of these
+    for each sequence: row of its position in the tables of rope, token id, index of its first token
+
+A step writes the likeliest token of each sequence to its place in `state`, so the next one may be launched before the host has read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.layouts.base import round_up
+from halfbyte.ops.graph_capture import CapturedGraph
+
+_GROUP = 4  # numbers of a group in `state`: kernels read tensors that begin at multiples of 16 bytes
+_LEAST_WIDTH = 16
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The index of the largest of scores [..., v], the first of several: [...]. In two steps, as torch gives all of a long row to one block
+    of a GPU."""
+    width = math.gcd(scores.shape[-1], 256)
+    if scores.is_cpu or width < _LEAST_WIDTH:
+        return scores.argmax(-1)
+    best, at = scores.unflatten(-1, (-1, width)).max(-1)
+    first = best.argmax(-1, keepdim=True)
+    found: Tensor = (first * width + at.gather(-1, first)).squeeze(-1)
+    return found
+
+
+class Group(NamedTuple):
+    """Layers with the same sliding window, whose buffers have the same tokens.
+
+    Attributes:
+        window: Tokens of the window; None: there is none.
+        size: Tokens for which their buffers have room, T.
+    """
+
+    window: int | None
+    size: int
+
+
+class StepShape(NamedTuple):
+    """What a step is captured for, beside the buffers of its cache.
+
+    Attributes:
+        groups: Of layers.
+        tables: Cosines and sines of each rope, [2, rows, R / 2].
+        batch: Sequences, B.
+        padded: Whether sequences begin at different indices.
+    """
+
+    groups: Sequence[Group]
+    tables: Sequence[Tensor]
+    batch: int
+    padded: bool
+
+
+class Inputs(NamedTuple):
+    """What the layers of a step read, on the device.
+
+    Attributes:
+        ids: int64 [B]
+        rotary: Cosines and sines of each rope, [B, R / 2].
+        lengths: int64 [1] of each group: tokens in the buffers.
+        masks: bool [B or 1, T] of each group: which of these may be seen; None: all.
+    """
+
+    ids: Tensor
+    rotary: Sequence[tuple[Tensor, Tensor]]
+    lengths: Sequence[Tensor]
+    masks: Sequence[Tensor | None]
+
+
+Compute = Callable[[Inputs], Tensor]  # logits [B, N]; the new tokens enter the cache
+
+
+class State(NamedTuple):
+    """The numbers of a step, on the host.
+
+    Attributes:
+        groups: (tokens in the buffers, index of the first) of each group.
+        rows, ids, starts: Of each sequence.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    rows: tuple[int, ...]
+    ids: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def after(self, ids: Sequence[int]) -> State:
+        """Return the numbers of the next step."""
+        groups = tuple((length + 1, first) for length, first in self.groups)
+        return State(groups, tuple(row + 1 for row in self.rows), tuple(ids), self.starts)
+
+
+class DecodeStep:
+    """A decode step with given buffers and number of sequences.
+
+    Attributes:
+        refused: Why no CUDA graph is captured, where that has failed.
+    """
+
+    refused: str | None = None
+
+    def __init__(self, shape: StepShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._rows, places = _GROUP * len(shape.groups), round_up(shape.batch, 2)
+        self._ids, self._starts = self._rows + places, self._rows + 2 * places
+        self._state = torch.zeros(self._rows + 3 * places, dtype=torch.int64, device=device)
+        advance = torch.zeros(len(self._state), dtype=torch.int64, device="cpu")
+        advance[: self._rows : _GROUP] = advance[self._rows : self._rows + shape.batch] = 1
+        self._advance = advance.to(device)
+        self._columns = [torch.arange(group.size, device=device) for group in shape.groups]
+        self._graph: CapturedGraph | None = None
+        self._results: tuple[Tensor, Tensor] | None = None
+        self._runs = 0
+        self._there: State | None = None  # what `_state` holds, where that is known
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the step is a CUDA graph."""
+        return self._graph is not None
+
+    def __call__(self, state: State, compute: Compute, masks: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Run the step.
+
+        Args:
+            state: Its numbers.
+            compute: Runs the model: the same launches in each call.
+            masks: bool [B, T] for each group, in addition: such a step is not captured.
+
+        Returns:
+            Logits [B, N], and the likeliest tokens int64 [B], -1 where logits are not finite. The next call may overwrite both.
+        """
+        if state != self._there:
+            self._state.copy_(self._numbers(state), non_blocking=True)
+        self._there = None
+        if masks is None and self._runs and self._graph is None and self.refused is None and can_capture(self._device):
+            self._capture(compute)
+        self._runs += 1
+        if self._graph is None or masks is not None:
+            return self._run(compute, masks)
+        return self.again()
+
+    def again(self) -> tuple[Tensor, Tensor]:
+        """Replay the graph for the tokens that the last call has found, at the next positions."""
+        assert self._graph is not None
+        assert self._results is not None
+        self._there = None
+        self._graph.replay()
+        return self._results
+
+    def has_advanced(self, state: State) -> None:
+        """Note the numbers that the last call has left."""
+        self._there = state
+
+    def close(self) -> None:
+        """Free the graph."""
+        if self._graph is not None:
+            self._graph.close()
+        self._graph = self._results = None
+
+    def _numbers(self, state: State) -> Tensor:
+        numbers = [0] * len(self._state)
+        for index, both in enumerate(state.groups):
+            numbers[_GROUP * index : _GROUP * index + 2] = both
+        for place, values in ((self._rows, state.rows), (self._ids, state.ids), (self._starts, state.starts)):
+            numbers[place : place + len(values)] = values
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    def _capture(self, compute: Compute) -> None:
+        try:
+            graph = CapturedGraph(self._device)
+            self._results = graph.capture(lambda: self._run(compute, None))
+        except RuntimeError as error:
+            self.refused = f"torch cannot capture a decode step ({' '.join(str(error).split())[:200]})"
+        else:
+            self._graph = graph
+
+    def _run(self, compute: Compute, masks: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+        shape, state = self._shape, self._state
+        ids, rows = (state[place : place + shape.batch] for place in (self._ids, self._rows))
+        # Tensors that a chain of launches reads must not overlap, so cosines lie apart from sines.
+        rotary = [(both[0], both[1]) for both in (table.index_select(1, rows) for table in shape.tables)]
+        groups = [(state[_GROUP * i : _GROUP * i + 1], state[_GROUP * i + 1 : _GROUP * i + 2]) for i in range(len(shape.groups))]
+        seen = [self._seen(index, *both, None if masks is None else masks[index]) for index, both in enumerate(groups)]
+        logits = compute(Inputs(ids, rotary, [length for length, _ in groups], seen))
+        chosen = likeliest(logits)
+        best = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        chosen = chosen.where(best.isfinite(), -1)
+        state.add_(self._advance)
+        ids.copy_(chosen)
+        return logits, chosen
+
+    def _seen(self, index: int, length: Tensor, first: Tensor, given: Tensor | None) -> Tensor | None:
+        """The mask of a group's layers."""
+        group, mask, columns = self._shape.groups[index], given, self._columns[index]
+        if group.window is not None and group.size > group.window:
+            inside = (columns > length - group.window)[None]
+            mask = inside if mask is None else mask & inside
+        if self._shape.padded:
+            begun = columns >= (self._state[self._starts : self._starts + self._shape.batch] - first)[:, None]
+            mask = begun if mask is None else mask & begun
+        return mask
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether steps on this device become CUDA graphs."""
+    return device.type == "cuda"

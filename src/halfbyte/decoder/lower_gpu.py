@@ -1,0 +1,447 @@
+"""Computes a decoder specification on a GPU: the kernels of a layer (`gpu_layer.py`) for prompts, and a CUDA graph of the whole model for
+one token of each sequence (`gpu_step.py`).
+
+The interface is that of `lower_cpu.py`. Without a GPU the same code runs in torch's operations on a CPU, as tests do.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfbyte import env
+from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
+from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
+from halfbyte.decoder.gpu_step import DecodeStep, Group, Inputs, State, StepShape
+from halfbyte.decoder.rope import Rope
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.records import from_codes, to_codes
+from halfbyte.machine import Gpu, gpu
+from halfbyte.ops.decoder import Dense, Norm
+from halfbyte.ops.decoding import SOFTCAP, why_not_attend
+from halfbyte.ops.experts import Experts
+from halfbyte.ops.functions import embedding
+from halfbyte.ops.layers import Weight
+from halfbyte.ops.norms import normed, why_not_norm
+from halfbyte.ops.prompt import why_not_many
+from halfbyte.ops.routing import why_not_experts
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_SEQUENCES = 256  # that are decoded at the same time
+_CHUNK = 4096  # tokens of a prompt at a time
+_FEW = 512  # where attention is computed in torch, or all logits are asked for
+_LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
+_LONG = 1 << 62  # tokens of a sequence
+_MOST_STEPS = 16  # whose graphs are cached
+
+
+class GpuModel:
+    """A decoder, ready to compute on a GPU. Its weights must not change.
+
+    Attributes:
+        spec: What is computed, with the weights.
+        device: Where.
+        dtype: Of activations: float16, bfloat16 or float32.
+        where: `device` and `dtype` for its caches.
+        most_decode: Sequences that are decoded at the same time, at most.
+        notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
+    """
+
+    def __init__(self, spec: DecoderSpec, device: torch.device | str = "cuda", dtype: torch.dtype = torch.float16) -> None:
+        """Lower a specification, whose weights are packed for the device.
+
+        Raises:
+            UnsupportedError: A part of it is not computed on a GPU.
+            ArgumentError: Its tensors do not fit together, or lie elsewhere.
+        """
+        if dtype not in DTYPES:
+            raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
+        place = spec.embedding.device
+        self.spec, self.dtype, self.most_decode = spec, dtype, MOST_SEQUENCES
+        if place.type != torch.device(device).type or torch.device(device).index not in (None, place.index):
+            raise ArgumentError(f"the weights of this model are on {place}, got device={str(device)!r}: pack them for that device")
+        self.device, self.where = place, OnGpu(place, dtype)
+        for index, layer in enumerate(spec.layers):
+            if (reason := _why_not(layer)) is not None:
+                raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
+        self._layers = [self._lowered(layer) for layer in spec.layers]
+        self._norm = self._cast_norm(spec.norm)
+        windows = list(dict.fromkeys(layer.sliding_window for layer in spec.layers))
+        self._windows, self._group_of = windows, [windows.index(layer.sliding_window) for layer in spec.layers]
+        self._tables: list[Tensor] = []
+        self._steps: dict[tuple[object, ...], DecodeStep] = {}
+        self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
+        self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
+        self._pinned: Tensor | None = None  # where the host reads tokens
+        in_torch = any(layer.attention.heads.cap is not None for layer in spec.layers) or dtype == torch.float32
+        self._chunk = _FEW if in_torch else _CHUNK
+        mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
+        self._compiles = place.type == "cuda" and not mixed and triton_trouble() is None and not env.tune()
+        self.notes = tuple(_notes(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
+
+    @property
+    def _on(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    # Lowering
+
+    def _lowered(self, layer: LayerSpec) -> GpuLayer:
+        """A layer with norms and routers in the type of activations."""
+        attention, mlp = layer.attention, layer.mlp
+        attention.check()
+        mlp.check()
+        if mlp.k != attention.o.packed.shape[0]:
+            raise ArgumentError(f"the halves of a decoder layer have one width, got {attention.o.packed.shape[0]} and {mlp.k}")
+        norms = attention.heads.norms
+        of_heads = None if norms is None else (self._cast_norm(norms[0]), self._cast_norm(norms[1]))
+        before, after = (None if norm is None else self._cast_norm(norm) for norm in (attention.before, attention.after))
+        attention = attention._replace(heads=attention.heads._replace(norms=of_heads), before=before, after=after)
+        if isinstance(mlp, Dense):
+            before, after = (None if norm is None else self._cast_norm(norm) for norm in (mlp.before, mlp.after))
+            return packed_layer(attention, mlp._replace(before=before, after=after))
+        shared = mlp.shared
+        if shared is not None and shared.gate is not None:
+            shared = shared._replace(gate=shared.gate.to(self.dtype))
+        return packed_layer(attention, mlp._replace(before=self._cast_norm(mlp.before), router=mlp.router.to(self.dtype), shared=shared))
+
+    def _cast_norm(self, norm: Norm) -> Norm:
+        shift = None if norm.shift is None else norm.shift.to(self.dtype)
+        return norm._replace(weight=norm.weight.to(self.dtype), shift=shift)
+
+    # Decoding
+
+    @torch.inference_mode()
+    def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
+        """Compute the logits [B, N], float32 on the GPU, after one new token of each sequence, which enters the cache.
+
+        Args:
+            ids: A token for each sequence.
+            cache: Of the tokens before.
+            mask: bool [B, length + 1]: which tokens of the cache and new ones each sequence may attend to; None: all. That of `Slots`
+                follows from where their sequences start, and is not read.
+            positions: Of the tokens; None: the cache's length.
+        """
+        with self._on:
+            step, state = self._prepared(ids, cache, positions)
+            given = None if mask is None or isinstance(cache, Slots) else self._masks(mask, cache)
+            logits, _ = self._result(step, state, cache) if given is None else step(state, partial(self._compute, cache), given)
+            self._ahead = None
+            cache.append(1)
+            return self._scaled(logits)
+
+    @torch.inference_mode()
+    def decode_greedy(
+        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None, *, goes_on: bool = False
+    ) -> list[int]:
+        """Compute the likeliest token after one new token of each sequence, which enters the cache.
+
+        Args:
+            ids, cache, positions: As for `decode`; a mask follows from where the sequences of `Slots` start.
+            goes_on: Whether the next call is likely to be for the tokens that this one returns: their step is launched before the host
+                has read them. What it computes is dropped if the next call is another one.
+
+        Raises:
+            CheckpointError: The logits are NaN or infinite.
+        """
+        with self._on:
+            step, state = self._prepared(ids, cache, positions)
+            _, chosen = self._result(step, state, cache)
+            self._ahead = None
+            cache.append(1)
+            tokens_of = self._reading(chosen)
+            launched = step.again() if goes_on and step.is_captured and self._has_room(cache, state) else None
+            tokens = tokens_of()
+            if min(tokens) < 0:
+                raise CheckpointError("the model computes NaN or infinite logits: its files are damaged, or of another model")
+            if launched is not None:
+                self._ahead = step, cache.stamp, state.after(tokens), launched
+            else:
+                step.has_advanced(state.after(tokens))
+            return tokens
+
+    def _result(self, step: DecodeStep, state: State, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Logits and the likeliest tokens of a step, which may have been launched already."""
+        if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.stamp, state):
+            return self._ahead[3]
+        found = step(state, partial(self._compute, cache))
+        if step.refused is not None and step.refused not in self.notes:
+            self.notes = (*self.notes, step.refused)
+            warnings.warn(f"tokens are decoded launch by launch, not by a CUDA graph, as {step.refused}", stacklevel=4)
+        return found
+
+    def _prepared(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None) -> tuple[DecodeStep, State]:
+        """The step for new tokens of a cache, with room for them, and its numbers."""
+        if len(ids) != cache.batch or len(ids) > self.most_decode:
+            raise ArgumentError(
+                f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
+            )
+        self._check_ids(ids)
+        places = [cache.length] * len(ids) if positions is None else list(positions)
+        cache.reserve(1)
+        self._compute_positions(max(places) + 1)
+        starts = tuple(cache.starts) if isinstance(cache, Slots) else (0,) * len(ids)
+        groups = self._groups(cache)
+        switch, count = self.spec.rope_switch, self._positions
+        rows = tuple(place if switch is None or place < switch else place + count for place in places)
+        state = State(tuple((layer.length, layer.first) for layer in groups), rows, tuple(ids), starts)
+        key = len(ids), any(starts), count, tuple(layer.memory for layer in cache.layers)
+        step = self._steps.pop(key, None)
+        if step is None:
+            self._close_steps()
+            sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
+            step = DecodeStep(StepShape(sizes, self._tables, len(ids), any(starts)), self.device)
+            self._caches[step] = weakref.ref(cache)
+        self._steps[key] = step  # the last one used is the last one
+        return step, state
+
+    def _close_steps(self) -> None:
+        """Close steps of caches that are gone, and the oldest ones where there are too many: a graph keeps scratch memory."""
+        gone = [key for key, step in self._steps.items() if self._caches[step]() is None]
+        oldest = [key for key in self._steps if key not in gone][: max(0, len(self._steps) - len(gone) - _MOST_STEPS + 1)]
+        for key in (*gone, *oldest):
+            step = self._steps.pop(key)
+            del self._caches[step]
+            step.close()
+
+    def _groups(self, cache: Cache) -> list[LayerCache]:
+        """The first layer of each group: its buffers have the same tokens as those of the others."""
+        return [cache.layers[self._group_of.index(group)] for group in range(len(self._windows))]
+
+    def _has_room(self, cache: Cache, state: State) -> bool:
+        """Whether the step after the one with these numbers, which are in the cache, needs no other buffers and tables."""
+        last = max(row % self._positions for row in state.rows) + 1
+        return last < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
+
+    def _reading(self, tokens: Tensor) -> Callable[[], list[int]]:
+        """A function that waits for tokens [B] of the GPU, and for nothing that is launched after this call."""
+        if not tokens.is_cuda:
+            found = tokens.tolist()
+            return lambda: found
+        if self._pinned is None or len(self._pinned) < len(tokens):
+            self._pinned = torch.empty(max(len(tokens), 16), dtype=torch.int64, device="cpu", pin_memory=True)
+        there, event = self._pinned[: len(tokens)], torch.cuda.Event()
+        there.copy_(tokens, non_blocking=True)
+        event.record()
+
+        def wait() -> list[int]:
+            event.synchronize()
+            read: list[int] = there.tolist()
+            return read
+
+        return wait
+
+    def _masks(self, mask: Tensor, cache: Cache) -> list[Tensor]:
+        """A mask [B, length + 1] for the buffers of each group."""
+        found, there = [], mask.to(self.device)
+        for layer in self._groups(cache):
+            seen = torch.zeros(len(mask), layer.size, dtype=torch.bool, device=self.device)
+            seen[:, : layer.length + 1] = there[:, layer.first :]
+            found.append(seen)
+        return found
+
+    def _compute(self, cache: Cache, inputs: Inputs) -> Tensor:
+        """Logits [B, N] in the type of activations; the tokens enter the cache."""
+        x = self._embedded(inputs.ids).unsqueeze(1)
+        for layer, spec, entry, group in zip(self._layers, self.spec.layers, cache.layers, self._group_of, strict=True):
+            rotary = inputs.rotary[spec.rope] if layer.attention.heads.width else None
+            x = decode(layer, x, rotary, _key_values(entry, cache.batch, inputs.lengths[group]), inputs.masks[group])
+        return self._head(normed(x[:, 0], self._norm))
+
+    # Prompts
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:
+        """Read tokens of one sequence, which enter the cache.
+
+        Args:
+            ids: The tokens, at least one.
+            cache: Of the tokens before, of one sequence.
+            every: Compute the logits of every token, not of the last one.
+            total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
+
+        Returns:
+            The logits after the last token [N], float32 on the GPU; or after every token [t, N].
+        """
+        if cache.batch != 1 or not ids:
+            raise ArgumentError(f"a prompt of at least one token is read into the cache of one sequence, got {len(ids)} and {cache.batch}")
+        self._check_ids(ids)
+        logits, total = [], cache.length + len(ids) if total is None else total
+        chunk = _FEW if every else self._chunk
+        with self._on:
+            self._ahead = None
+            self._compile_kernels(ids[:chunk], cache, total)
+            for start in range(0, len(ids), chunk):
+                x = self._read(ids[start : start + chunk], cache, total)
+                if every:
+                    logits.append(self._scaled(self._head(normed(x[0], self._norm))))
+            return torch.cat(logits) if every else self._scaled(self._head(normed(x[0, -1:], self._norm)))[0]
+
+    def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
+        """Read tokens of which the first is known and the others are guesses; the logits after each, as `decode` would give them up to the
+        rounding of sums, which kernels of several rows choose otherwise."""
+        return self.prefill(ids, cache, every=True)
+
+    def _compile_kernels(self, ids: Sequence[int], cache: Cache, total: int) -> None:
+        """Compile the kernels of the first prefill and of a decode step after it side by side, without launching them.
+
+        As their results are undefined, models that find addresses in them, which are mixtures of experts, are left out.
+        """
+        if not self._compiles:
+            return
+        self._compiles = False
+        from halfbyte.kernels.gpu import launch, relaunch
+
+        relaunch.broken(self.device)
+        beside = Cache(self.spec, int8=len(cache.layers[0].buffers) > 2, where=self.where)
+        with launch.compiling(self.device):
+            self._head(normed(self._read(ids, beside, total)[0, -1:], self._norm))
+            step, state = self._prepared(ids[-1:], beside, None)
+            step(state, partial(self._compute, beside))
+        self._steps.clear()
+        self._caches.clear()
+
+    def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
+        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
+        tokens, before = len(ids), cache.length
+        cache.reserve(tokens)
+        self._compute_positions(before + tokens)
+        switch = self.spec.rope_switch
+        row = before if switch is None or total <= switch else before + self._positions
+        rotary = [(table[0, None, row : row + tokens], table[1, None, row : row + tokens]) for table in self._tables]
+        groups = self._groups(cache)
+        lengths = [torch.full((1,), layer.length, dtype=torch.int64, device=self.device) for layer in groups]
+        masks = [self._window_mask(window, tokens, layer) for window, layer in zip(self._windows, groups, strict=True)]
+        x = self._embedded(torch.tensor(list(ids), dtype=torch.int64, device="cpu").to(self.device))[None]
+        for layer, spec, entry, group in zip(self._layers, self.spec.layers, cache.layers, self._group_of, strict=True):
+            turned, mask, length = rotary[spec.rope] if layer.attention.heads.width else None, masks[group], lengths[group]
+            if len(entry.buffers) == 2:
+                x = prefill(layer, x, turned, KeyValues(entry.keys, entry.values, length), mask)
+            else:
+                x, _ = prefill_with(layer, x, turned, partial(self._encoded, entry), mask, None, length)
+        cache.append(tokens)
+        return x
+
+    def _encoded(self, entry: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [1, Hkv, t, D] in 8 bits; all that there are, dequantized."""
+        end = entry.length + keys.shape[2]
+        for new, (codes, scales) in zip((keys, values), _pairs(entry), strict=True):
+            codes[:, :, entry.length : end], scales[:, :, entry.length : end] = to_codes(new)
+        both = [from_codes(codes[:, :, :end], scales[:, :, :end], self.dtype) for codes, scales in _pairs(entry)]
+        return both[0], both[1]
+
+    def _window_mask(self, window: int | None, tokens: int, layer: LayerCache) -> Tensor | None:
+        """bool [1, t, T]: which tokens of a buffer each new one may attend to; None: all before it."""
+        if window is None or layer.length + tokens <= window:
+            return None
+        columns = torch.arange(layer.size, device=self.device)
+        rows = torch.arange(layer.length, layer.length + tokens, device=self.device)[:, None]
+        return ((columns > rows - window) & (columns <= rows))[None]
+
+    # Both
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
+            raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
+
+    @property
+    def _positions(self) -> int:
+        """Positions that tables of rope have."""
+        return 0 if not self._tables else self._tables[0].shape[1] // (1 if self.spec.rope_switch is None else 2)
+
+    def _compute_positions(self, count: int) -> None:
+        """Make tables of rope for at least so many positions; those of longer sequences ("longrope") lie behind."""
+        if count > self._positions:
+            count = max(_LEAST_POSITIONS, 1 << (count - 1).bit_length())
+            lengths = [1] if self.spec.rope_switch is None else [1, _LONG]
+            self._tables = [_table(rope, count, lengths).to(self.device) for rope in self.spec.ropes]
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Hidden states [t, K] of ids [t]."""
+        table = self.spec.embedding
+        if isinstance(table, Packed):
+            x = embedding(ids, table, dtype=self.dtype)
+        else:
+            x = table.index_select(0, ids.clamp(min=0)).to(self.dtype)
+        return x if self.spec.embedding_multiplier == 1.0 else x * self.spec.embedding_multiplier
+
+    def _head(self, x: Tensor) -> Tensor:
+        """Logits [M, N] of normed rows [M, K], in the type of activations, before `spec.logits`."""
+        head = self.spec.lm_head
+        if isinstance(head, Weight):
+            return PackedProjection(head)(x)
+        return torch.nn.functional.linear(x, head.to(self.dtype))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        """The model's logits, float32, in memory of their own."""
+        logits = y.to(torch.float32, copy=True)
+        if self.spec.logits is None:
+            return logits
+        function, constant = self.spec.logits
+        if function == "times":
+            return logits * constant
+        return logits / constant if function == "over" else torch.tanh(logits / constant) * constant
+
+
+def _table(rope: Rope, count: int, lengths: Sequence[int]) -> Tensor:
+    """Cosines and sines of `count` positions of sequences of each of the lengths, [2, lengths * count, R / 2]."""
+    return torch.cat([torch.cat(rope.tables(0, count, length)) for length in lengths], 1)
+
+
+def _pairs(entry: LayerCache) -> list[tuple[Tensor, Tensor]]:
+    """Codes and scales, of keys and of values."""
+    keys, values, key_scales, value_scales = entry.buffers
+    return [(keys, key_scales), (values, value_scales)]
+
+
+def _key_values(entry: LayerCache, batch: int, length: Tensor) -> KeyValues:
+    keys, values, *scales = (buffer[:batch] for buffer in entry.buffers)
+    return KeyValues(keys, values, length, (scales[0], scales[1]) if scales else None)
+
+
+# Reasons
+
+
+def _why_not(layer: LayerSpec) -> str | None:
+    """Why a layer is not computed on a GPU, neither by kernels nor in torch; None if it is."""
+    attention, mlp, heads = layer.attention, layer.mlp, layer.attention.heads
+    if layer.sliding_window is not None and layer.sliding_window < 2:
+        return f"it has a sliding window of {layer.sliding_window} token: at least 2 are supported"
+    if heads.norms is not None and heads.norms[0].centred:
+        return "the norms of its heads are layer norms"
+    if heads.rows and heads.turned_first:
+        return "norms of all its heads together come after rope"
+    if isinstance(mlp, Experts):
+        if mlp.before.centred:
+            return "the norm before its experts is a layer norm"
+    elif mlp.after is not None and mlp.factor != 1:
+        return f"what its MLP adds has a norm and a factor of {mlp.factor}"
+    if attention.after is not None and attention.factor != 1:
+        return f"what its attention adds has a norm and a factor of {attention.factor}"
+    return None
+
+
+def _notes(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
+    """Which ops torch computes on a GPU, and why."""
+    told = set()
+    for layer in spec.layers:
+        heads, mlp = layer.attention.heads, layer.mlp
+        widest = heads.query * heads.dim if heads.rows else None
+        reasons = {
+            "attention of one token": why_not_attend(heads.query, heads.key, heads.dim, dtype, here, widest, cap=heads.cap),
+            "attention of prompts": SOFTCAP if heads.cap is not None else why_not_many(heads, dtype, here),
+            "norms": why_not_norm(spec.hidden_size, here),
+            "what is between products of experts": why_not_experts(mlp, here) if isinstance(mlp, Experts) else None,
+        }
+        for name, reason in reasons.items():
+            if reason is not None and (name, reason) not in told:
+                told.add((name, reason))
+                yield f"torch computes {name}: {reason}"

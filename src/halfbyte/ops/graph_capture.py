@@ -1,0 +1,94 @@
+"""CUDA graphs that share memory: a graph's memory serves those that are captured after it, and so does the workspace that kernels of this
+package have for each graph (`launch.release`).
+
+Graphs of one device and stream share a memory pool, so they must be replayed one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+from halfbyte.dispatch.gpu import triton_trouble
+
+T = TypeVar("T")
+
+# By device and the stream of replays, as two graphs in one memory must not run at the same time: a graph whose memory others share.
+_pools: dict[tuple[int, int], Any] = {}
+_lost: list[Any] = []  # those in whose memory a capture failed
+_streams: dict[int, Any] = {}  # by device: of captures
+_MODE = "thread_local"  # other threads may go on using the GPU
+
+
+class CapturedGraph:
+    """A CUDA graph in the memory of those before it.
+
+    Example:
+        graph = CapturedGraph(device)
+        y = graph.capture(lambda: x + 1)  # a static tensor
+        graph.replay()
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._graph = device, torch.cuda.CUDAGraph()
+        self._owner: Any = None
+        here = torch.cuda.current_stream(device)
+        self._place = here.device_index, here.cuda_stream
+        self._stream = _streams.setdefault(here.device_index, torch.cuda.Stream(device))
+
+    def capture(self, run: Callable[[], T]) -> T:
+        """Capture the launches of `run`, without running them, and return its result.
+
+        Raises:
+            RuntimeError: Something in it synchronizes with the GPU.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            if self._place not in _pools:
+                _pools[self._place] = _trivial(self._device)
+            try:
+                self._graph.capture_begin(pool=_pools[self._place].pool(), capture_error_mode=_MODE)
+                if triton_trouble() is None:
+                    from halfbyte.kernels.gpu import launch
+
+                    self._owner = launch.owner(self._device)
+                found = run()
+            except BaseException:
+                self._abandon()
+                raise
+            self._graph.capture_end()
+        return found
+
+    def _abandon(self) -> None:
+        """Ends a capture that failed. torch leaves its random numbers as they were within: another capture brings them back."""
+        with suppress(RuntimeError):
+            self._graph.capture_end()
+        _lost.append(_pools.pop(self._place))
+        _trivial(self._device)
+        self.close()
+
+    def replay(self) -> None:
+        """Run what was captured, on the current stream."""
+        self._graph.replay()
+
+    def close(self) -> None:
+        """Free it."""
+        torch.cuda.current_stream(self._device).synchronize()
+        self._graph.reset()
+        if self._owner is not None:
+            from halfbyte.kernels.gpu import launch
+
+            launch.release(self._owner)
+
+
+def _trivial(device: torch.device) -> Any:
+    """A graph that does nothing of use, captured on the current stream. What torch keeps of graphs that share memory goes with the last of
+    them, and cannot be taken up again."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode=_MODE)
+    torch.zeros(1, dtype=torch.int32, device=device)
+    graph.capture_end()
+    return graph
