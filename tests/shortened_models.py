@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.integrations import compiled_layers, stack
-from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.fused import fuse_
 
@@ -19,7 +21,7 @@ def beside(model: Any) -> tuple[Any, Any]:
     """A quantized model: (as transformers computes it, in one call)"""
     fuse_(model)
     short = shorten_(copy.deepcopy(model))
-    assert all(map(is_short, short.model.layers))
+    assert is_compiled_stack(short.model)
     return model, short
 
 
@@ -27,6 +29,20 @@ def close(found: Tensor, expected: Tensor) -> bool:
     """Up to the order of sums in float32 in two or three layers of some hundred products each, which the norms between them may enlarge."""
     found, expected = found.float(), expected.float()
     return found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[bool]:
+    """Of each call of that function from now on, whether it computed something and did not leave it to transformers by None."""
+    found: list[bool] = []
+    plain = getattr(module, name)
+
+    def noting(*args: Any) -> Tensor | None:
+        y: Tensor | None = plain(*args)
+        found.append(y is not None)
+        return y
+
+    monkeypatch.setattr(module, name, noting)
+    return found
 
 
 def native_calls(monkeypatch: pytest.MonkeyPatch, *, steps: bool = True) -> list[tuple[int, int, int]]:

@@ -22,7 +22,8 @@ from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.integrations import decoding, decoding_gpu
-from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
@@ -40,9 +41,10 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def shortened(model: Any) -> list[str]:
+def is_native(model: Any) -> bool:
+    """Whether the stack's forward is replaced after `shorten_`."""
     assert shorten_(model) is model
-    return [name for name, module in model.named_modules() if is_short(module)]
+    return is_compiled_stack(model.model)
 
 
 def pair(kind: str) -> tuple[Any, Any]:
@@ -56,8 +58,8 @@ def pair(kind: str) -> tuple[Any, Any]:
     quantize_(model, Config("q4_0", compute="float", skip=["lm_head"]))
     fuse_(model)
     short = copy.deepcopy(model)
-    assert shortened(short) == ["model.layers.0", "model.layers.1"]
-    assert shortened(short) == ["model.layers.0", "model.layers.1"], "they are short already"
+    assert is_native(short)
+    assert is_native(short), "it is already"
     return model, short
 
 
@@ -126,17 +128,17 @@ def test_what_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_layers_stay() -> None:
     model = KINDS["llama"]()
-    assert not shortened(model), "not quantized"
+    assert not is_native(model), "not quantized"
     quantize_(model, Config("q4_0", skip=["lm_head", "model.layers.1.mlp.down_proj"]))
     fuse_(model)
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert not shortened(model), "a hook, and a layer that is not quantized"
+    assert not is_native(model), "a hook, and a layer that is not quantized"
     other = KINDS["llama"]()
     quantize_(other, Config("int8_channel", compute="int8"))
     fuse_(other)
     layer = other.model.layers[0]
-    assert decoding.why_not_short(layer) == "its q_proj is to compute in int8", "integers were asked for, on a GPU"
-    assert shortened(other) == ["model.layers.0", "model.layers.1"], "on a CPU they are no reason"
+    assert decoding.why_not_native(layer) == "its q_proj is to compute in int8", "integers were asked for, on a GPU"
+    assert is_native(other), "on a CPU they are no reason"
 
 
 def test_under_torch_compile(everywhere: None) -> None:
@@ -213,16 +215,15 @@ def test_the_report_says_which_layers_are_left_and_why() -> None:
     from halfbyte.nn.report import report
 
     _, short = pair("llama")
-    assert "model.layers.0 and 1 more: tokens take one call" in str(report(short))
+    assert "model: 2 of 2 layers take native calls" in str(report(short))
     short.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert "model.layers.0: one token takes the steps of transformers: its mlp has a hook" in str(report(short))
-    model = KINDS["qwen2"]()
+    assert "model: 1 of 2 layers take native calls; layer 0: its mlp has a hook" in str(report(short))
+    model = KINDS["qwen2"]().eval()
     quantize_(model, Config("q4_0", compute="float", skip=["lm_head", "model.layers.1.mlp.down_proj"]))
     fuse_(model)
     shorten_(model)
     text = str(report(model))
-    assert "model.layers.1: one token takes the steps of transformers: its down_proj is a Linear, which is not quantized" in text
-    assert "model.layers.0: tokens take one call" in text
+    assert "model: 1 of 2 layers take native calls; layer 1: its down_proj is a Linear, which is not quantized" in text
 
 
 @pytest.mark.parametrize(
@@ -240,12 +241,12 @@ def test_why_a_layer_is_left(change: Callable[[Any], object], reason: str) -> No
     model = KINDS["llama"]()
     quantize_(model, Config("q4_0", compute="float", skip=["lm_head"]))
     layer = model.model.layers[0]
-    assert "are not computed together" in (decoding.why_not_short(layer) or "")
+    assert "are not computed together" in (decoding.why_not_native(layer) or "")
     fuse_(model)
-    assert decoding.why_not_short(layer) is None
+    assert decoding.why_not_native(layer) is None
     change(layer)
-    assert decoding.why_not_short(layer) == reason
-    assert "is none of" in (decoding.why_not_short(torch.nn.Linear(2, 2)) or "")
+    assert decoding.why_not_native(layer) == reason
+    assert "is none of" in (decoding.why_not_native(torch.nn.Linear(2, 2)) or "")
 
 
 def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

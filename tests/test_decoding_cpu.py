@@ -25,7 +25,7 @@ from transformers import DynamicCache, StaticCache
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import why_not_short
+from halfbyte.integrations.decoding import why_not_native
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -387,4 +387,4 @@ def test_a_norm_that_was_replaced() -> None:
         for model in (plain, short):
             model.model.layers[1].post_attention_layernorm = Shifted(model.model.layers[1].post_attention_layernorm)
         assert close(steps(short, DynamicCache(config=short.config), ids), steps(plain, DynamicCache(config=plain.config), ids))
-    assert why_not_short(short.model.layers[1], "cpu") == "one of its norms was replaced"
+    assert why_not_native(short.model.layers[1], "cpu") == "one of its norms was replaced"

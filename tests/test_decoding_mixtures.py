@@ -20,8 +20,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from halfbyte.integrations import decoding
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import is_short, shorten_
+from halfbyte.integrations.decoding import shorten_
 from halfbyte.integrations.explain_model import explain_model
+from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -234,7 +235,7 @@ def test_experts_of_other_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     plain = MIXTURES[kind]().eval() if kind in MIXTURES else make_decoder("Phimoe", **SPARSE, pad_token_id=0).eval()
     quantize_(plain, Config("q4_0", compute="float", skip=["*.o_proj"]))
     short = shorten_(copy.deepcopy(plain))
-    assert not any(map(is_short, short.model.layers))
+    assert not is_compiled_stack(short.model)
     widths = (3, 1, 40, 1)
     logits = [steps(model, DynamicCache(config=plain.config), widths) for model in (short, plain)]
     assert close(*logits)
@@ -344,14 +345,14 @@ def test_factors_and_groups_are_seen(calls: list[tuple[int, int, int]]) -> None:
     calls.clear()
     assert close(*(steps(model, DynamicCache(config=plain.config), (3, 1)) for model in (short, plain)))
     assert calls == [(1, 3, 1), (1, 1, 1)], "the first layer, which has no experts"
-    assert "its router chooses among groups of experts" in short.model.layers[1].halfbyte_remark
+    assert "its router chooses among groups of experts" in short.model.halfbyte_remark
 
 
 def test_olmoe_that_clips_is_left() -> None:
     torch.manual_seed(7)
     model = MIXTURES["olmoe"](clip_qkv=3.0).eval()
     shorten_(fuse_(quantize_(model, "q4_0")))
-    assert not any(map(is_short, model.model.layers))
+    assert not is_compiled_stack(model.model)
     assert any("its config has clip_qkv" in note for note in report(model).notes)
 
 
@@ -371,14 +372,14 @@ def test_what_is_said() -> None:
     for step in ("shared_expert", "experts", "gate"):
         assert f"{step}" in said
     layer = short.model.layers[0]
-    assert decoding.why_not_short(layer, "cpu") is None
-    assert decoding.why_not_short(layer) is decoding.why_not_short(plain.model.layers[0]) is None
+    assert decoding.why_not_native(layer, "cpu") is None
+    assert decoding.why_not_native(layer) is decoding.why_not_native(plain.model.layers[0]) is None
     layer.mlp.shared_expert.down_proj.compute = "int8"
-    assert decoding.why_not_short(layer) == "its experts are to compute in int8"
+    assert decoding.why_not_native(layer) == "its experts are to compute in int8"
     oss = pair("gpt-oss")[1].model.layers[0]
-    assert decoding.why_not_short(oss) is None
+    assert decoding.why_not_native(oss) is None
     oss.self_attn.config._attn_implementation = "sdpa"
-    assert decoding.why_not_short(oss) == "its attention is not transformers' eager one, which alone has its sinks"
+    assert decoding.why_not_native(oss) == "its attention is not transformers' eager one, which alone has its sinks"
     torch.manual_seed(7)
     model = make_decoder("Mixtral", **{**MIXTURE_SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
     shorten_(fuse_(quantize_(model, "q4_0")))

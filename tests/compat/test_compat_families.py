@@ -22,9 +22,9 @@ from transformers import DynamicCache, StaticCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.integrations.decoding import is_short
 from halfbyte.integrations.families import NAMES
 from halfbyte.integrations.shortened import name_in_transformers
+from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantModule
 
@@ -124,9 +124,10 @@ def test_every_family_has_a_case() -> None:
 
 def test_layers_are_replaced(exact: Models, request: pytest.FixtureRequest) -> None:
     case = request.node.callspec.params["exact"]
-    layers = [module for module in exact.optimized.modules() if is_short(module)]
-    assert len(layers) == exact.config.num_hidden_layers, str(hb.report(exact.optimized))
-    assert {name_in_transformers(layer).rpartition(".")[2] for layer in layers} == {case.partition(",")[0]}
+    (stack,) = [module for module in exact.optimized.modules() if is_compiled_stack(module)]
+    layers = exact.config.num_hidden_layers
+    assert f"{layers} of {layers} layers take native calls" in str(hb.report(exact.optimized))
+    assert {name_in_transformers(layer).rpartition(".")[2] for layer in stack.layers} == {case.partition(",")[0]}
 
 
 def test_fast_paths_are_taken(exact: Models, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 import halfbyte as hb
 from halfbyte.integrations import decoding_gpu, generating, graphs
-from halfbyte.integrations.decoding import is_short
+from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.integrations.static_codes import IN_CODES
 from halfbyte.integrations.steps import likeliest
 from halfbyte.kernels.gpu import launch
@@ -33,7 +33,7 @@ def quantized() -> Any:
     """Of shortened layers."""
     model = make(num_hidden_layers=3, hidden_size=256, intermediate_size=512).cuda()
     hb.shorten_(hb.fuse_(hb.quantize_(model, "q4_0")))
-    assert all(map(is_short, model.model.layers))
+    assert is_compiled_stack(model.model)
     return model
 
 

@@ -8,8 +8,8 @@ or mask is of another kind, is called as transformers calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,8 +71,7 @@ def _compiled(layer: Any, index: int) -> CompiledLayer | str:
     return CompiledLayer(whole, alone, is_eager(layer), borrows(layer), lends(layer))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call of a stack, as its layers see it.
 
     Attributes:
@@ -80,6 +79,7 @@ class Call:
         rotary: Of each layer: cosines and sines [B or 1, t, R].
         past: The cache of all layers, or None.
         positions: As transformers passes them on to layers.
+        rope_positions: Those that rope takes.
         per_layer: The layers' own inputs [B, t, L, P], or None.
         shared: Keys and values that layers reuse.
         keep: Number of last tokens whose results are wanted; 0: of all.
@@ -91,6 +91,7 @@ class Call:
     rotary: Sequence[tuple[Tensor, Tensor]]
     past: Cache | None
     positions: Tensor | None
+    rope_positions: Tensor
     per_layer: Tensor | None
     shared: SharedStates
     keep: int | Tensor
@@ -102,30 +103,50 @@ class Call:
         masks = [None if mask is None else mask[:, :, -tokens:] for mask in self.masks]
         rotary = [(cos[:, -tokens:], sin[:, -tokens:]) for cos, sin in self.rotary]
         own = None if self.per_layer is None else self.per_layer[:, -tokens:]
-        return replace(self, masks=masks, rotary=rotary, per_layer=own, keep=0)
+        return self._replace(masks=masks, rotary=rotary, per_layer=own, keep=0)
 
 
 class Run:
-    """A call through all layers."""
+    """A call through all layers of a stack, each computed as transformers does it; subclasses compute them natively."""
 
-    def __init__(self, layers: Sequence[CompiledLayer | str], stack: Any, call: Call) -> None:
-        self._compiled, self._modules, self._call = layers, stack.layers, call
-        self._eager: bool = stack.config._attn_implementation == "eager"
-        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks
-        self._later: dict[tuple[int, int, int], bool] = {}
+    def __init__(self, stack: Any, call: Call) -> None:
+        self._modules, self._call = stack.layers, call
+        self._shares = known(stack.layers[0]).kv_sharing is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the hidden states [B, t, K] after the last layer."""
-        index, count = 0, len(self._compiled)
+        index, count = 0, len(self._modules)
         while index < count:
-            if self._call.keep and self._may_cut(index, x):
-                keep = self._call.keep
-                assert isinstance(keep, int)
+            keep = self._call.keep
+            if self._shares and type(keep) is int and self._may_cut(index, x, keep):
                 x, self._call = x[:, -keep:], self._call.cut(keep)
             x, index = self._some(x, index)
             if index <= len(self._call.deepstack):
                 x = self._with_visual(x, self._call.deepstack[index - 1])
         return x
+
+    def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
+        """The hidden states after the layer `first`, or after more, and the index of the next one."""
+        return self._by_transformers(x, first), first + 1
+
+    def _by_transformers(self, x: Tensor, index: int) -> Tensor:
+        call, module = self._call, self._modules[index]
+        more: dict[str, Any] = {"use_cache": call.past is not None, KV_CACHE: call.past}
+        if call.per_layer is not None:
+            more["per_layer_input"] = call.per_layer[:, :, index]
+        if self._shares:
+            more["shared_kv_states"] = call.shared
+        positions = {"position_ids": call.positions, "position_embeddings": call.rotary[index]}
+        y: Tensor = module(x, attention_mask=call.masks[index], **positions, **more)
+        return y
+
+    def _may_cut(self, first: int, x: Tensor, keep: int) -> bool:
+        """Whether the layers from one on need the last tokens alone, as they add no keys and values (Gemma 4)."""
+        if not 0 < keep < x.shape[1] or not all(borrows(module) for module in self._modules[first:]):
+            return False
+        # Without a mask torch's attention takes tokens for the first ones of a text, not for the last.
+        known_places = all(mask is not None for mask in self._call.masks)
+        return known_places or (keep == 1 and not getattr(self._call.past, "is_compileable", False))
 
     def _with_visual(self, x: Tensor, embeddings: Tensor) -> Tensor:
         """Add the embeddings [n, K] of images to the hidden states of their tokens."""
@@ -136,15 +157,16 @@ class Run:
         y[visual] += embeddings.to(x.dtype)
         return y
 
-    def _may_cut(self, first: int, x: Tensor) -> bool:
-        """Whether the layers from one on need the last tokens alone, as they add no keys and values (Gemma 4)."""
-        keep, rest = self._call.keep, self._compiled[first:]
-        if type(keep) is not int or not 0 < keep < x.shape[1]:
-            return False
-        if not all(isinstance(layer, CompiledLayer) and layer.reuses for layer in rest):
-            return False
-        known = all(mask is not None for mask in self._call.masks[first:])
-        return known or (keep == 1 and not getattr(self._call.past, "is_compileable", False))
+
+class CpuRun(Run):
+    """A call through the layers that are compiled for a CPU."""
+
+    def __init__(self, layers: Sequence[CompiledLayer | str], stack: Any, call: Call) -> None:
+        super().__init__(stack, call)
+        self._compiled = layers
+        self._eager: bool = stack.config._attn_implementation == "eager"
+        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks
+        self._later: dict[tuple[int, int, int], bool] = {}
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
         """The hidden states after the layer `first`, or after more, and the index of the next one."""
@@ -193,17 +215,6 @@ class Run:
         y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's returns its router's weights, too
         factor = added_by(module)
         return h + (y if factor == 1 else y * factor)
-
-    def _by_transformers(self, x: Tensor, index: int) -> Tensor:
-        call, module = self._call, self._modules[index]
-        more: dict[str, Any] = {"use_cache": call.past is not None, KV_CACHE: call.past}
-        if call.per_layer is not None:
-            more["per_layer_input"] = call.per_layer[:, :, index]
-        if known(module).kv_sharing is not None:
-            more["shared_kv_states"] = call.shared
-        positions = {"position_ids": call.positions, "position_embeddings": call.rotary[index]}
-        y: Tensor = module(x, attention_mask=call.masks[index], **positions, **more)
-        return y
 
     def _place(self, layer: CompiledLayer, part: DecoderLayer, index: int, x: Tensor) -> Place | None:
         """Where the keys and values of tokens go, or lie; None where the layer is not to be computed natively."""

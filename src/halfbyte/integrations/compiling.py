@@ -12,8 +12,9 @@ import torch
 from halfbyte import env
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.calls import KV_CACHE
-from halfbyte.integrations.decoding import is_decoder_layer, is_short
+from halfbyte.integrations.decoding import why_not_native
 from halfbyte.integrations.mixtures import routed_of
+from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.experts import MixtureOfExperts
 
 _done: WeakSet[Any] = WeakSet()
@@ -27,8 +28,8 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
     """
     if model not in _done and not env.tune():
         _done.add(model)
-        layers = [module for module in model.modules() if is_decoder_layer(module)]
-        if layers and all(is_short(layer) and routed_of(layer) is None for layer in layers):
+        stacks = [module for module in model.modules() if is_compiled_stack(module)]
+        if stacks and all(why_not_native(layer) is None and routed_of(layer) is None for stack in stacks for layer in stack.layers):
             compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 

@@ -9,23 +9,18 @@ and of the ops that produced them, recursively, which after a chain of custom op
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import Cache
+from torch import nn
 
 from halfbyte.errors import check_type
-from halfbyte.integrations import decoding_gpu, embedding, families, layer_gpu, prompt_gpu
-from halfbyte.integrations.calls import CACHE, bind
+from halfbyte.integrations import embedding, families, layer_gpu
 from halfbyte.integrations.decoding_gpu import Step
 from halfbyte.integrations.encoder_stack import compile_encoder, kind_of
 from halfbyte.integrations.generating import generate_fast
-from halfbyte.integrations.live_layers import LAYER_ARGUMENTS, groups_of, halves_of, third_of, why_not_compiled, why_not_known
-from halfbyte.integrations.mixtures import routed_of
-from halfbyte.integrations.shortened import Shortened, products_of, shorten
+from halfbyte.integrations.live_layers import groups_of, halves_of, third_of, why_not_compiled, why_not_known
+from halfbyte.integrations.shortened import products_of
 from halfbyte.integrations.stack import compile_stack, is_stack
-from halfbyte.machine import gpu
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.report import add_notes
 from halfbyte.ops.decoder import Attention, Dense
@@ -59,12 +54,6 @@ def shorten_(model: nn.Module) -> nn.Module:
             compile_encoder(module)
         elif isinstance(module, MixtureOfExperts):
             module.few_in_one_call = True
-        elif is_decoder_layer(module) and not is_short(module):
-            tensor = next(chain(module.parameters(), module.buffers()), None)
-            reason = why_not_short(module, "cpu" if tensor is None else tensor.device.type)
-            if why_not_short(module, "cuda") is None:  # it may be moved to another device later
-                reason = None
-            shorten(module, _Few, LONG, reason)
     for module in model.modules():
         if is_stack(module):
             compile_stack(module)
@@ -77,12 +66,7 @@ def is_decoder_layer(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp" if family is None else family.mlp))
 
 
-def is_short(module: nn.Module) -> bool:
-    """Whether `shorten_` has changed this layer."""
-    return isinstance(module, _Few)
-
-
-def why_not_short(layer: Any, device: str = "cuda") -> str | None:
+def why_not_native(layer: Any, device: str = "cuda") -> str | None:
     """Why a decoder layer is left to transformers on a device of that type, or None."""
     if device == "cpu":
         return why_not_compiled(layer)
@@ -126,45 +110,3 @@ def _added(half: Attention | Dense) -> str:
     """How what a half gives is added."""
     factor = "" if half.factor == 1 else f", times {half.factor:g}"
     return f"{'and then the norm, ' if half.after else ''}with the residual added{factor}"
-
-
-class _Few(Shortened):
-    """Mixin that precedes a decoder layer's class."""
-
-    self_attn: Any
-    mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
-
-    @property
-    def halfbyte_remark(self) -> str:
-        """The remark of `halfbyte.report` about the layer."""
-        layer: Any = self
-        device = next(layer.parameters()).device
-        if (reason := why_not_short(self, device.type)) is not None:
-            return f"{LONG}: {reason}"
-        if device.type == "cpu":
-            return ONE_CALL if routed_of(self) is None else FEW_ONE_CALL
-        if device.type not in decoding_gpu.DEVICES:
-            return f"{LONG}: few kernels are for {' and '.join(decoding_gpu.DEVICES)}, not for {device.type}"
-        here = gpu(device.index or 0)
-        lost = [f"{step.name}: {step.reason}" for step in decoding_gpu.steps(self, here) if step.reason]
-        if (reason := prompt_gpu.why_not_prompts(self, here)) is not None:
-            lost.append(f"prompts: {reason}")
-        return "; ".join(["prompts, and one token with a static cache, take few kernels", *lost])
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.argument_names, args, kwargs, LAYER_ARGUMENTS)
-        found = None if call is None else self.computed(call)
-        # super() in a class that is made at run time: torch.compile follows the plain call.
-        return super().forward(*args, **kwargs) if found is None else found  # type: ignore[misc]
-
-    def computed(self, call: dict[str, Any]) -> Tensor | None:
-        """Compute the layer's output in few calls; None where that is not supported. call: arguments by name, as `bind` returns them."""
-        x, mask, past, rotary = (call.get(name) for name in ("hidden_states", "attention_mask", CACHE, "position_embeddings"))
-        # Hybrids of older versions, and paged attention, have caches of their own.
-        if x is None or rotary is None or not (past is None or isinstance(past, Cache)):
-            return None
-        layers = [] if past is None else past.layers
-        found = decoding_gpu.token(self, x, mask, layers, rotary, call) if layers else None
-        return prompt_gpu.tokens(self, x, mask, past, rotary, call) if found is None else found

@@ -19,7 +19,8 @@ from transformers.cache_utils import StaticLayer
 
 from halfbyte.decoder.gpu_layer import KeyValues, decode
 from halfbyte.integrations.families import borrows, known, lender, lends, mlp_of, shared_as
-from halfbyte.integrations.layer_gpu import halves, is_eager, own_input, parts, routed
+from halfbyte.integrations.kv_place import SharedStates
+from halfbyte.integrations.layer_gpu import Parts, halves, is_eager, own_input, routed
 from halfbyte.integrations.live_layers import all_norms, groups_of, third_of
 from halfbyte.integrations.rings import Later, Ring
 from halfbyte.integrations.shortened import products_of
@@ -42,19 +43,34 @@ _TORCH = "torch's operations"
 
 
 def token(
-    layer: Any, x: Tensor, mask: Tensor | None, layers: list[Any], rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
+    layer: Any,
+    found: Parts,
+    x: Tensor,
+    mask: Tensor | None,
+    layers: list[Any],
+    rotary: tuple[Tensor, Tensor],
+    own: Tensor | None,
+    shared: SharedStates,
 ) -> Tensor | None:
-    """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported. layers: those of the cache."""
+    """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported.
+
+    Args:
+        layer, found: The layer, and what its kernels read.
+        x: The tokens' hidden states.
+        mask: As transformers makes it.
+        layers: Of the cache.
+        rotary: Cosines and sines.
+        own: The layer's own input [B, 1, P], if it has one.
+        shared: Keys and values that layers reuse.
+    """
     reads = borrows(layer)
     number = lender(layer) if reads else layer.self_attn.layer_idx
-    shared: Any = settings.get("shared_kv_states")
-    if number is None or ((reads or lends(layer)) and (shared is None or (reads and shared_as(layer) not in shared))):
+    if number is None or (reads and shared_as(layer) not in shared):
         return None
     index: int = number
-    found = parts(layer) if _fits(x, layers, index) else None
-    if found is None or not found.for_token or not _is_mask(layer, mask, layers[index].keys.shape[2]):
+    if not _fits(x, layers, index) or not found.for_token or not _is_mask(layer, mask, layers[index].keys.shape[2]):
         return None
-    own = own_input(found, settings)
+    own = own_input(own)
     if (own is None) != (found.layer.per_layer is None):
         return None
     heads = found.layer.attention.heads
@@ -73,16 +89,15 @@ def token(
     if ring:
         kept.cumulative_length_int += 1
     if lends(layer):
-        shared[shared_as(layer)] = _lent(kept, now=bool(settings.get("return_shared_kv_states")))
+        shared[shared_as(layer)] = _lent(kept)
     return y
 
 
-def _lent(kept: Any, *, now: bool) -> Any:
-    """Keys and values as other layers take them: what is to be computed is `now`, or when somebody reads it."""
+def _lent(kept: Any) -> Any:
+    """Keys and values as other layers take them: what is to be computed is when somebody reads it."""
     if type(kept) is StaticLayer:
         return kept.keys, kept.values
-    both = kept.in_floats if type(kept) in IN_CODES else kept.in_order
-    return both() if now else Later(both)
+    return Later(kept.in_floats if type(kept) in IN_CODES else kept.in_order)
 
 
 def _is_parallel(half: Dense | Experts) -> bool:
@@ -121,6 +136,11 @@ class Step:
     name: str
     kernel: str
     reason: str | None = None
+
+
+def remarks(layer: Any, here: Gpu) -> list[str]:
+    """Which steps of a layer torch's operations compute, and why."""
+    return [f"{step.name}: {step.reason}" for step in steps(layer, here) if step.reason]
 
 
 def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:

@@ -23,7 +23,7 @@ from halfbyte.integrations.encoding import compiled_layer
 from halfbyte.integrations.frozen import Frozen
 from halfbyte.integrations.hooked import is_capturing
 from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten
-from halfbyte.integrations.stack import LAYER_BY_LAYER, output_class, why_unknown_output
+from halfbyte.integrations.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
 from halfbyte.nn.modules import has_global_hooks
 from halfbyte.ops.encoder import EncoderLayer, run_layers
 from halfbyte.ops.library import plain
@@ -192,8 +192,8 @@ class EncoderStack(Shortened):
     def halfbyte_remark(self: Any) -> str:
         """What `halfbyte.report` says of the stack."""
         layers = _compiled(self)
-        left = [f"layer {index}: {layer}" for index, layer in enumerate(layers) if isinstance(layer, str)]
-        return "; ".join([f"{len(layers) - len(left)} of {len(layers)} layers take native calls", *left])
+        reasons = [layer if isinstance(layer, str) else None for layer in layers]
+        return "; ".join([f"{reasons.count(None)} of {len(layers)} layers take native calls", *why_left(reasons)])
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or is_capturing() or has_global_hooks()):

@@ -15,10 +15,11 @@ from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
-from halfbyte.integrations.decoding import is_decoder_layer, is_short, one_call, why_not_short
+from halfbyte.integrations.decoding import is_decoder_layer, one_call, why_not_native
 from halfbyte.integrations.decoding_gpu import Step, steps
 from halfbyte.integrations.encoder_stack import EncoderStack
 from halfbyte.integrations.shortened import Shortened
+from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
@@ -93,10 +94,10 @@ def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1, *, notes
         for name, module in model.named_modules():
             if embedding.tables_of(module) is not None:
                 found[_embedding(module, here)].append(name)
-    optimized = any(isinstance(module, EncoderStack) for module in model.modules())
+    optimized = any(isinstance(module, EncoderStack) or is_compiled_stack(module) for module in model.modules())
     layers = _encoder_layers(model) if encoder else [(name, part) for name, part in model.named_modules() if is_decoder_layer(part)]
     for name, layer in layers:
-        found[_encoder_layer(layer, here, rows, optimized=optimized) if encoder else _layer(layer, here, rows)].append(name)
+        found[(_encoder_layer if encoder else _layer)(layer, here, rows, optimized=optimized)].append(name)
     inside = tuple(f"{name}." for name, _ in layers)
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and not name.startswith(inside):
@@ -145,9 +146,9 @@ def _encoder_layer(layer: nn.Module, here: Gpu | None, rows: int, *, optimized: 
     ), None
 
 
-def _layer(layer: nn.Module, here: Gpu | None, rows: int) -> tuple[tuple[Step, ...], str | None]:
-    reason = why_not_short(layer, "cpu" if here is None else "cuda")
-    if reason is None and not is_short(layer):
+def _layer(layer: nn.Module, here: Gpu | None, rows: int, *, optimized: bool) -> tuple[tuple[Step, ...], str | None]:
+    reason = why_not_native(layer, "cpu" if here is None else "cuda")
+    if reason is None and not optimized:
         reason = _NOT_CALLED
     if reason is None and here is None and rows > MOST_SEQUENCES:
         reason = f"one call is for {MOST_SEQUENCES} sequences at most"

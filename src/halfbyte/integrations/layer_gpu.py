@@ -1,23 +1,17 @@
-"""What the kernels of a live decoder layer read on a GPU (`decoder/gpu_layer.py`), cached from call to call.
-
-`parts` looks a layer through once, and later only whether all is as it was.
-"""
+"""What the kernels of a live decoder layer read on a GPU (`decoder/gpu_layer.py`), and why they do not compute it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from halfbyte.decoder.family import MoEFamily
 from halfbyte.decoder.gpu_layer import GpuLayer
-from halfbyte.integrations.families import known, nearest, other, per_layer_of
-from halfbyte.integrations.frozen import Frozen
-from halfbyte.integrations.hooked import is_capturing, watched
-from halfbyte.integrations.live_layers import halves_of, has_own_norms, linears_of, third_of, why_not_shared
+from halfbyte.integrations.families import known, nearest, per_layer_of
+from halfbyte.integrations.hooked import watched
+from halfbyte.integrations.live_layers import halves_of, linears_of, third_of, why_not_known, why_not_shared
 from halfbyte.integrations.mixtures import parts_of as modules_of_experts
 from halfbyte.integrations.mixtures import routed_of
 from halfbyte.nn.modules import QuantLinear
@@ -58,24 +52,17 @@ class Parts:
         return self.layer.alike
 
 
-_kept: WeakKeyDictionary[nn.Module, tuple[Parts, Frozen]] = WeakKeyDictionary()
+def traced_parts_of(layer: Any) -> Parts | None:
+    """`parts_of` within torch.compile, for a layer that was known when it was optimized."""
+    return None if linears_of(layer) is None else _found(layer)
 
 
-def parts(layer: Any) -> Parts | None:
-    """Of a layer that `shorten_` has changed; None where parts have hooks, or were replaced by what is computed otherwise."""
-    if torch.compiler.is_compiling():
-        return None if linears_of(layer) is None else _found(layer)
-    if is_capturing():
+def parts_of(layer: Any) -> Parts | None:
+    """What the kernels of a layer read; None where parts have hooks, or were replaced by what is computed otherwise."""
+    if any(map(_is_changed, layer.modules())) or why_not_known(layer) is not None or linears_of(layer) is None:
         return None
-    kept = _kept.get(layer)
-    if kept is None or not kept[1].is_unchanged():
-        if any(map(_is_changed, (part for part in layer.modules() if part is not layer))):
-            return None
-        if linears_of(layer) is None or not has_own_norms(layer) or other(layer) is not None:
-            return None
-        found = _found(layer)
-        kept = _kept[layer] = found if is_distributed(layer) else replace(found, layer=found.layer.linked()), Frozen(layer)
-    return kept[0]
+    found = _found(layer)
+    return found if is_distributed(layer) else replace(found, layer=found.layer.linked())
 
 
 def _is_changed(part: nn.Module) -> bool:
@@ -109,9 +96,8 @@ def is_distributed(layer: Any) -> bool:
     return any(isinstance(part, QuantLinear) and part_of(part) is not None for part in (*qkv, o, *second, *shared, *own))
 
 
-def own_input(found: Parts, settings: dict[str, Any]) -> Tensor | None:
-    """As kernels read it: its rows lie equally far apart."""
-    given: Tensor | None = None if found.layer.per_layer is None else settings.get("per_layer_input")
+def own_input(given: Tensor | None) -> Tensor | None:
+    """A layer's own input as kernels read it: its rows lie equally far apart."""
     if given is None or (given.stride(2) == 1 and given.stride(0) == given.stride(1) * given.shape[1]):
         return given
     return given.contiguous()

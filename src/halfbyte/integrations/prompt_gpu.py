@@ -8,7 +8,7 @@ take what that one has left in `shared_kv_states`, also for the last tokens alon
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, prefill, pre
 from halfbyte.integrations import decoding_gpu
 from halfbyte.integrations.compiled_layers import visible
 from halfbyte.integrations.families import borrows, lender, lends, mlp_of, shared_as
-from halfbyte.integrations.layer_gpu import halves, is_distributed, is_eager, own_input, parts
+from halfbyte.integrations.kv_place import SharedStates
+from halfbyte.integrations.layer_gpu import Parts, halves, is_distributed, is_eager, own_input
 from halfbyte.integrations.live_layers import all_norms, norms_of
 from halfbyte.integrations.static_codes import StaticInt8Layer
 from halfbyte.machine import Gpu, gpu
@@ -30,13 +31,24 @@ _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of t
 
 
 def tokens(
-    layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, rotary: tuple[Tensor, Tensor], settings: dict[str, Any]
+    layer: Any,
+    found: Parts,
+    x: Tensor,
+    mask: Tensor | None,
+    past: Cache | None,
+    rotary: tuple[Tensor, Tensor],
+    own: Tensor | None,
+    shared: SharedStates,
 ) -> Tensor | None:
-    """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported. past: the cache of
-    all layers, or none."""
-    reads, shared = borrows(layer), cast(Any, settings.get("shared_kv_states"))
-    found = parts(layer) if _fits(layer, x, past, rotary) and (shared is not None or not (reads or lends(layer))) else None
-    if found is None or not found.for_prompts or not found.layer.attention.heads.turns_by(rotary[0].shape[2]):
+    """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported.
+
+    Args:
+        layer, found, mask, rotary, own, shared: As for `decoding_gpu.token`.
+        x: The tokens' hidden states.
+        past: The cache of all layers, or None.
+    """
+    reads = borrows(layer)
+    if not _fits(layer, x, past, rotary) or not found.for_prompts or not found.layer.attention.heads.turns_by(rotary[0].shape[2]):
         return None
     computed, heads = found.layer, found.layer.attention.heads
     if x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None:
@@ -44,7 +56,7 @@ def tokens(
     seen = _seen(layer, mask, x.shape[1])
     if isinstance(seen, str):
         return None
-    own = own_input(found, settings)
+    own = own_input(own)
     if (own is None) != (computed.per_layer is None):
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()

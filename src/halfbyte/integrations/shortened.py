@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from types import FunctionType
@@ -111,7 +110,6 @@ def name_in_transformers(module: Any) -> str:
     return _name(cls)
 
 
-@functools.cache
 def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models.")
 

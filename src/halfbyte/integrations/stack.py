@@ -1,19 +1,19 @@
-"""Decoder stacks of transformers on a CPU: `optimize_` compiles all layers of one into `CompiledStack`, and replaces the stack's forward.
+"""Decoder stacks of transformers: `optimize_` compiles all layers of one into `CompiledStack`, and replaces the stack's forward.
 
     x = layers(embedding_multiplier * embed_tokens(ids));  y = norm(x)                         [B, t, K]
 
-The replaced forward accepts the arguments in ARGUMENTS; every other call, gradients, training, torch.compile and requests for hidden
-states or attentions take transformers' forward. Layers that `ops.decoder` does not compute, as those with hooks or without quantized
-weights, are called as transformers calls them, between the others. Nothing is watched: before each call `Frozen` compares everything that
-the stack consists of, and the stack is compiled again if something has changed.
+The replaced forward accepts the arguments in ARGUMENTS; every other call, gradients, training and requests for hidden states or attentions
+take transformers' forward, and so does torch.compile on a CPU. Layers that have no kernels on the device, as those with hooks or without
+quantized weights, are called as transformers calls them, between the others. Nothing is watched: before each call `Frozen` compares
+everything that the stack consists of, and the stack is compiled again if something has changed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,14 +23,18 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import ModelOutput
 
 from halfbyte.decoder.family import SLIDING, Family
-from halfbyte.integrations import decoding_gpu
+from halfbyte.integrations import decoding_gpu, layer_gpu, prompt_gpu
 from halfbyte.integrations.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
-from halfbyte.integrations.compiled_layers import Call, CompiledLayer, Run, compile_layers
+from halfbyte.integrations.compiled_layers import Call, CompiledLayer, CpuRun, Run, compile_layers
 from halfbyte.integrations.families import family_of, lender, nearest
 from halfbyte.integrations.frozen import Frozen
+from halfbyte.integrations.gpu_run import GpuRun
 from halfbyte.integrations.hooked import is_capturing, watched
+from halfbyte.integrations.layer_gpu import Parts, parts_of, traced_parts_of
+from halfbyte.integrations.live_layers import why_not_known
 from halfbyte.integrations.shortened import Shortened, original, shorten
 from halfbyte.integrations.token_step import Logits, TokenStep, why_no_step
+from halfbyte.machine import gpu
 from halfbyte.nn.modules import has_global_hooks
 from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import plain
@@ -66,30 +70,39 @@ def is_compiled_stack(module: Any) -> bool:
 
 def compile_stack(stack: nn.Module) -> None:
     """Replace the forward of a stack, in place, or note for the report why it is not replaced."""
-    if not isinstance(stack, _Stack):
-        shorten(stack, _Stack, LAYER_BY_LAYER, why_unknown(original(stack), ARGUMENTS) or why_unknown_output(original(stack)))
+    if isinstance(stack, _Stack):
+        return
+    layers: Any = stack.layers
+    reason = why_unknown(original(stack), ARGUMENTS) or why_unknown_output(original(stack))
+    reasons = [why_not_known(layer) for layer in layers] if reason is None else []
+    if reason is None and all(reasons):
+        reason = "; ".join(why_left(reasons))
+    shorten(stack, _Stack, LAYER_BY_LAYER, reason)
+    if isinstance(stack, _Stack):
+        stack.halfbyte_known = tuple(reason is None for reason in reasons)
+        stack.halfbyte_output = output_class(original(stack))
 
 
 class _Stack(Shortened):
     """Precedes the class of a stack."""
 
     keeps_name = True
+    halfbyte_known: tuple[bool, ...]  # which layers were known when the stack was optimized, for torch.compile
+    halfbyte_output: Any  # the class of the output
 
     @property
     def halfbyte_remark(self) -> str:
         """What `halfbyte.report` says of the stack."""
         stack: Any = self
-        if next(stack.parameters()).device.type != "cpu":
-            return ""
-        found = compiled(self)
-        return found if isinstance(found, str) else found.remark
+        found, device = compiled(self), next(stack.parameters()).device
+        return found if isinstance(found, str) else found.remark(stack, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
-            found = _run(self, call)
+        if (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
+            found = _traced(self, call) if torch.compiler.is_compiling() else _run(self, call)
             if found is not None:
                 x, past = found
-                return output_class(original(self))(last_hidden_state=x, **{KV_CACHE: past})
+                return self.halfbyte_output(last_hidden_state=x, **{KV_CACHE: past})
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -109,20 +122,47 @@ def why_unknown_output(cls: type) -> str | None:
 
 def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     """The normed hidden states and the cache; None if transformers has to compute them."""
-    if "cpu" in decoding_gpu.DEVICES:  # a CPU stands in for a GPU, in tests
+    if (past := _cache(stack, call)) is _NOT_TAKEN or has_global_hooks() or is_capturing():
         return None
-    given = call.get("input_ids", call.get("inputs_embeds"))
-    if not isinstance(given, Tensor) or ("input_ids" in call and "inputs_embeds" in call) or not given.is_cpu or not given.numel():
-        return None
-    if torch.is_grad_enabled() or stack.training or not plain(given) or has_global_hooks() or is_capturing():
-        return None
-    past, use_cache = call.get(CACHE), call.get("use_cache", stack.config.use_cache)
-    if past is None and use_cache:
-        past = DynamicCache(config=stack.config)
-    if past is not None and not (use_cache and isinstance(past, Cache)):
+    given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
+    if not plain(given) or given.device.type not in ("cpu", "cuda"):
         return None
     found = compiled(stack)
-    return None if isinstance(found, str) or (x := found.run(stack, call, past)) is None else (x, past)
+    return None if isinstance(found, str) or (x := found.run(stack, call, past, given.device)) is None else (x, past)
+
+
+def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
+    """As `_run`, within torch.compile, on GPUs alone."""
+    if (past := _cache(stack, call)) is _NOT_TAKEN:
+        return None
+    given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
+    if given.device.type not in decoding_gpu.DEVICES:
+        return None
+    layers: Any = stack.layers
+    parts = [traced_parts_of(layer) if known else None for layer, known in zip(layers, stack.halfbyte_known, strict=True)]
+    kinds = layer_kinds(stack)
+    if kinds is None or (prepared := prepare(stack, kinds, call, past)) is None:
+        return None
+    x, layer_call = prepared
+    normed: Tensor = getattr(stack, kinds.family.final_norm)(GpuRun(parts, stack, layer_call)(x))
+    return normed, past
+
+
+_NOT_TAKEN: Any = object()
+
+
+def _cache(stack: Any, call: dict[str, Any]) -> Any:
+    """The cache of a call, or a new one, or None; `_NOT_TAKEN` if transformers has to compute the call."""
+    given = call.get("input_ids", call.get("inputs_embeds"))
+    if not isinstance(given, Tensor) or ("input_ids" in call and "inputs_embeds" in call) or not given.numel():
+        return _NOT_TAKEN
+    if torch.is_grad_enabled() or stack.training:
+        return _NOT_TAKEN
+    past, use_cache = call.get(CACHE), call.get("use_cache", stack.config.use_cache)
+    if past is None and use_cache:
+        return DynamicCache(config=stack.config)
+    # Hybrids of older versions, and paged attention, have caches of their own.
+    return past if past is None or (use_cache and isinstance(past, Cache)) else _NOT_TAKEN
 
 
 _stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, Frozen]] = WeakKeyDictionary()
@@ -133,7 +173,9 @@ def compiled(stack: Any) -> CompiledStack | str:
     held = _stacks.get(stack)
     if held is None or not held[1].is_unchanged():
         reason = _why_not(stack)
-        held = _stacks[stack] = CompiledStack(stack) if reason is None else reason, Frozen(stack, _rewritten(stack))
+        kinds = layer_kinds(stack)
+        found = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
+        held = _stacks[stack] = found, Frozen(stack, _rewritten(stack))
     return held[0]
 
 
@@ -162,68 +204,132 @@ def _why_not(stack: Any) -> str | None:
     return None
 
 
-class CompiledStack:
-    """What `ops.decoder` needs of all layers of a stack, which must not have changed.
+def why_left(reasons: Sequence[str | None]) -> list[str]:
+    """Which layers are left to transformers, with the reasons of each; None: a layer is not."""
+    found = dict[str, list[int]]()
+    for index, reason in enumerate(reasons):
+        if reason is not None:
+            found.setdefault(reason, []).append(index)
+    return [f"layer {first}{f' and {len(more)} more' if more else ''}: {reason}" for reason, (first, *more) in found.items()]
+
+
+class Kinds(NamedTuple):
+    """What distinguishes the layers of a stack.
 
     Attributes:
-        layers: A compiled layer for each, or the reason why transformers computes it.
+        family: Of the stack.
+        masks: Of each layer, FULL or SLIDING.
+        windows: Of each layer, its sliding window, or None.
+        ropes: Of each layer, the type of layers whose rope it has; "" where all have the same.
     """
 
-    def __init__(self, stack: Any) -> None:
-        """Compile a stack for which `_why_not` has no reason."""
-        self.family: Family = family_of(stack.layers[0]) or Family("")
-        config, count = stack.config, len(stack.layers)
-        types = list(getattr(config, "layer_types", None) or [FULL] * count)
-        window: int | None = getattr(config, "sliding_window", None)
-        if self.family.sliding_window == "none":
-            self.kinds = [FULL] * count
-        elif self.family.sliding_window == "all":
-            self.kinds = [FULL if window is None else SLIDING] * count
-        else:
-            self.kinds = types
-        self.windows = [window if kind == SLIDING else None for kind in self.kinds]
-        self.ropes = types if self.family.rope_per_type else [""] * count
-        self.layers: list[CompiledLayer | str] = compile_layers(stack)
-        self.query_scale_from = nearest(stack.layers[0])
+    family: Family
+    masks: list[str]
+    windows: list[int | None]
+    ropes: list[str]
+
+
+def layer_kinds(stack: Any) -> Kinds | None:
+    """The kinds of a stack's layers; None if its layers are of no known family."""
+    family, config, count = family_of(stack.layers[0]), stack.config, len(stack.layers)
+    if family is None:
+        return None
+    types = list(getattr(config, "layer_types", None) or [FULL] * count)
+    window: int | None = getattr(config, "sliding_window", None)
+    masks = types
+    if family.sliding_window != "layer_types":
+        masks = [SLIDING if family.sliding_window == "all" and window is not None else FULL] * count
+    windows = [window if kind == SLIDING else None for kind in masks]
+    return Kinds(family, masks, windows, types if family.rope_per_type else [""] * count)
+
+
+def prepare(stack: Any, kinds: Kinds, call: Mapping[str, Any], past: Cache | None) -> tuple[Tensor, Call] | None:
+    """What goes into the first layer [B, t, K], and the call as layers see it; None if transformers has to compute it."""
+    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    x: Tensor = stack.embed_tokens(ids) if ids is not None else call["inputs_embeds"]
+    if x.dim() != 3:
+        return None
+    per_layer = _per_layer_inputs(stack, call, x)
+    if kinds.family.embedding_multiplier is not None:
+        x = x * getattr(stack, kinds.family.embedding_multiplier)
+    text, places = _positions(call.get("position_ids"), x, past, mrope=kinds.family.mrope)
+    masks = {kind: _mask(stack.config, kind, mask, x, past, text) for kind in sorted({*kinds.masks})}
+    rotary = {kind: stack.rotary_emb(x, places, *([kind] if kind else [])) for kind in sorted({*kinds.ropes})}
+    return x, Call(
+        masks=[masks[kind] for kind in kinds.masks],
+        rotary=[rotary[kind] for kind in kinds.ropes],
+        past=past,
+        positions=text,
+        rope_positions=places,
+        per_layer=per_layer,
+        shared={},
+        keep=call.get("logits_to_keep", 0),
+        visual=call.get("visual_pos_masks"),
+        deepstack=call.get("deepstack_visual_embeds", ()),
+    )
+
+
+class CompiledStack:
+    """What native code needs of all layers of a stack, which must not have changed.
+
+    Attributes:
+        kinds: What distinguishes the layers.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        """Make one for a stack for which `_why_not` has no reason."""
+        self.kinds = kinds
+        self._on_cpu: list[CompiledLayer | str] | None = None
+        self._on_gpu: list[Parts | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
 
-    @property
-    def remark(self) -> str:
-        """What `halfbyte.report` says."""
-        left = [f"layer {index}: {layer}" for index, layer in enumerate(self.layers) if isinstance(layer, str)]
-        return "; ".join([f"{len(self.layers) - len(left)} of {len(self.layers)} layers take native calls", *left])
+    def on_cpu(self, stack: Any) -> list[CompiledLayer | str]:
+        """The layers on a CPU: compiled, or the reason why transformers computes them."""
+        if self._on_cpu is None:
+            self._on_cpu = compile_layers(stack)
+        return self._on_cpu
 
-    def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None) -> Tensor | None:
+    def on_gpu(self, stack: Any) -> list[Parts | None]:
+        """The layers on a GPU: what kernels read, or None where transformers computes them."""
+        if self._on_gpu is None:
+            self._on_gpu = [parts_of(layer) for layer in stack.layers]
+        return self._on_gpu
+
+    def remark(self, stack: Any, device: torch.device) -> str:
+        """What `halfbyte.report` says of the stack on a device."""
+        layers: Any = stack.layers
+        if device.type == "cpu":
+            reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu(stack)]
+        elif device.type in decoding_gpu.DEVICES:
+            reasons = [why_not_known(layer) or layer_gpu.why_not_few_kernels(layer) for layer in layers]
+        else:
+            return f"{LAYER_BY_LAYER}: kernels are for CPUs and NVIDIA GPUs, not for {device.type}"
+        native = reasons.count(None)
+        told, left = [f"{native} of {len(reasons)} layers take native calls"], why_left(reasons)
+        if device.type != "cpu" and native:
+            first = next(layer for layer, reason in zip(layers, reasons, strict=True) if reason is None)
+            told += decoding_gpu.remarks(first, gpu(device.index or 0))
+            if (reason := prompt_gpu.why_not_prompts(first, gpu(device.index or 0))) is not None:
+                told.append(f"prompts: {reason}")
+        return "; ".join([*told, *left])
+
+    def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None, device: torch.device) -> Tensor | None:
         """Compute the normed hidden states; None if transformers has to."""
-        ids, mask, positions = (call.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        if ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
+        native = device.type == "cpu" and "cpu" not in decoding_gpu.DEVICES  # in tests a CPU stands in for a GPU
+        ids, mask = call.get("input_ids"), call.get("attention_mask")
+        if native and ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
             step = self.step(stack)
-            y = None if step is None else step(ids, mask, positions, past.layers)
+            y = None if step is None else step(ids, mask, call.get("position_ids"), past.layers)
             if y is not None:
                 return y
-        x: Tensor = stack.embed_tokens(ids) if ids is not None else call["inputs_embeds"]
-        if x.dim() != 3:
+        prepared = prepare(stack, self.kinds, call, past)
+        if prepared is None:
             return None
-        per_layer = _per_layer_inputs(stack, call, x)
-        if self.family.embedding_multiplier is not None:
-            x = x * getattr(stack, self.family.embedding_multiplier)
-        text, places = _positions(positions, x, past, mrope=self.family.mrope)
-        if self.query_scale_from is not None and int(places.max()) >= self.query_scale_from:
+        x, layer_call = prepared
+        if native and (limit := nearest(stack.layers[0])) is not None and int(layer_call.rope_positions.max()) >= limit:
             return None
-        masks = {kind: _mask(stack.config, kind, mask, x, past, text) for kind in {*self.kinds}}
-        rotary = {kind: stack.rotary_emb(x, places, *([kind] if kind else [])) for kind in {*self.ropes}}
-        layer_call = Call(
-            masks=[masks[kind] for kind in self.kinds],
-            rotary=[rotary[kind] for kind in self.ropes],
-            past=past,
-            positions=text,
-            per_layer=per_layer,
-            shared={},
-            keep=call.get("logits_to_keep", 0),
-            visual=call.get("visual_pos_masks"),
-            deepstack=call.get("deepstack_visual_embeds", ()),
-        )
-        normed: Tensor = getattr(stack, self.family.final_norm)(Run(self.layers, stack, layer_call)(x))
+        run: Run = CpuRun(self.on_cpu(stack), stack, layer_call) if native else GpuRun(self.on_gpu(stack), stack, layer_call)
+        normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
     def step(self, stack: Any, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
@@ -240,26 +346,27 @@ class CompiledStack:
         return self._steps[key]
 
     def _new_step(self, stack: Any, head: Weight | None, logits: Logits) -> TokenStep | None:
-        layers = [layer for layer in self.layers if isinstance(layer, CompiledLayer)]
+        family, windows = self.kinds.family, self.kinds.windows
+        layers = [layer for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
         reuses = [layer.reuses for layer in layers]
-        if len(layers) < len(self.layers) or reuses != sorted(reuses) or any(window is not None and window < 2 for window in self.windows):
+        if len(layers) < len(windows) or reuses != sorted(reuses) or any(window is not None and window < 2 for window in windows):
             return None
         if any(layer.eager for layer in layers) and stack.config._attn_implementation != "eager":
             return None
         per_layer = layers[0].whole.beside is not None
-        if why_no_step(stack, self.family, per_layer=per_layer) is not None:
+        if why_no_step(stack, family, per_layer=per_layer) is not None:
             return None
         if any(watched(part) or "forward" in vars(part) for part in stack.modules() if part is not stack):
             return None
         sources = [index if not reuse else lender(stack.layers[index]) for index, reuse in enumerate(reuses)]
         return TokenStep(
             stack,
-            self.family,
+            family,
             [layer.whole for layer in layers],
-            windows=self.windows,
-            ropes=self.ropes,
+            windows=windows,
+            ropes=self.kinds.ropes,
             sources=[index for index in sources if index is not None],
-            query_scale_from=self.query_scale_from,
+            query_scale_from=nearest(stack.layers[0]),
             head=head,
             logits=logits,
         )
@@ -277,8 +384,8 @@ def _per_layer_inputs(stack: Any, call: Mapping[str, Any], x: Tensor) -> Tensor 
 def _positions(given: Tensor | None, x: Tensor, past: Cache | None, *, mrope: bool) -> tuple[Tensor | None, Tensor]:
     """The positions of tokens in the text [B or 1, t], or None, and those that rope takes, [3, B, t] where it has three axes."""
     if given is None:
-        before = 0 if past is None else past.get_seq_length()
-        given = torch.arange(before, before + x.shape[1], device=x.device)[None]
+        before: Any = 0 if past is None else past.get_seq_length()  # of a static cache a tensor, which is not to be waited for
+        given = (torch.arange(x.shape[1], device=x.device) + before)[None]
     if not mrope:
         return given, given
     if given.dim() == 2:
