@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from shortened_models import Shifted, close, done
+from shortened_models import Shifted, close
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.decoder import gpu_layer
@@ -132,6 +133,20 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     assert is_compiled_stack(short.model)
     assert {decoding.why_not_native(layer) for layer in short.model.layers} == {None}
     return model, short
+
+
+def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[bool]:
+    """Of each call of that function from now on, whether it computed something and did not leave it to transformers by None."""
+    found: list[bool] = []
+    plain = getattr(module, name)
+
+    def noting(*args: Any) -> Tensor | None:
+        y: Tensor | None = plain(*args)
+        found.append(y is not None)
+        return y
+
+    monkeypatch.setattr(module, name, noting)
+    return found
 
 
 @pytest.fixture

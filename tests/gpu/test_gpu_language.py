@@ -259,6 +259,7 @@ def test_a_float_model_is_quantized_on_the_gpu(folder: Path, monkeypatch: pytest
 
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     asked = ["generate", str(folder), "--device", "cuda", "--format", "q4_0", "--prompt", PROMPT, "--max-new-tokens", "12"]
+    asked += ["--dtype", "float32"]  # with and without transformers
     assert main(asked) == 0
     out, err = capsys.readouterr()
     assert out.startswith(PROMPT)
