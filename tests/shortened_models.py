@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,20 +28,6 @@ def close(found: Tensor, expected: Tensor) -> bool:
     """Up to the order of sums in float32 in two or three layers of some hundred products each, which the norms between them may enlarge."""
     found, expected = found.float(), expected.float()
     return found.shape == expected.shape and float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
-
-
-def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[bool]:
-    """Of each call of that function from now on, whether it computed something and did not leave it to transformers by None."""
-    found: list[bool] = []
-    plain = getattr(module, name)
-
-    def noting(*args: Any) -> Tensor | None:
-        y: Tensor | None = plain(*args)
-        found.append(y is not None)
-        return y
-
-    monkeypatch.setattr(module, name, noting)
-    return found
 
 
 def native_calls(monkeypatch: pytest.MonkeyPatch, *, steps: bool = True) -> list[tuple[int, int, int]]:
