@@ -23,19 +23,9 @@ from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
+from halfbyte.nn.packed_check import check_bytes, check_of
 from halfbyte.nn.scaled import Factor, scaled, set_factor
-from halfbyte.nn.weight_view import (
-    NOT_SET,
-    AnyPacked,
-    Changes,
-    TracedWeight,
-    WeightView,
-    check_bytes,
-    check_of,
-    repacked,
-    traced,
-    with_codes,
-)
+from halfbyte.nn.weight_view import NOT_SET, AnyPacked, Changes, TracedWeight, WeightView, repacked, traced, with_codes
 
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
 PART = "_halfbyte_part"

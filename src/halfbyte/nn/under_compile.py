@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.nn.weight_view import check_bytes
+from halfbyte.nn.packed_check import check_bytes
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
