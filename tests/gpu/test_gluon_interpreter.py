@@ -23,7 +23,7 @@ from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch, skinny_hopper, skinny_hopper_config, skinny_int8_hopper
 from halfbyte.kernels.gpu.conv import Convolution
-from halfbyte.kernels.gpu.gluon_compat import async_load
+from halfbyte.kernels.gpu.gluon_compat import LARGER_VIEWS, async_load
 from halfbyte.kernels.problem import Activation, Epilogue, Problem, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import GPUS
@@ -153,6 +153,8 @@ def test_conv_hopper(name: str, outputs: int, rows: int, pixels: int, sweep: boo
     problem = Convolution(sizes, window, 16, (4, 9), torch.float16)
     x, bias, residual = torch.randn(16, 64, 4, 9).half(), torch.randn(outputs), 100 * torch.randn(problem.m, outputs).half()
     asked = rows, pixels, sweep
+    if sweep and not LARGER_VIEWS:
+        pytest.skip("this Triton has no views that begin anywhere")
     config = next(config for config in conv_hopper.configs(problem, GPU) if (config.rows, config.pixels, config.sweep) == asked)
     out = torch.full((problem.m, outputs), torch.nan, dtype=x.dtype)
     with interpreted(conv_hopper):
