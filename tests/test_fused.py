@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -254,6 +255,41 @@ def test_gradients_and_copies() -> None:
             model[0].up_proj.bias = nn.Parameter(model[0].up_proj.bias + 1, requires_grad=False)
             model[0].v_proj.bias.data = torch.ones(17)
         assert all(torch.equal(model(x), alone(x)) for model in (together, copied))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_biases_written_to_by_way_of_data(dtype: torch.dtype) -> None:
+    """torch does not count these writes."""
+
+    held: dict[tuple[int, str], Tensor] = {}
+
+    def rewritten(number: int, model: nn.Module, seed: int) -> nn.Module:
+        for name, linear in model.named_modules():
+            if isinstance(linear, QuantLinear) and linear.bias is not None:
+                data = held.setdefault((number, name), linear.bias.data)
+                data.copy_(torch.randn(data.shape, generator=torch.Generator().manual_seed(seed)))
+                if dtype == torch.float32:
+                    linear.bias.numpy()[0] = 7
+        return model
+
+    alone, together = (model.to(dtype) for model in pair(Config("q4_0"), bias=True))
+    for model in (alone, together):
+        model[0].k_proj.bias = None
+    with torch.inference_mode():
+        models = [alone, together, copy.deepcopy(together), pickle.loads(pickle.dumps(together))]  # noqa: S301
+    x = torch.randn(3, 72, dtype=dtype)
+    with torch.no_grad():
+        models.append(copy.deepcopy(together))
+        for seed in (1, 2):
+            expected, *found = [rewritten(i, model, seed)(x) for i, model in enumerate(models)]
+            assert all(torch.equal(y, expected) for y in found)
+
+
+def test_biases_of_several_dtypes_are_not_fused() -> None:
+    block = nn.Sequential(Block(bias=True))
+    block[0].k_proj.bias = nn.Parameter(block[0].k_proj.bias.detach().half(), requires_grad=False)
+    model = fuse_(quantize_(block.requires_grad_(False), "q4_0"))
+    assert [type(model[0].get_submodule(name)) is FusedLinear for name in ("q_proj", "k_proj", "up_proj")] == [False, False, True]
 
 
 def test_threads_do_not_mix() -> None:

@@ -35,8 +35,7 @@ TESTED = {
     "peft": VersionRange("0.21", "0.21", "it attaches no adapters to quantized models"),
     "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
     "triton": VersionRange("3.6", "3.9", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
-    # Triton 3.8 refuses views of shared memory that are larger than what they are made from, 3.9 has renamed `_reinterpret`.
-    "gluon": VersionRange("3.6", "3.7", "Hopper GPUs (sm_90) run kernels in Triton instead of those in Gluon", "triton"),
+    "gluon": VersionRange("3.6", "3.9", "Hopper GPUs (sm_90) run kernels in Triton instead of those in Gluon", "triton"),
 }
 
 

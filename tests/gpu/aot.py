@@ -35,7 +35,7 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # where tests run side by side, so do their compilers
 
 

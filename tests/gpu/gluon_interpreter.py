@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as real
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from halfbyte.kernels.gpu import launch
+from halfbyte.kernels.gpu import gluon_compat, launch
 
 SECONDS = 30.0  # that a barrier is waited for at most while nothing comes to any barrier
 _TORCH = {
@@ -185,9 +185,11 @@ class Shared:
 
     layout = None
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        """From where it begins, perhaps beyond its end: torch refuses what lies outside of the whole allocation."""
+    def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        """From where it begins; with LARGER_VIEWS perhaps beyond its end: torch refuses what lies outside of the whole allocation."""
         sizes = [int(size) for size in shape]
+        if not gluon_compat.LARGER_VIEWS:
+            assert self.t.nbytes == math.prod(sizes) * _TORCH[dtype].itemsize, "a view of another size"
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
         return Shared(self.t.view(_TORCH[dtype]).as_strided(sizes, strides))
 
@@ -269,7 +271,7 @@ class Mbarrier:
 
 class Tma:
     @staticmethod
-    def async_copy_global_to_shared(source: Descriptor, at: list[Any], bar: Barrier, to: Shared, pred: Any = True) -> None:
+    def async_load(source: Descriptor, at: list[Any], bar: Barrier, to: Shared, pred: Any = True) -> None:
         """What lies outside of the tensor is 0."""
         if not _raw(pred):
             return
@@ -284,7 +286,7 @@ class Tma:
         bar.step(0, -box.numel() * box.element_size())
 
     @staticmethod
-    def async_copy_shared_to_global(to: Descriptor, at: list[Any], source: Shared) -> None:
+    def async_store(to: Descriptor, at: list[Any], source: Shared) -> None:
         """Shared memory is read when it is waited for."""
         assert list(source.t.shape) == list(to.block_shape), f"a box of {to.block_shape} from {list(source.t.shape)}"
         _here.stores.append((to.base, list(map(int, at)), source.t))
@@ -484,7 +486,6 @@ _LANGUAGE = _Language(
     load=_load,
     store=_store,
     atomic_add=_atomic_add,
-    thread_barrier=lambda: None,
     inline_asm_elementwise=_inline_asm,
     allocate_shared_memory=_allocate,
     warp_specialize=_warp_specialize,
@@ -492,7 +493,8 @@ _LANGUAGE = _Language(
 _NAMES: dict[str, Any] = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "mbarrier": Mbarrier, "tma": Tma, "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": _warpgroup_mma_wait, "mma_v2": _mma_v2, "fence_async_shared": lambda: None, "gdc_wait": lambda: None,
-    "gdc_launch_dependents": lambda: None, "range": _range,
+    "gdc_launch_dependents": lambda: None, "range": _range, "reinterpret": Shared.reinterpret, "async_load": Tma.async_load,
+    "async_store": Tma.async_store, "thread_barrier": lambda: None,
 }  # fmt: skip
 
 

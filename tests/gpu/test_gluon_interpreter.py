@@ -16,13 +16,14 @@ from gluon_interpreter import interpreted
 from samples import random_codes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch, skinny_hopper, skinny_hopper_config, skinny_int8_hopper
 from halfbyte.kernels.gpu.conv import Convolution
+from halfbyte.kernels.gpu.gluon_compat import LARGER_VIEWS, async_load
 from halfbyte.kernels.problem import Activation, Epilogue, Problem, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import GPUS
@@ -152,6 +153,8 @@ def test_conv_hopper(name: str, outputs: int, rows: int, pixels: int, sweep: boo
     problem = Convolution(sizes, window, 16, (4, 9), torch.float16)
     x, bias, residual = torch.randn(16, 64, 4, 9).half(), torch.randn(outputs), 100 * torch.randn(problem.m, outputs).half()
     asked = rows, pixels, sweep
+    if sweep and not LARGER_VIEWS:
+        pytest.skip("this Triton has no views that begin anywhere")
     config = next(config for config in conv_hopper.configs(problem, GPU) if (config.rows, config.pixels, config.sweep) == asked)
     out = torch.full((problem.m, outputs), torch.nan, dtype=x.dtype)
     with interpreted(conv_hopper):
@@ -173,7 +176,7 @@ def _fetch(xd, xs, full, empty, STEPS: gl.constexpr):
         stage = step % 2
         mbarrier.wait(empty.index(stage), ((step // 2) & 1) ^ 1)
         mbarrier.expect(full.index(stage), 64 * 64 * 2)
-        tma.async_copy_global_to_shared(xd, [0, step * 64], full.index(stage), xs.index(stage))
+        async_load(xd, [0, step * 64], full.index(stage), xs.index(stage))
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ class Packed:
     data    uint8, one dimension
     sparse  whether zeros are to be left out, as `pack` was told: on other devices, too
     held    the format of the Codes, where `format` is another (see `dispatch/packed.py`)
-    name    the format's name, cached: computing it takes longer than a small kernel
+    name    the format's name, cached: computing it takes longer than a small kernel, and torch.compile of torch 2.8 cannot trace it
     calls   what the operations keep, so that repeated calls take less time
     """
 
@@ -39,11 +39,12 @@ class Packed:
     data: Tensor
     sparse: bool | None = None
     held: Format | None = None
-    name: str = field(init=False)
+    name: str = field(default="", kw_only=True)
     calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", str(self.format))
+        if not self.name:
+            object.__setattr__(self, "name", str(self.format))
 
     def __repr__(self) -> str:
         name = self.name if self.held is None else f"{self.held} as {self.name}"

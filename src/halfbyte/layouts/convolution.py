@@ -158,13 +158,14 @@ class PackedConv:
     sizes: Filter
     layout: str
     data: Tensor
-    name: str = field(init=False)
-    numbers: tuple[int, ...] = field(init=False)
+    name: str = field(default="", kw_only=True)
+    numbers: tuple[int, ...] = field(default=(), kw_only=True)
     calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", str(self.sizes.format))
-        object.__setattr__(self, "numbers", self.sizes.numbers)
+        if not self.name:
+            object.__setattr__(self, "name", str(self.sizes.format))
+            object.__setattr__(self, "numbers", self.sizes.numbers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.sizes, self.layout, self.data)

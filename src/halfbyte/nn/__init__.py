@@ -5,8 +5,8 @@ Quantizing in place
   config.py         what a model is quantized to; candidates.py: which modules that concerns; kinds.py: what each kind becomes
   convert.py        `quantize_`; report.py: what became of each module, and why
   modules.py        QuantLinear, QuantEmbedding and their base; conv.py, experts.py, permuted.py, scaled.py: others;
-                    weight_view.py, under_compile.py: their weights, as other code sees them; rescaled.py: those that a model
-                    rescales as it runs
+                    weight_view.py, under_compile.py: their weights, as other code sees them; packed_check.py: whether it has
+                    computed with their bytes; rescaled.py: those that a model rescales as it runs
   expanded.py       modules put in place for the moment, so that each weight is a module's: experts.py, transposed.py, attention.py
   dequantized.py    their float forms, of a model or of layers that are trained
 Calibration

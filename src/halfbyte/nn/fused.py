@@ -26,9 +26,10 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
-from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, version, why_not_hooks
+from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
+from halfbyte.nn.packed_check import digest
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.weight_view import AnyPacked, WeightView, digest, traced
+from halfbyte.nn.weight_view import AnyPacked, WeightView, traced
 
 # Children of one module that transformers calls in this order with the same tensor.
 SIBLINGS = (
@@ -59,9 +60,9 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     siblings   names of children that their parent calls in this order with the same tensor
     activated  names of a child and of the GELU to which its parent passes its output
 
-    Neighbours that differ in format, width, device or compute are not fused. Convolutions are in modules in evaluation that torch.fx can
-    trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)` list what was fused. Raises
-    ArgumentError for a model without quantized layers.
+    Neighbours that differ in format, width, device, compute or dtype of their biases are not fused. Convolutions are in modules in
+    evaluation that torch.fx can trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)`
+    list what was fused. Raises ArgumentError for a model without quantized layers.
     """
     check_type(model, nn.Module, "fuse_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
     if not any(isinstance(module, QuantModule) for module in model.modules()):
@@ -72,7 +73,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
             linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
             alike = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
             for some in [dict(run) for _, run in alike]:
-                if len(some) > 1:
+                if len(some) > 1 and len({linear.bias.dtype for linear in some.values() if linear.bias is not None}) < 2:
                     group = _Group.of(list(some.values()))
                     for i, (name, linear) in enumerate(some.items()):
                         setattr(parent, name, FusedLinear(group, i, linear))
@@ -93,7 +94,7 @@ def _remark(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 def _watched(module: nn.Module) -> bool:
-    trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))  # a bias, which fused layers have a copy of
+    trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))  # a bias, which fused layers would not train
     return trained or why_not_hooks(module) is not None or "forward" in vars(module)
 
 
@@ -127,11 +128,14 @@ class _Group:
     biases: list[Tensor | None]
     held: tuple[Tensor, tuple[Tensor, ...]] | None = None
     _bias: Tensor | None = None
-    _seen: list[object] = field(default_factory=list)
     check: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.check = digest(self.packed.data)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.join()  # a copy's biases are no views yet
 
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
@@ -141,23 +145,41 @@ class _Group:
         return group
 
     def join(self) -> None:
-        """Concatenates the biases. None while layers move from device to device, one by one."""
+        """Concatenates the biases, each of which is a view of the result from then on: no write to one is missed, also by way of `.data`,
+        which torch does not count. None while layers move from device to device, one by one."""
         device, given = self.packed.device, [bias for bias in self.biases if bias is not None]
-        self._seen = [version(bias) for bias in self.biases]
-        self._bias = self._joined(device) if given and all(bias.device == device for bias in given) else None
+        if not given or any(bias.device != device for bias in given):
+            self._bias = None
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._bias = self._joined(device)
+            for bias, part in zip(self.biases, self._bias.split(self.sizes), strict=True):
+                if bias is not None and bias.dtype == part.dtype:
+                    bias.data = part
 
     def _joined(self, device: torch.device) -> Tensor:
-        """The biases of all layers: float32, 0 where others alone have one."""
-        none = (torch.zeros(size, dtype=torch.float32, device=device) for size in self.sizes)
+        """The biases of all layers, 0 where others alone have one; in float32 where dtypes differ."""
+        dtypes = {bias.dtype for bias in self.biases if bias is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        none = (torch.zeros(size, dtype=dtype, device=device) for size in self.sizes)
         pairs = zip(self.biases, none, strict=True)
-        return torch.cat([zeros if bias is None else bias.detach().float() for bias, zeros in pairs])
+        return torch.cat([zeros if bias is None else bias.detach().to(dtype) for bias, zeros in pairs])
+
+    def _are_views(self, joined: Tensor) -> bool:
+        """Whether the biases are those views: not after `bias.data` was assigned, and where dtypes differ."""
+        address, size = joined.data_ptr(), joined.element_size()
+        for bias, rows in zip(self.biases, self.sizes, strict=True):
+            if bias is not None and bias.data_ptr() != address:
+                return False
+            address += rows * size
+        return True
 
     @property
     def bias(self) -> Tensor | None:
-        """The concatenated biases, as they are now: in torch.compile's graph, which sees no version counters, at each call."""
+        """The concatenated biases, as they are now: in torch.compile's graph, which knows no addresses, concatenated at each call."""
         if self._bias is not None and torch.compiler.is_compiling():
             return self._joined(self._bias.device)
-        if self._bias is not None and self._seen != [version(bias) for bias in self.biases]:
+        if self._bias is not None and not self._are_views(self._bias):
             self.join()
         return self._bias
 

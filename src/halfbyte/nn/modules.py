@@ -23,8 +23,9 @@ from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
+from halfbyte.nn.packed_check import check_bytes, check_of
 from halfbyte.nn.scaled import Factor, scaled, set_factor
-from halfbyte.nn.weight_view import NOT_SET, AnyPacked, TracedWeight, WeightView, check_of, digest, repacked, traced, with_codes
+from halfbyte.nn.weight_view import NOT_SET, AnyPacked, TracedWeight, WeightView, repacked, traced, with_codes
 
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel.py).
 PART = "_halfbyte_part"
@@ -129,7 +130,7 @@ class QuantModule(nn.Module):
             if torch.compiler.is_dynamo_compiling():
                 from halfbyte.nn.under_compile import check_when_traced
 
-                check_when_traced(self)
+                check_when_traced(type(self).__name__, data, self._buffers.get("packed_check"))
             return packed if data is packed.data else replace(packed, data=data)
         if data is packed.data and (checked is None or (checked >= 0 and data._version == checked)):
             return packed
@@ -139,14 +140,6 @@ class QuantModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._checked = -1  # a copy's tensors count from the beginning
 
-    def check_bytes(self, data: Tensor) -> None:
-        """Raises ArgumentError for packed bytes that were computed with."""
-        if (check := self._buffers.get("packed_check")) is not None and not torch.equal(digest(data), check):
-            raise ArgumentError(
-                f"packed_data of a {type(self).__name__} does not match packed_check: packed codes cannot be averaged or computed with, "
-                "and both are copied together: average parameters alone (use_buffers=False), or float models, and quantize the result"
-            )
-
     def _follow(self, data: Any) -> AnyPacked:
         """Takes over `packed_data` after it was replaced or written to."""
         if type(data) is not Tensor or data.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(data):
@@ -155,7 +148,7 @@ class QuantModule(nn.Module):
         if (data.dtype, data.shape, data.device) != (was.dtype, was.shape, was.device):
             got, wanted = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (data, was))
             raise ArgumentError(f"packed_data of a {type(self).__name__} is {wanted}, got {got}: move and load the module, not its bytes")
-        self.check_bytes(data)
+        check_bytes(type(self).__name__, data, self._buffers.get("packed_check"))
         self._set_packed(replace(self._packed, data=data))
         self.refresh()
         return self._packed

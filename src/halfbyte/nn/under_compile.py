@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
+from halfbyte.nn.packed_check import check_bytes
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -29,8 +30,10 @@ def write_outside(func: Any, args: Any, kwargs: Any, refusal: str) -> Tensor:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def check_when_traced(module: Any) -> None:
-    """Check the bytes of a module as torch.compile traces it, with its own buffers, also within torch.func.functional_call."""
-    data: Any = module._buffers["packed_data"]
+def check_when_traced(kind: str, data: Any, check: Any) -> None:
+    """Check the bytes of a module as torch.compile traces it, also within torch.func.functional_call.
+
+    torch 2.8 takes tensors and constants here, but no module.
+    """
     if type(data) is Tensor and not data.is_meta:
-        module.check_bytes(data)
+        check_bytes(kind, data, check)

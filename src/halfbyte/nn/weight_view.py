@@ -21,27 +21,10 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.packed_check import digest
 from halfbyte.ops.conv import pack_conv
 
 AnyPacked = Packed | PackedConv
-
-
-_SAMPLES = 4096  # bytes of a packed weight that `digest` reads
-
-
-def digest(data: Tensor) -> Tensor:
-    """Sum of squares of evenly spaced bytes, int64 [1]: not that of bytes that were averaged or scaled, as it is not linear."""
-    bytes_ = data.reshape(-1).view(torch.uint8)
-    sample = bytes_[:: max(1, len(bytes_) // _SAMPLES) | 1].long()
-    return (sample * sample).sum().view(1)
-
-
-_checks = ByTensor[Tensor]()
-
-
-def check_of(data: Tensor) -> Tensor:
-    """The digest of a packed weight, one tensor for all modules that share the weight."""
-    return _checks.put(data, digest(data)) if (check := _checks.get(data)) is None else check
 
 
 _FROZEN = "a quantized weight is frozen"
@@ -246,23 +229,30 @@ def _factor(func: Any, args: Sequence[Any]) -> float | None:
 
 _IN_PLACE_OPERATORS = "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 _NO_WRITES = "requires_grad_", "detach_", "share_memory_"
-_WRITES = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        *(name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES),
-        *(f"__i{name}__" for name in _IN_PLACE_OPERATORS),
-        "__setitem__",
-    )
-    if hasattr(Tensor, name)
-) | {Tensor.data.__set__}  # type: ignore[attr-defined]
-_VIEWS = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        *("__getitem__", "chunk", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select", "split", "squeeze", "t"),
-        *("transpose", "unbind", "unflatten", "unsqueeze", "view"),
-    )
-) | {Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__, torch.t, torch.transpose}  # type: ignore[attr-defined]
-_WHOLE = frozenset((Tensor.detach, Tensor.data.__get__))  # type: ignore[attr-defined]
+# Tuples, as torch.compile of torch 2.8 has no sets of functions.
+_WRITES: tuple[Any, ...] = (
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *(name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES),
+            *(f"__i{name}__" for name in _IN_PLACE_OPERATORS),
+            "__setitem__",
+        )
+        if hasattr(Tensor, name)
+    ),
+    Tensor.data.__set__,  # type: ignore[attr-defined]
+)
+_WHOLE: tuple[Any, ...] = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]
+_VIEWS: tuple[Any, ...] = (
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *("__getitem__", "chunk", "expand", "flatten", "narrow", "permute", "reshape", "select", "split", "squeeze", "t", "transpose"),
+            *("unbind", "unflatten", "unsqueeze", "view"),
+        )
+    ),
+    *(*_WHOLE, Tensor.T.__get__, Tensor.mT.__get__, torch.t, torch.transpose),  # type: ignore[attr-defined]
+)
 
 
 class TracedWeight(Tensor):
@@ -294,13 +284,8 @@ class TracedWeight(Tensor):
         raise UnsupportedError(_NOT_TRACED)
 
 
-_TRACEABLE = torch.__version__ >= (2, 8)  # type: ignore[operator]  # torch.compile makes no subclasses before
-
-
 def traced(weight: Tensor, owner: Any) -> Tensor:
     """A dequantized weight within torch.compile; see `TracedWeight`."""
-    if not _TRACEABLE:
-        return weight
     view = TracedWeight(weight[...])  # torch.compile makes none of an attribute, such as weight.T, itself
     view.owner = owner
     return view

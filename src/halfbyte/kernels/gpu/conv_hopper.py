@@ -35,6 +35,7 @@ from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_hopper_tile import Static, convolve
 from halfbyte.kernels.gpu.conv_hopper_write import GROUP
 from halfbyte.kernels.gpu.conv_tile import Convolution
+from halfbyte.kernels.gpu.gluon_compat import LARGER_VIEWS
 from halfbyte.kernels.gpu.hopper import not_hopper
 from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
@@ -48,8 +49,9 @@ _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
 class Config:
     """Tiles of `rows` (64, 128 or 256) outputs by a `box` of (images, rows, columns) of y, whose product is 128 or 256; `stages` steps of K
     in flight. `resident`: the weight stays in shared memory. `sweep`: a step has all taps of a row of the kernel; a box has one row then,
-    and a multiple of 8 images. `paired`: two programs share a multiprocessor. `places`: in shared memory, of 64 outputs by 128 pixels, for
-    what TMA brings to be added; 0: it is read from where it is. `adding`: what to take instead where something is added."""
+    and a multiple of 8 images; it needs LARGER_VIEWS. `paired`: two programs share a multiprocessor. `places`: in shared memory, of 64
+    outputs by 128 pixels, for what TMA brings to be added; 0: it is read from where it is. `adding`: what to take instead where something
+    is added."""
 
     rows: int
     box: tuple[int, int, int]
@@ -97,7 +99,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256), (256, 128)):
         if rows > 64 and rows >= 2 * problem.n:
             continue
-        if rows < 256 and problem.sizes.kernel[1] > 1 and problem.window.stride == (1, 1):
+        if LARGER_VIEWS and rows < 256 and problem.sizes.kernel[1] > 1 and problem.window.stride == (1, 1):
             sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16) if 8 <= pixels // width <= problem.batch]
             if sweeps:
                 box = min(sweeps, key=lambda box: (count_boxes(problem, box), -box[2]))

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.conv_hopper_write import GROUP, half_of, others_of, pieces_of, send, send_codes, turned, write, write_codes
+from halfbyte.kernels.gpu.gluon_compat import async_load, reinterpret
 from halfbyte.kernels.gpu.hopper import barriers
 
 
@@ -122,15 +123,15 @@ def _fetch_x(xd, xs, full, stage, t, b, y, x, window, S: gl.constexpr):
     ix = x + right
     if S.sweep:
         for i in gl.static_range(COLUMNS):
-            to = xs.index(stage * S.buffers + i * S.piece)._reinterpret(xd.dtype, BOX, xd.layout)
-            tma.async_copy_global_to_shared(xd, [iy, ix + i * S.piece, b, part], full.index(stage), to)
+            to = reinterpret(xs.index(stage * S.buffers + i * S.piece), xd.dtype, BOX, xd.layout)  # LARGER_VIEWS
+            async_load(xd, [iy, ix + i * S.piece, b, part], full.index(stage), to)
     elif S.stride == 2:
-        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
+        to = reinterpret(xs.index(stage), xd.dtype, BOX, xd.layout)
         at = (right & 1) * (S.parts * S.step) + part
-        tma.async_copy_global_to_shared(xd, [b, y + (down >> 1), down & 1, x + (right >> 1), at], full.index(stage), to)
+        async_load(xd, [b, y + (down >> 1), down & 1, x + (right >> 1), at], full.index(stage), to)
     else:
-        to = xs.index(stage)._reinterpret(xd.dtype, BOX, xd.layout)
-        tma.async_copy_global_to_shared(xd, [b, iy, ix, part], full.index(stage), to)
+        to = reinterpret(xs.index(stage), xd.dtype, BOX, xd.layout)
+        async_load(xd, [b, iy, ix, part], full.index(stage), to)
 
 
 @gluon.jit
@@ -139,9 +140,9 @@ def _fetch_w(wd, ws, arrived, buffer, n, k, S: gl.constexpr):
     PART: gl.constexpr = wd.block_shape
     to = ws.index(buffer)
     if S.direct:
-        tma.async_copy_global_to_shared(wd, [n // GROUP, 0, 0, 0, k], arrived, to._reinterpret(wd.dtype, PART, wd.layout))
+        async_load(wd, [n // GROUP, 0, 0, 0, k], arrived, reinterpret(to, wd.dtype, PART, wd.layout))
     else:
-        tma.async_copy_global_to_shared(wd, [n, k], arrived, to)
+        async_load(wd, [n, k], arrived, to)
 
 
 @gluon.jit
@@ -177,8 +178,8 @@ def _produce(xd, wd, rd, xs, ws, ys, full, empty, loaded, given, taken, grid, wi
                 mbarrier.wait(taken.index(place), ((adding // S.places) & 1) ^ 1)
                 mbarrier.expect(given.index(place), 2 * 64 * 64 * (xd.dtype.primitive_bitwidth // 8))
                 for i in gl.static_range(2):
-                    to = ys.index(2 * place + i)._reinterpret(rd.dtype, rd.block_shape, rd.layout)
-                    tma.async_copy_global_to_shared(rd, half_of((first_n + 64 * g, b, y, x), i, S), given.index(place), to)
+                    to = reinterpret(ys.index(2 * place + i), rd.dtype, rd.block_shape, rd.layout)
+                    async_load(rd, half_of((first_n + 64 * g, b, y, x), i, S), given.index(place), to)
                 adding += 1
 
 
@@ -189,7 +190,7 @@ def _operands(xs, ws, stage, t, TAP: gl.constexpr, W: gl.constexpr, S: gl.conste
     COLUMNS: gl.constexpr = S.columns
     w = ws.index((t // S.parts * S.together + TAP) * S.parts + t % S.parts if S.resident else stage * S.together + TAP)
     if S.sweep:
-        xt = xs.index(stage * S.buffers + TAP * S.dilation)._reinterpret(xs.dtype, [S.pixels, S.step], xs.layout)
+        xt = reinterpret(xs.index(stage * S.buffers + TAP * S.dilation), xs.dtype, [S.pixels, S.step], xs.layout)  # LARGER_VIEWS
     else:
         xt = xs.index(stage)
     if S.direct:

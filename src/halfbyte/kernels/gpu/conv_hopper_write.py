@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.gpu.gluon_compat import async_store, reinterpret
 
 GROUP = gl.constexpr(32)  # outputs that four threads write at once, where sums are written from where they are
 
@@ -93,7 +94,7 @@ def send_codes(acc, table, told, yd, ys, given, taken, step, at, image, window, 
     turned_to = to.permute([1, 0])
     turned_to.store(_added(codes, turned_to.load(CODES), bounds, S))
     fence_async_shared()
-    tma.async_copy_shared_to_global(yd, half_of((at[0], at[2], at[3], at[4]), W, S), to._reinterpret(yd.dtype, BOX, yd.layout))
+    async_store(yd, half_of((at[0], at[2], at[3], at[4]), W, S), reinterpret(to, yd.dtype, BOX, yd.layout))
     return step + 1
 
 
@@ -217,7 +218,7 @@ def send(pieces, yd, ys, bias, given, taken, step, N, at, bounds, W: gl.constexp
         y = _finished(turned(pieces[2 * g + 1]), bias, others[1], at[0] + (2 * g + 1) * GROUP, N, bounds, yd.dtype, S)
         right.store(gl.convert_layout(y, SUMS))
         fence_async_shared()
-        tma.async_copy_shared_to_global(yd, half_of((at[0] + 64 * g, at[2], at[3], at[4]), W, S), to._reinterpret(yd.dtype, BOX, yd.layout))
+        async_store(yd, half_of((at[0] + 64 * g, at[2], at[3], at[4]), W, S), reinterpret(to, yd.dtype, BOX, yd.layout))
         tma.store_wait(1)  # the place before has been read
         mbarrier.arrive(taken.index((step + PLACES - 1) % PLACES), count=1, pred=step > 0)
         step += 1

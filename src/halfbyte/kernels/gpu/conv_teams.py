@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -31,6 +31,7 @@ from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_hopper import boxes_of, count_boxes
 from halfbyte.kernels.gpu.conv_tile import Convolution
+from halfbyte.kernels.gpu.gluon_compat import async_load, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper import barriers, not_hopper
 from halfbyte.kernels.gpu.hopper_weights import high_bytes, two_planes
 from halfbyte.kernels.problem import Epilogue
@@ -190,10 +191,10 @@ def _fetch_weight(wd, ws, loaded, at, r, S: gl.constexpr):
     bar = loaded.index(stage)
     mbarrier.expect(bar, 1024 * S.bits)
     if S.bits == 4:
-        tma.async_copy_global_to_shared(wd, [(at[0] // 64 * S.records + r) * 32, 0], bar, ws.index(stage))
+        async_load(wd, [(at[0] // 64 * S.records + r) * 32, 0], bar, ws.index(stage))
     else:
         for i in gl.static_range(2):
-            tma.async_copy_global_to_shared(wd, [at[0], r * 128 + 64 * i], bar, ws.index(2 * stage + i))
+            async_load(wd, [at[0], r * 128 + 64 * i], bar, ws.index(2 * stage + i))
 
 
 @gluon.jit
@@ -208,8 +209,8 @@ def _fetch_x(xd, xs, full, at, r, window, S: gl.constexpr):
         channel = gl.where(tap < S.taps, (2 * r + i) % S.pieces, S.pieces) * 64
         y = at[2] + tap // S.kernel_w * window[2] - window[0]
         x = at[3] + tap % S.kernel_w * window[3] - window[1]
-        to = xs.index(stage * 2 + i)._reinterpret(xd.dtype, BOX, xd.layout)
-        tma.async_copy_global_to_shared(xd, [at[1], y, x, channel], bar, to)
+        to = reinterpret(xs.index(stage * 2 + i), xd.dtype, BOX, xd.layout)
+        async_load(xd, [at[1], y, x, channel], bar, to)
 
 
 @gluon.jit
@@ -302,7 +303,7 @@ def _multiply(xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes,
     acc, _w0, _w1, _w2, _w3 = warpgroup_mma_wait(0, deps=[a, w[0], w[1], w[2], w[3]])
     if TEAM > 0:
         parts.index(TEAM - 1).store(acc)
-        gl.thread_barrier()  # what this team wrote comes before its arrival
+        thread_barrier()  # what this team wrote comes before its arrival
         mbarrier.arrive(met, count=1)
     else:
         if TEAMS > 1:

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import GROUP
+from halfbyte.kernels.gpu.gluon_compat import thread_barrier
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, not_hopper, of_second
 from halfbyte.kernels.gpu.hopper_tile import (
     PIECES,
@@ -397,7 +398,7 @@ def _meet(acc, out, added, first_n, first_m, tile, sharing, busy, scratch, sizes
     pieces = pieces_of(acc, S)
     for i in gl.static_range(PIECES):
         gl.store(own + i * (ROWS * WIDTH), as_held(pieces[i]), mask=busy | (i * adding // PIECES != me))
-    gl.thread_barrier()  # what this warpgroup wrote comes before what it says
+    thread_barrier()  # what this warpgroup wrote comes before what it says
     # How many have written, and from bit 16 on whose columns are left to the last of them.
     lock = scratch[1] + (tile * 2 + HALF) * 2
     mark = gl.where(me < adding, 1 << (16 + gl.minimum(me, PIECES)), 0)
@@ -413,9 +414,9 @@ def _meet(acc, out, added, first_n, first_m, tile, sharing, busy, scratch, sizes
         if there % (1 << 16) <= others:
             for i in gl.static_range(PIECES):
                 gl.store(own + i * (ROWS * WIDTH), as_held(pieces[i]), mask=i * adding // PIECES == me)
-            gl.thread_barrier()
+            thread_barrier()
             there = gl.atomic_add(lock, mark, sem="acq_rel")
-    gl.thread_barrier()
+    thread_barrier()
     for i in gl.static_range(0, PIECES, TOGETHER):
         one = _adds(i, me, adding, others, there, seen)
         two = _adds(i + TOGETHER - 1, me, adding, others, there, seen)

@@ -26,6 +26,7 @@ from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.gpu.gluon_compat import async_load, async_store, thread_barrier
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper, of_second
 from halfbyte.kernels.gpu.int8_hopper_tile import Static, scaled, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.launch import locks, run
@@ -244,9 +245,9 @@ def _load_weight(wd, ws, full, before, pn, r, stage, sizes, S: gl.constexpr):
     for p in gl.static_range(PANELS):
         panel = pn * PANELS + p
         if S.bits == 4:
-            tma.async_copy_global_to_shared(wd, [before + (panel * sizes[3] + r) * 32, 0], bar, ws.index(stage * PANELS + p))
+            async_load(wd, [before + (panel * sizes[3] + r) * 32, 0], bar, ws.index(stage * PANELS + p))
         else:
-            tma.async_copy_global_to_shared(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
+            async_load(wd, [panel * 64, r * 128], bar, ws.index(stage * PANELS + p))
 
 
 @gluon.jit
@@ -257,15 +258,15 @@ def _load_rest(xd, ad, md, sd, buffers, full, before, first_m, pn, r, stage, siz
     BOX: gl.constexpr = xd.block_shape[0]
     bar = full.index(stage)
     for i in gl.static_range(S.block_m // BOX):
-        tma.async_copy_global_to_shared(xd, [first_m + i * BOX, r * 128], bar, xs.index(stage).slice(i * BOX, BOX, dim=0))
+        async_load(xd, [first_m + i * BOX, r * 128], bar, xs.index(stage).slice(i * BOX, BOX, dim=0))
     if ad is not None:
-        tma.async_copy_global_to_shared(ad, [r, first_m], bar, a.index(stage))
+        async_load(ad, [r, first_m], bar, a.index(stage))
     if md is not None:
-        tma.async_copy_global_to_shared(md, [r, first_m], bar, m.index(stage))
+        async_load(md, [r, first_m], bar, m.index(stage))
     for p in gl.static_range(PANELS):
         if sd is not None:
             row = before + r * (sizes[2] // 64) + pn * PANELS + p
-            tma.async_copy_global_to_shared(sd, [row, 0], bar, s.index(stage * PANELS + p))
+            async_load(sd, [row, 0], bar, s.index(stage * PANELS + p))
 
 
 @gluon.jit
@@ -322,7 +323,7 @@ def _leave(pieces, scratch, tile, W: gl.constexpr, S: gl.constexpr):
     PIECES: gl.constexpr = S.block_m // S.part
     for i in gl.static_range(PIECES):
         gl.store(place + i * (64 * S.part), as_held(gl.convert_layout(pieces[i], S.sums, assert_trivial=True)))
-    gl.thread_barrier()  # what this warpgroup wrote comes before what it says
+    thread_barrier()  # what this warpgroup wrote comes before what it says
     lock = scratch[1] + tile * S.panels + W
     last = gl.atomic_add(lock, 1, sem="acq_rel") == S.split - 1
     if last:
@@ -380,10 +381,10 @@ def _finish_tile(total, by_x, by_w, of_x, of_w, rn, to, first_n, first_m, S: gl.
         row = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
         y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
         tma.store_wait(0)
-        gl.thread_barrier()  # what was there before is on its way
+        thread_barrier()  # what was there before is on its way
         place.permute([1, 0]).store(y)
         fence_async_shared()
-        tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
+        async_store(yd, [first_m, first_n], place)
     else:
         OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
         rn = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))

@@ -29,6 +29,7 @@ from halfbyte.kernels.gpu import gemm_hopper, grouped
 from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.gemm_hopper import Config, compiled_for, most_stages
+from halfbyte.kernels.gpu.gluon_compat import thread_barrier
 from halfbyte.kernels.gpu.hopper_tile import OUT, PIECES, load_stage, pieces_of, ring, sums, tails_read, write_tile
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
 from halfbyte.kernels.made import keep
@@ -155,7 +156,7 @@ def tell(told, full, empty, tile, stage, phase):
     mbarrier.wait(empty.index(stage), phase)
     for i in gl.static_range(4):
         told.index(stage * 4 + i).store(gl.full([1], tile[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(full.index(stage), count=1, pred=tile[2] == 0)
 
 
@@ -233,7 +234,7 @@ def _gather(table, gathering, chunks, S: gl.constexpr):
         if count > 0:
             marks = table[5] + 3 + pm * (chunks + 1)
             one = _fenced(count - count + 1)
-            gl.thread_barrier()
+            thread_barrier()
             gl.atomic_add(marks + chunk, one, sem="release")
             gl.atomic_add(marks + chunks, one, sem="release")
         number = gl.atomic_add(table[5] + 2, 1, sem="relaxed")

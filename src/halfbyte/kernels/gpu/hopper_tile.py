@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.gpu.gluon_compat import async_load, async_store, reinterpret
 from halfbyte.kernels.gpu.hopper import barriers, next_stage
 from halfbyte.kernels.gpu.hopper_weights import LIFT, as_weights, codes_at, tails_at, two_planes
 from halfbyte.layouts import gpu_tiles
@@ -222,15 +223,16 @@ def _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, CODES: 
         to = weight_stage(buffers[1], step, S)
         if S.bits == 8:
             row, column = matrix[0] // sizes[3] + pn * S.block_n, matrix[0] % sizes[3] * 128 + r * S.width
-            tma.async_copy_global_to_shared(read[1], [row, column], bar, to)
+            async_load(read[1], [row, column], bar, to)
         else:
             for p in gl.static_range(PANELS):
                 row = matrix[0] + ((pn * PANELS + p) * sizes[3] + r // S.each) * 32
-                tma.async_copy_global_to_shared(read[1], [row, 0], bar, to.slice(p * 32, 32, dim=0))
+                async_load(read[1], [row, 0], bar, to.slice(p * 32, 32, dim=0))
     for i in gl.static_range(2, 4 if TAILS else 2):
         if read[i] is not None:
-            to = buffers[i].index(step // S.parts % S.tails * (2 * GROUPS))._reinterpret(read[i].dtype, read[i].block_shape, read[i].layout)
-            tma.async_copy_global_to_shared(read[i], [matrix[1], r // S.parts // S.wide * GROUPS, pn * S.block_n], bar, to)
+            boxes = reinterpret(buffers[i], read[i].dtype, [S.tails, 1, GROUPS, 2 * S.rows], read[i].layout)
+            to = boxes.index(step // S.parts % S.tails)
+            async_load(read[i], [matrix[1], r // S.parts // S.wide * GROUPS, pn * S.block_n], bar, to)
 
 
 @gluon.jit
@@ -243,7 +245,7 @@ def load_x(xd, xs, full, rows, r, step, S: gl.constexpr):
     for i in gl.static_range(BOXES):
         to = xs.index(stage).slice(i * BOX, BOX, dim=0)
         there = i < rows[1] if BOXES > 1 else True
-        tma.async_copy_global_to_shared(xd, [rows[0] + i * BOX, r * S.width], full.index(stage), to, pred=there)
+        async_load(xd, [rows[0] + i * BOX, r * S.width], full.index(stage), to, pred=there)
 
 
 @gluon.jit
@@ -437,4 +439,4 @@ def send_tile(acc, yd, bias, place, first_n, first_m, sizes, bounds, HALF: gl.co
     place = place.slice(HALF % S.beside * ROWS, ROWS, dim=1)
     place.permute([1, 0]).store(y)
     fence_async_shared()
-    tma.async_copy_shared_to_global(yd, [first_m, first_n], place)
+    async_store(yd, [first_m, first_n], place)

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.gpu.decode import E2M1_BF16, E2M1_F16
+from halfbyte.kernels.gpu.gluon_compat import reinterpret
 from halfbyte.kernels.gpu.hopper import fma
 
 
@@ -176,7 +177,7 @@ def codes_at(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr,
     if S.bits == 8:  # by fours or twos: [rows, 8 or 16]
         NUMBER: gl.constexpr = 8 if S.paired else 16
         WIDTH: gl.constexpr = S.width * NUMBER // 32
-        bytes_ = ws._reinterpret(gl.int32 if S.paired else gl.int16, [S.block_n, WIDTH], shared_bytes(S.width, S.paired))
+        bytes_ = reinterpret(ws, gl.int32 if S.paired else gl.int16, [S.block_n, WIDTH], shared_bytes(S.width, S.paired))
         return bytes_.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE * NUMBER % WIDTH, NUMBER, dim=1).load(lanes_of_bytes(ROWS, S.paired))
     else:
         PANELS: gl.constexpr = S.rows // 64

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -36,6 +36,7 @@ from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import skinny_hopper_config
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
+from halfbyte.kernels.gpu.gluon_compat import async_load, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
 from halfbyte.kernels.gpu.skinny_hopper_config import Config, beside, compiled_for, programs_of_tile, row_tiles
@@ -210,7 +211,7 @@ def _load_weight(wd, pd, tails, buffers, full, pn, t, stage, sizes, S: gl.conste
         else:
             for j in gl.static_range(DEPTH):
                 place = ws.index(stage * DEPTH + j).slice(p * ROWS, ROWS, dim=0)
-                tma.async_copy_global_to_shared(wd, [panel * ROWS, (t * DEPTH + j) * 128], bar, place)
+                async_load(wd, [panel * ROWS, (t * DEPTH + j) * 128], bar, place)
     for i in gl.static_range(2):
         if tails[i] is not None:
             block = 0 if S.whole else t * DEPTH // S.wide * S.groups
@@ -218,25 +219,25 @@ def _load_weight(wd, pd, tails, buffers, full, pn, t, stage, sizes, S: gl.conste
                 for j in gl.static_range(BLOCKS):
                     for h in gl.static_range(2):
                         to = buffers[2 + i].index(stage * BLOCKS + j).slice(h * (S.rows // 2), S.rows // 2, dim=1)
-                        tma.async_copy_global_to_shared(tails[i], [block + j, _panel(pn, h * (PANELS // 2), sizes, S) * ROWS], bar, to)
+                        async_load(tails[i], [block + j, _panel(pn, h * (PANELS // 2), sizes, S) * ROWS], bar, to)
             else:
-                to = buffers[2 + i].index(stage * S.blocks)
-                to = to._reinterpret(to.dtype, [S.blocks, S.rows], to.layout)
-                tma.async_copy_global_to_shared(tails[i], [block, pn * S.rows], bar, to)
+                of_blocks = buffers[2 + i]
+                to = reinterpret(of_blocks, of_blocks.dtype, [S.stages, S.blocks, S.rows], of_blocks.layout).index(stage)
+                async_load(tails[i], [block, pn * S.rows], bar, to)
 
 
 @gluon.jit
 def _load_lines(read, buffer, first, bar, stage, PANEL: gl.constexpr, LINES: gl.constexpr, S: gl.constexpr):
     """Of 128 bytes, so many a record."""
     place = buffer.index(stage).slice(PANEL * LINES * S.depth, LINES * S.depth, dim=0)
-    tma.async_copy_global_to_shared(read, [first * LINES, 0], bar, place)
+    async_load(read, [first * LINES, 0], bar, place)
 
 
 @gluon.jit
 def _load_x(xd, buffers, full, row, t, stage, S: gl.constexpr):
     """The other half."""
-    to = buffers[0].index(stage * S.pieces)._reinterpret(xd.dtype, xd.block_shape, xd.layout)
-    tma.async_copy_global_to_shared(xd, [t * S.pieces, 0, row, 0], full.index(stage), to)
+    to = reinterpret(buffers[0], xd.dtype, [S.stages] + xd.block_shape, xd.layout).index(stage)  # noqa: RUF005
+    async_load(xd, [t * S.pieces, 0, row, 0], full.index(stage), to)
 
 
 @gluon.jit
@@ -367,7 +368,7 @@ def _meet(acc, pn, scratch, share, sizes, PANEL: gl.constexpr, S: gl.constexpr):
         lock = scratch[1] + pn * S.panels + PANEL
         place += piece
         gl.store(place + gl.where(me == 0, 1, 2 * me) * AWAY, held)
-        gl.thread_barrier()  # what this partition wrote comes before its arrival
+        thread_barrier()  # what this partition wrote comes before its arrival
         ready = gl.atomic_add(lock, 1, sem="acq_rel") == others
         if ready:
             held = gl.load(place + AWAY, cache_modifier=".cg")

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16, E2M1_BF16, E2M1_F16
 from halfbyte.kernels.gpu.gemm_int8 import HALVES
+from halfbyte.kernels.gpu.gluon_compat import reinterpret
 from halfbyte.kernels.gpu.hopper import fma
 from halfbyte.kernels.gpu.hopper_weights import PLANES_F16, PLANES_TINY, bytes_as, lanes_of_bytes, negative, shared_bytes
 from halfbyte.kernels.gpu.sparse_tile import WIDE, add_sparse
@@ -158,7 +159,8 @@ def _tail(s, block, PANEL: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _tails(s, block, PANEL: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
     """Those of the blocks of a record [64, groups, 1]."""
-    blocks = s.index(block)._reinterpret(s.dtype, [S.groups, S.rows], _FLAT)
+    records = reinterpret(s, s.dtype, [S.stages * S.blocks // S.groups, S.groups, S.rows], _FLAT)
+    blocks = records.index(block // S.groups)
     return gl.expand_dims(blocks.slice(PANEL * ROWS, ROWS, dim=1).permute([1, 0]).load(gl.SliceLayout(2, LAYOUT)), 2)
 
 
@@ -174,7 +176,7 @@ def _codes(ws, stage, PLANE: gl.constexpr, PANEL: gl.constexpr, PART: gl.constex
     else:
         NUMBER: gl.constexpr = 8 if S.paired else 16
         bytes_ = ws.index(stage * S.depth + PART)
-        bytes_ = bytes_._reinterpret(gl.int32 if S.paired else gl.int16, [S.rows, 4 * NUMBER], shared_bytes(128, S.paired))
+        bytes_ = reinterpret(bytes_, gl.int32 if S.paired else gl.int16, [S.rows, 4 * NUMBER], shared_bytes(128, S.paired))
         return bytes_.slice(PANEL * ROWS, ROWS, dim=0).slice(PLANE * NUMBER, NUMBER, dim=1).load(lanes_of_bytes(ROWS, S.paired))
 
 
@@ -277,7 +279,7 @@ def _add_bytes(acc, xs, first, ws, tails, stage, block, PANEL: gl.constexpr, PAR
         w = w.reshape([ROWS, 4, 2, 4, 2, 2]).permute([0, 1, 2, 4, 3, 5])
     w = w.reshape([ROWS, 4, 2, 4, 2, 2]).permute([0, 2, 3, 4, 1, 5]).reshape([ROWS, 128])
     w = gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-    x = xs.index(first)._reinterpret(DTYPE, [2, COLUMNS, 64], _PIECES).load(_of_x(COLUMNS)).permute([1, 0, 2])
+    x = reinterpret(xs, DTYPE, [S.stages * S.depth, 2, COLUMNS, 64], _PIECES).index(first // 2).load(_of_x(COLUMNS)).permute([1, 0, 2])
     x = x.reshape([COLUMNS, 4, 2, 4, 2, 2]).permute([2, 3, 4, 1, 5, 0]).reshape([128, COLUMNS])
     x = gl.convert_layout(x, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
     if S.whole or S.scaled:
@@ -293,7 +295,8 @@ def _add_integers(acc, xs, ws, stage, PANEL: gl.constexpr, PART: gl.constexpr, S
     if S.bits == 4:
         LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        b = ws.index(stage).slice((PANEL * S.depth + PART) * 32, 32, dim=0)._reinterpret(gl.int8, [32, 128], BYTES).load(LANES)
+        lines = reinterpret(ws.index(stage), gl.int8, [32 * S.partitions * S.each, 128], BYTES)
+        b = lines.slice((PANEL * S.depth + PART) * 32, 32, dim=0).load(LANES)
         b = b.reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([ROWS, 64])
         b = gl.convert_layout(b, OPERAND, assert_trivial=True)
         w = gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from halfbyte.kernels.gpu.gluon_compat import reinterpret
+
 WIDE = 32
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 
@@ -136,11 +138,13 @@ def _multiply(sums, words, points, metadata, x, J: gl.constexpr, S: gl.constexpr
     for r in gl.static_range(4):
         constant = _constant(points[r % 2 * 2], KIND, J % HELD, S)
         w += (gl.inline_asm_elementwise(TEXT, "=r,r,r", [words[r], constant], dtype=gl.int32, is_pure=True, pack=1),)  # type: ignore[assignment]
-    pairs = x._reinterpret(gl.int32, [S.columns, 32], _WORDS).slice(J % 2 * 16, 16, dim=1).load(_of_x(S.columns))
+    pairs = reinterpret(x, gl.int32, [S.columns, 32], _WORDS).slice(J % 2 * 16, 16, dim=1).load(_of_x(S.columns))
     # tile, n, register, k4
     b = _four(pairs.reshape([TILES, 8, 4, 4]).permute([0, 1, 3, 2]).reshape([TILES, 1, 32, 2, 2]), _lanes(S.columns))
-    FLOATS: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
-    return gl.inline_asm_elementwise(_product(KIND, J % 2), _OUT_IN, w + b + sums + (metadata,), dtype=FLOATS, is_pure=False, pack=1)
+    args = w + b + sums + (metadata,)
+    return gl.inline_asm_elementwise(
+        _product(KIND, J % 2), _OUT_IN, args, dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1
+    )
 
 
 @gluon.jit
