@@ -218,7 +218,8 @@ def rows_and_patches(M, N, n_padded, image, window, S: tl.constexpr):
 def distance(image, S: tl.constexpr):
     """Elements from one pixel of x to the next."""
     if S.pixel > 0:
-        return S.pixel
+        pixel: tl.constexpr = S.pixel  # Triton from 3.8 on returns no field of a constant
+        return pixel
     else:
         return image[4]
 
