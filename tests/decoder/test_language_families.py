@@ -26,7 +26,6 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.program import TORCH, Lowered, program_of
 from halfbyte.dispatch import cpu
 from halfbyte.dispatch.gpu import choose_gpu, packs_pairs
-from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
@@ -38,7 +37,6 @@ TOKENS = 24  # longer than windows of 5, 6, 7 and 9 tokens
 # two codes may get the other one, which moves an output by 1/127 of the largest activation of a block times a weight.
 TOLERANCES = {"float": 1e-4, "int8": 0.03}
 LAYERS = {family.layer_class: family for family in FAMILIES.values()}
-WITHOUT = {"Gemma4TextDecoderLayer", "Gemma4TextDecoderLayer, shared keys"}  # not lowered yet
 
 
 Opened = tuple[Any, CpuModel]
@@ -67,7 +65,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def families(*computes: str) -> pytest.MarkDecorator:
-    params = [(case, compute) for compute in computes for case in causal_cases() if case not in WITHOUT]
+    params = [(case, compute) for compute in computes for case in causal_cases()]
     return pytest.mark.parametrize("opened", params, indirect=True, scope="module", ids=map(" ".join, params))
 
 
@@ -75,12 +73,6 @@ def test_every_family_is_tested() -> None:
     assert {case.partition(",")[0] for case in causal_cases()} == {
         name for name, family in LAYERS.items() if family.model_class is not None
     }
-
-
-@pytest.mark.parametrize("case", sorted(WITHOUT))
-def test_what_is_not_supported(case: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="keys and values"):
-        make(case, "float", tmp_path / "model")
 
 
 @families("float", "int8")
@@ -122,15 +114,16 @@ def test_the_program_computes_what_transformers_does(opened: Opened) -> None:
 @families("float")
 def test_ops_read_what_was_computed_and_everything_is_read(opened: Opened) -> None:
     for layer, ops in program_of(opened[1].spec).scopes():
-        before = {"ids", "x"}
+        before = {"ids", "x", "per_layer_input"}
         for op in ops:
             assert op.name not in before
             assert {*op.reads} <= before
             assert op.device == "cpu"
             before.add(op.name)
-        unread = before - {name for op in ops for name in op.reads} - {"ids", "x"}
+        unread = before - {name for op in ops for name in op.reads} - {"ids", "x", "per_layer_input"}
         assert unread == {ops[-1].name}
-        assert layer is None or ops[-1].name == "mlp_residual"
+        last = "mlp_residual" if opened[1].spec.per_layer_inputs is None else "per_layer_residual"
+        assert layer is None or ops[-1].name == last
 
 
 @families("float")
