@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from language_model import make_language_model, make_tokenizer
 from safetensors.torch import load_file, save_file
-from tiny_decoders import CASES
+from tiny_decoders import CASES, GEMMA4, make_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import halfbyte as hb
@@ -215,11 +215,12 @@ def test_explain_says_why_modules_of_transformers_are_shown(folders: Path, tmp_p
     note = "\nnote: modules of transformers, not a program of ops: "
     assert f"{note}in layer 0 " in explained(capsys, folders / "float")
     assert f"{note}it computes in float32, not in bfloat16" in explained(capsys, folders / "halfbyte", "--dtype", "bfloat16")
-    CASES["Gemma4TextDecoderLayer"]().save_pretrained(tmp_path / "gemma4")
+    experts = make_config("Gemma4Text", **GEMMA4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
+    AutoModelForCausalLM.from_config(experts).save_pretrained(tmp_path / "gemma4")
     make_tokenizer().save_pretrained(tmp_path / "gemma4")
     document = json.loads(explained(capsys, tmp_path / "gemma4", "--format", "q8_0", "--json"))
     (said,) = document["notes"]
-    assert said.endswith(": its layers may share keys and values, or have inputs of their own")
+    assert said.endswith(": its config has enable_moe_block = True")
 
 
 def test_a_damaged_model_is_not_explained(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,6 +218,14 @@ def _logits(family: Family, config: TextConfig) -> tuple[str, float] | None:
     return None
 
 
+def projections(family: Family, config: TextConfig, index: int, kv_source: int | None) -> str:
+    """Return which of queries, keys and values a layer has projections of, as `Heads.made`."""
+    key = family.values_are_keys
+    if kv_source is not None:
+        return "q"
+    return "qk" if key is not None and config.layer_types[index] != SLIDING and config.truth(key) else "qkv"
+
+
 class _Place(NamedTuple):
     """A layer's index, and what follows from it, as `LayerSpec` has it."""
 
@@ -292,7 +300,8 @@ class _Layer:
 
     def _attention(self, rotary_dim: int, before: Norm | None, after: Norm | None) -> Attention:
         family, config, tensors = self._family, self._config, self._tensors
-        home, (dim, kv_heads), made = f"{self._prefix}.self_attn", config.layer_sizes[self._index], self._projections()
+        home, (dim, kv_heads) = f"{self._prefix}.self_attn", config.layer_sizes[self._index]
+        made = projections(family, config, self._index, self._place.kv_source)
         norms: Any = None
         if family.qk_norm is not None and tensors.has(f"{home}.{family.qk_norm[0]}.weight"):
             sizes = [dim * count for count in ((config.num_attention_heads, kv_heads) if family.qk_norm_whole else (1, 1))]
@@ -317,14 +326,6 @@ class _Layer:
         qkv = tuple(self._qkv([f"{home}.{name}" for name in family.qkv[: len(made)]]))
         o = self._weight([f"{home}.{family.o_proj}"], family.o_proj)
         return Attention(qkv, o, before, heads, after, self._factor)
-
-    def _projections(self) -> str:
-        """Which of queries, keys and values the layer has projections of, as `Heads.made`."""
-        key = self._family.values_are_keys
-        if self._place.kv_source is not None:
-            return "q"
-        has_full_attention = self._config.layer_types[self._index] != SLIDING
-        return "qk" if key is not None and has_full_attention and self._config.truth(key) else "qkv"
 
     def _has_experts(self, mlp: str, moe: MoEFamily) -> bool:
         return self._tensors.has(f"{mlp}.{moe.router}.{moe.router_weight}") or self._tensors.has(f"{mlp}.experts.gate_up_proj.weight")

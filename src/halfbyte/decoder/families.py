@@ -351,6 +351,7 @@ FAMILIES: dict[str, Family] = {
         o_proj="dense",
         gate_up=("fc1",),
         gated=False,
+        default_activation="gelu_new",
         down_proj="fc2",
         final_norm="final_layernorm",
         layer_norm=True,
