@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from language_model import make_language_model, make_tokenizer
+from language_model import TEXT, make_language_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_decoders import CASES, GEMMA4, make_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -172,6 +172,24 @@ def check_without_transformers(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_generate_loads_no_transformers(folders: Path) -> None:
     check_without_transformers(generate(folders / "halfbyte"))
+
+
+def test_eval_loads_no_transformers(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXT[:300])
+    asked = ("eval", str(folders / "halfbyte"), "--context", "32", "--cache", "int8", "--json")
+    rows = json.loads(check_without_transformers(command(*asked, "--text", str(tmp_path / "text"))))["models"]
+    assert [row["model"] for row in rows] == ["halfbyte", "halfbyte, int8 cache"]
+    assert rows[0]["weight_bytes"] == LanguageModel.open(folders / "halfbyte").spec.nbytes
+
+
+def test_eval_says_which_models_transformers_runs(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text(TEXT[:300])
+    asked = ["eval", str(folders / "float"), "--text", str(tmp_path / "text"), "--context", "32", "--format", "q8_0"]
+    for more, names in (([], ["original"]), (["--dtype", "bfloat16", "--device", "cpu"], ["original", "q8_0"]), (["--quiet"], [])):
+        assert main([*asked, *more]) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if "own decoder" in line]
+        assert [line.partition(",")[0] for line in said] == [f"transformers runs {name}" for name in names]
+        assert all(": in layer " in line or "in float32 on a CPU, not in bfloat16" in line for line in said)
 
 
 def test_explain_loads_no_transformers(folders: Path) -> None:
