@@ -26,7 +26,7 @@ def interpret(program: Program, ids: Tensor) -> Tensor:
     inputs: Any = None  # [t, layers * P]
     states: list[tuple[Tensor, Tensor]] = []  # keys and values of the layers
     for layer, ops in program.scopes():
-        scope = _Scope({op.name: op for op in ops}, states)
+        scope = _Scope({op.name: op for op in ops}, states, program.spec.lm_head_bias)
         values: dict[str, Any] = {"ids": ids, "x": x}
         if inputs is not None and layer is not None:
             values["per_layer_input"] = inputs.chunk(len(program.spec.layers), -1)[layer]
@@ -45,8 +45,8 @@ def matrix(packed: Any) -> Tensor:
 class _Scope:
     """A layer: a method for each kind of op."""
 
-    def __init__(self, ops: Mapping[str, Op], states: list[tuple[Tensor, Tensor]]) -> None:
-        self.ops, self.states = ops, states
+    def __init__(self, ops: Mapping[str, Op], states: list[tuple[Tensor, Tensor]], head_bias: Tensor | None) -> None:
+        self.ops, self.states, self.head_bias = ops, states, head_bias
 
     def embedding(self, op: Op, ids: Tensor) -> Tensor:
         return matrix(op.part)[ids] * (op.setting("multiplier") or 1.0)
@@ -64,7 +64,7 @@ class _Scope:
     def linear(self, op: Op, x: Tensor) -> Tensor:
         part: Any = op.part
         if isinstance(part, Tensor):
-            return x @ part.float().T
+            return x @ part.float().T + (self.head_bias if op.setting("bias") else 0.0)  # type: ignore[no-any-return]
         y = x @ matrix(part.packed).T
         return y + part.bias.float() if op.setting("bias") else y
 

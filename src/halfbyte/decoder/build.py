@@ -123,9 +123,7 @@ def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> I
         (names.projection, tuple(projection.packed.shape), (wide, config.hidden_size)),
     ):
         if found != shape:
-            raise CheckpointError(
-                f"{name} is {list(found)} in the files, but config.json makes it {list(shape)}: it is of another model"
-            )
+            raise CheckpointError(f"{name} is {list(found)} in the files, but config.json makes it {list(shape)}: it is of another model")
     of_each = norm(family, config, tensors, f"model.{names.norm}", size)
     return Inputs(rows, size**0.5, projection, config.hidden_size**-0.5, of_each, 0.5**0.5)
 

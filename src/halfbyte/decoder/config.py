@@ -195,9 +195,7 @@ class TextConfig:
         head_dim = _count("head_dim", overrides.get("head_dim", self.head_dim), _MOST_DIM)
         kv_heads = _count("num_key_value_heads", overrides.get("num_key_value_heads", self.num_key_value_heads))
         if self.num_attention_heads % kv_heads:
-            raise CheckpointError(
-                f"config.json has {self.num_attention_heads} heads and {kv_heads} of keys and values: these divide those"
-            )
+            raise CheckpointError(f"config.json has {self.num_attention_heads} heads and {kv_heads} of keys and values: these divide those")
         return LayerSizes(head_dim, kv_heads)
 
     def rope_parameters(self) -> dict[str, Any]:
