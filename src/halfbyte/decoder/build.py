@@ -225,9 +225,9 @@ def projections(family: Family, config: TextConfig, index: int, kv_source: int |
 
 
 class _Place(NamedTuple):
-    """A layer's index, and what follows from it, as `LayerSpec` has it."""
+    """The number of a layer, and what follows from it, as `LayerSpec` has it."""
 
-    index: int
+    layer: int
     rope: int
     window: int | None
     kv_source: int | None
@@ -237,8 +237,8 @@ class _Layer:
     """Reads one layer."""
 
     def __init__(self, family: Family, config: TextConfig, tensors: Tensors, place: _Place) -> None:
-        self._family, self._config, self._tensors, self._place, self._index = family, config, tensors, place, place.index
-        self._prefix = f"model.layers.{place.index}"
+        self._family, self._config, self._tensors, self._place, self._index = family, config, tensors, place, place.layer
+        self._prefix = f"model.layers.{place.layer}"
         self._factor = 1.0 if family.residual_multiplier is None else config.number(family.residual_multiplier)
 
     def spec(self, ropes: Sequence[Rope]) -> LayerSpec:

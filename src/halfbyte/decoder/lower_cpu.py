@@ -221,7 +221,8 @@ class CpuModel:
         parts = len(self._layers), inputs.norm.weight.shape[0]
         projected = _linear(x, inputs.projection).unflatten(-1, parts) * inputs.projected
         rows = _rows(ids, inputs.table).unflatten(-1, parts)
-        return (wide_norm(projected, inputs.norm) + rows * inputs.factor) * inputs.scale
+        of_layers: Tensor = (wide_norm(projected, inputs.norm) + rows * inputs.factor) * inputs.scale
+        return of_layers
 
     def _embedded(self, ids: Tensor) -> Tensor:
         x = _rows(ids, self.spec.embedding)
