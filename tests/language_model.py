@@ -49,3 +49,21 @@ def make_language_model(folder: Path, *, tied: bool = True) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class FloatTensors:
+    """`decoder.build.Tensors` whose quantized weights compute in floating point, whatever their checkpoint says."""
+
+    def __init__(self, tensors: Any) -> None:
+        self._tensors = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensors, name)
+
+    def weight(self, names: Any, bias: Any = ()) -> Any:
+        found = self._tensors.weight(names, bias)
+        return None if found is None else found._replace(compute="float")
+
+    def table(self, name: str) -> Any:
+        found = self._tensors.table(name)
+        return found._replace(compute="float") if hasattr(found, "compute") else found

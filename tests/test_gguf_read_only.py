@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from language_model import make_tokenizer
+from language_model import FloatTensors, make_tokenizer
 from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.checkpoint import describe, gguf_vocabulary, load
 from halfbyte.checkpoint.gguf_names import ARCHITECTURES, Architecture
-from halfbyte.errors import CheckpointError
+from halfbyte.decoder.build import build_spec
+from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.formats.blocks import to_blocks
 from halfbyte.io import gguf
+from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.nn.modules import QuantLinear
 
 SIZES: dict[str, Any] = {
@@ -325,6 +329,28 @@ def test_codes_are_kept(case: str, tmp_path: Path) -> None:
     small = {"shared_expert_gate", "prediction_coefs", "correction_coefs"}
     assert plain - small == {"lm_head"} | ({"kv_b_proj"} if case == "deepseek2" else set())
     assert any(isinstance(module, QuantLinear) for module in loaded.modules())
+
+
+@pytest.mark.parametrize("case", ["gemma4", "glm4moe", "ernie4_5-moe"])
+def test_a_decoder_of_halfbytes_own_computes_the_same(case: str, tmp_path: Path) -> None:
+    model, ids = make(case, tmp_path, quantized=True)
+    own = CpuModel(build_spec(*open_floats(tmp_path / "m.gguf")))
+    found, expected = own.prefill(ids, Cache(own.spec), every=True), logits(model, ids)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4)  # other orders of sums
+
+
+def open_floats(path: Path) -> tuple[dict[str, Any], Any]:
+    config, tensors = open_checkpoint(path)
+    return config, FloatTensors(tensors)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [("gemma4, with experts", "enable_moe_block = True"), ("gemma3n", "in no family"), ("qwen3next", "in no family")]
+)
+def test_what_that_decoder_does_not_compute(case: str, reason: str, tmp_path: Path) -> None:
+    make(case, tmp_path)
+    with pytest.raises(UnsupportedError, match=reason):
+        build_spec(*open_floats(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,12 +17,15 @@ from torch.nn import functional
 
 from halfbyte.checkpoint import convert, export, load
 from halfbyte.cli import main
+from halfbyte.evaluate import evaluate_language
+from halfbyte.nn.config import Config
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "models" / "tiny-llama"
 HELD_OUT = ROOT / "examples" / "tiny-llama" / "heldout.txt"
 
 transformers = pytest.importorskip("transformers")
+open_model = pytest.importorskip("halfbyte.integrations.text").open_model
 pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="models/ is in the repository, not in the source distribution")
 
 
@@ -56,6 +59,20 @@ def test_it_predicts_text_that_it_has_not_seen(model: Any, tokenizer: Any) -> No
     logits = model(ids).logits[:, :-1]
     perplexity = math.exp(functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
     assert perplexity < 7.6
+
+
+def test_eval_finds_the_perplexity_of_transformers(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sums of float32 in other orders: 2^-24 of a loss for each of some hundred roundings."""
+    convert(MODEL, tmp_path / "q", Config("q8_0", compute="float"))
+    (tmp_path / "text").write_text(HELD_OUT.read_text(encoding="utf-8")[:1000], encoding="utf-8")
+    assert main(["eval", str(tmp_path / "q"), "--text", str(tmp_path / "text"), "--context", "128", "--json", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert "transformers" not in err
+    (found,) = json.loads(out)["models"]
+    ids = torch.tensor(tokenizer((tmp_path / "text").read_text(encoding="utf-8"))["input_ids"])
+    expected, _ = evaluate_language(open_model(tmp_path / "q")[0], {}, ids, context=128)
+    assert found["tokens"] == expected.tokens
+    assert found["perplexity"] == pytest.approx(expected.perplexity, rel=1e-4)
 
 
 def test_greedy_text_is_reproducible(model: Any, tokenizer: Any) -> None:

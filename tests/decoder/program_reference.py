@@ -23,12 +23,17 @@ FUNCTIONS: dict[str, Any] = {
 def interpret(program: Program, ids: Tensor) -> Tensor:
     """The logits [t, N] after every token of ids [t]."""
     x: Any = None
-    for _, ops in program.scopes():
-        scope = _Scope({op.name: op for op in ops})
+    inputs: Any = None  # [t, layers * P]
+    states: list[tuple[Tensor, Tensor]] = []  # keys and values of the layers
+    for layer, ops in program.scopes():
+        scope = _Scope({op.name: op for op in ops}, states, program.spec.lm_head_bias)
         values: dict[str, Any] = {"ids": ids, "x": x}
+        if inputs is not None and layer is not None:
+            values["per_layer_input"] = inputs.chunk(len(program.spec.layers), -1)[layer]
         for op in ops:
             values[op.name] = getattr(scope, op.kind)(op, *(values[name] for name in op.reads))
-        x = values[ops[-1].name]
+        x = values["embed_tokens" if x is None else ops[-1].name]
+        inputs = values.get("per_layer_inputs", inputs)
     assert isinstance(x, Tensor)
     return x
 
@@ -40,15 +45,16 @@ def matrix(packed: Any) -> Tensor:
 class _Scope:
     """A layer: a method for each kind of op."""
 
-    def __init__(self, ops: Mapping[str, Op]) -> None:
-        self.ops = ops
+    def __init__(self, ops: Mapping[str, Op], states: list[tuple[Tensor, Tensor]], head_bias: Tensor | None) -> None:
+        self.ops, self.states, self.head_bias = ops, states, head_bias
 
     def embedding(self, op: Op, ids: Tensor) -> Tensor:
         return matrix(op.part)[ids] * (op.setting("multiplier") or 1.0)
 
     def rms_norm(self, op: Op, x: Tensor) -> Tensor:
         part: Any = op.part
-        return _rms(x, part.weight.float() + bool(op.setting("unit_offset")), op.setting("eps"))
+        weight = part.weight.float() + bool(op.setting("unit_offset"))
+        return _rms(x.unflatten(-1, (-1, *op.shape)), weight, op.setting("eps")).flatten(-2)
 
     def layer_norm(self, op: Op, x: Tensor) -> Tensor:
         part: Any = op.part
@@ -58,7 +64,7 @@ class _Scope:
     def linear(self, op: Op, x: Tensor) -> Tensor:
         part: Any = op.part
         if isinstance(part, Tensor):
-            return x @ part.float().T
+            return x @ part.float().T + (self.head_bias if op.setting("bias") else 0.0)  # type: ignore[no-any-return]
         y = x @ matrix(part.packed).T
         return y + part.bias.float() if op.setting("bias") else y
 
@@ -67,13 +73,21 @@ class _Scope:
     def heads(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values [t, heads, D]."""
         query, key, dim = (self.ops["attention"].setting(name) for name in ("heads", "kv_heads", "head_dim"))
-        return tuple(x.unflatten(-1, (-1, dim)) for x in torch.cat(inputs, -1).split((query * dim, key * dim, key * dim), -1))
+        joined = torch.cat(inputs, -1)
+        sizes = {"qkv": (query, key, key), "qk": (query, key), "q": (query,)}
+        made = next(made for made, counts in sizes.items() if sum(counts) * dim == joined.shape[-1])
+        q, *others = (x.unflatten(-1, (-1, dim)) for x in joined.split([count * dim for count in sizes[made]], -1))
+        if made == "q":
+            return q, *(x.new_empty(len(x), 0, dim) for x in (q, q))
+        return (q, *others) if made == "qkv" else (q, *others, *others)
 
     def qk_norm(self, op: Op, *inputs: Tensor) -> Tensor:
         q, k, v = self.heads(*inputs)
         if op.setting("over") == "all heads":
             q, k = q.flatten(1), k.flatten(1)
         part: Any = op.part
+        if op.setting("values"):
+            v = _rms(v, torch.ones(v.shape[-1]), op.setting("eps"))
         weights = [norm.weight.float() + bool(op.setting("unit_offset")) for norm in part.norms]
         q, k = (_rms(x, weight, op.setting("eps")) for x, weight in zip((q, k), weights, strict=True))
         return torch.cat([x.reshape(len(x), -1) for x in (q, k, v)], -1)
@@ -96,6 +110,9 @@ class _Scope:
 
     def attention(self, op: Op, *inputs: Tensor) -> Tensor:
         q, k, v = self.heads(*inputs)
+        if (source := op.setting("kv_source")) is not None:
+            k, v = self.states[source]
+        self.states.append((k, v))
         group = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         scores = q.transpose(0, 1) @ k.mT * op.setting("scale")
@@ -111,7 +128,8 @@ class _Scope:
 
     def residual(self, op: Op, x: Tensor, added: Tensor, *more: Any) -> Tensor:
         if not more:
-            return (x + added * (op.setting("multiplier") or 1.0)) * (1.0 if op.part is None else op.part)  # type: ignore[operator]
+            y = (x + added * (op.setting("multiplier") or 1.0)) * (op.setting("scale") or 1.0)
+            return y * (1.0 if op.part is None else op.part)  # type: ignore[operator]
         (_, weights), *shared = more
         return x + (added * weights[..., None]).sum(1) + sum(shared)
 
@@ -119,6 +137,8 @@ class _Scope:
 
     def gate(self, op: Op, x: Tensor, other: Tensor | None = None) -> Tensor:
         function = str(op.setting("function"))
+        if other is not None and function.endswith("(gate) * input"):
+            return FUNCTIONS[function.removesuffix("(gate) * input")](x) * other  # type: ignore[no-any-return]
         if other is not None:
             assert function == "sigmoid(gate) * down"
             return torch.sigmoid(other @ op.part.float())[:, None] * x  # type: ignore[union-attr]

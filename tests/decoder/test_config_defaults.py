@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -15,19 +16,18 @@ pytest.importorskip("transformers")
 
 from tiny_decoders import CASES
 
-from halfbyte.decoder.build import _check_supported, _logits, _windows
+from halfbyte.decoder.build import _check_supported, _kv_sources, _logits, _ropes, _windows, per_layer_size, projections
 from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family
-from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 BY_LAYER = {family.layer_class: (name, family) for name, family in FAMILIES.items()}
-# Gemma 4 is not lowered yet.
-PACKAGES = sorted({BY_LAYER[case.partition(",")[0]][0] for case in CASES if "Gemma4" not in case})
+PACKAGES = sorted({BY_LAYER[case.partition(",")[0]][0] for case in CASES})
 CAUSAL = [name for name in PACKAGES if FAMILIES[name].model_class is not None]
 # Keys that `build.py` reads, without those that the shapes of tensors contradict where they are wrong.
 KEYS = {"rope_parameters", "head_dim", "tie_word_embeddings", "sliding_window", "layer_types", "no_rope_layers"}
+KEYS |= {"per_layer_config", "attention_k_eq_v", "num_kv_shared_layers", "hidden_size_per_layer_input"}
 KEYS |= {"max_position_embeddings", "query_pre_attn_scalar", "attention_multiplier", "use_sliding_window", "partial_rotary_factor"}
 
 
@@ -45,7 +45,7 @@ def config_class(package: str) -> Any:
 def written(package: str) -> dict[str, Any]:
     """The config.json of a small model of a family."""
     model = next(make for case, make in CASES.items() if BY_LAYER[case.partition(",")[0]][0] == package)()
-    values = model.config.to_dict()
+    values = json.loads(json.dumps(model.config.to_dict()))  # keys are strings in files
     return {**values, "architectures": [FAMILIES[package].model_class]}
 
 
@@ -55,7 +55,9 @@ def theirs(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = config_class(package).from_dict(dict(values))
-        rotary_class = next(value for name, value in vars(modeling(package)).items() if name.endswith("RotaryEmbedding"))
+        rotary_classes = {name: value for name, value in vars(modeling(package)).items() if name.endswith("RotaryEmbedding")}
+        own = family.layer_class.replace("DecoderLayer", "RotaryEmbedding")
+        rotary_class = rotary_classes.get(own, next(iter(rotary_classes.values())))
         rotary = rotary_class(config)
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
     kinds = sorted(set(types)) if family.rope_per_type else [""]
@@ -64,9 +66,11 @@ def theirs(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "frequencies": [getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq") for kind in kinds],
         "cosine factor": [getattr(rotary, f"{kind}_attention_scaling" if kind else "attention_scaling") for kind in kinds],
-        "head_dim": attention[0].head_dim,
-        "groups": attention[0].num_key_value_groups,
-        "scale": attention[0].scaling,
+        "head_dims": [one.head_dim for one in attention],
+        "groups": [one.num_key_value_groups for one in attention],
+        "scales": [one.scaling for one in attention],
+        "projections": None if family.v_norm is None else [projections_of(one) for one in attention],
+        "per-layer inputs": None if family.per_layer_embedding is None else getattr(config, family.per_layer_embedding.size),
         "activation": ACTIVATIONS[getattr(config, family.activation)],
         "tied": config.tie_word_embeddings,
         "eps": getattr(config, family.norm_eps),
@@ -82,6 +86,10 @@ def theirs(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
         "top_k": None if family.moe is None else getattr(config, family.moe.top_k),
         "experts": [getattr(config, key) for key in moe_keys(family)],
     }
+
+
+def projections_of(attention: Any) -> str:
+    return "q" if attention.is_kv_shared_layer else "qk" if attention.v_proj is None else "qkv"
 
 
 def window_of(family: Family, config: Any, kind: str) -> int | None:
@@ -106,24 +114,18 @@ def ours(values: Mapping[str, Any]) -> dict[str, Any]:
     config = TextConfig(values)
     family = config.family
     _check_supported(family, config)
-    types = config.layer_types
-    kinds = sorted(set(types)) if family.rope_per_type else [""]
-    ropes: list[Rope] = [
-        make_rope(
-            config.rope_parameters_of(kind) if kind else config.rope_parameters(),
-            config.head_dim,
-            config.max_positions,
-            partial=family.partial_rotary,
-        )
-        for kind in kinds
-    ]
+    types, places = config.layer_types, range(config.num_hidden_layers)
+    ropes, _ = _ropes(family, config, config.max_positions)
+    sources = _kv_sources(family, config)
     logits, moe = _logits(family, config), family.moe
     return {
         "frequencies": [rope._frequencies[0] for rope in ropes],
         "cosine factor": [rope._scaling for rope in ropes],
-        "head_dim": config.head_dim,
-        "groups": config.num_attention_heads // config.num_key_value_heads,
-        "scale": config.attention_scale,
+        "head_dims": [sizes.head_dim for sizes in config.layer_sizes],
+        "groups": [config.num_attention_heads // sizes.num_key_value_heads for sizes in config.layer_sizes],
+        "scales": [config.attention_scale(index) for index in places],
+        "projections": None if family.v_norm is None else [projections(family, config, index, sources[index]) for index in places],
+        "per-layer inputs": None if family.per_layer_embedding is None else per_layer_size(family, config),
         "activation": config.activation,
         "tied": config.tied,
         "eps": config.number(family.norm_eps),
@@ -145,7 +147,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], what: str) -> Non
             assert all(a.shape == b.shape for a, b in zip(found[name], value, strict=True)), (what, name)
             # float32 powers and quotients in another order
             assert all(torch.allclose(a, b, rtol=1e-6, atol=0) for a, b in zip(found[name], value, strict=True)), (what, name)
-        elif name in ("scale", "cosine factor"):
+        elif name in ("scales", "cosine factor"):
             assert found[name] == pytest.approx(value, rel=1e-12), (what, name)
         elif name == "positions":
             assert found[name] in (None, value), (what, name)
@@ -231,3 +233,53 @@ def test_a_rope_that_only_transformers_knows_is_refused() -> None:
     values = {key: value for key, value in written("gpt_oss").items() if key != "rope_parameters"}
     with pytest.raises(UnsupportedError, match="no rope_parameters"):
         ours({**values, "rope_theta": 150000.0})
+
+
+GEMMA4: dict[str, dict[str, Any]] = {
+    "keys reused": {"num_kv_shared_layers": 3},
+    "no layer types": {"layer_types": None, "num_hidden_layers": 13},
+    "a last layer with a window": {"layer_types": ["sliding_attention"] * 6},
+    "values are keys": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "fewer heads, but values are not keys": {"attention_k_eq_v": False, "num_global_key_value_heads": 1},
+    "heads of all layers alike": {"per_layer_config": None},
+    "heads by layer": {"per_layer_config": {str(i): {"head_dim": 20, "num_key_value_heads": 3} for i in (2, 5)}},
+    "rope of its own": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 7.0} for kind in (SLIDING, "full_attention")}},
+}
+
+
+@pytest.mark.parametrize("case", GEMMA4)
+def test_gemma4_of_files_that_are_not_of_this_version(case: str) -> None:
+    """As those of its authors, without `per_layer_config`."""
+    left_out = {"per_layer_config", "rope_parameters"}
+    types = {"layer_types": [*[SLIDING, SLIDING, "full_attention"] * 2], "num_hidden_layers": 6}
+    values = {key: value for key, value in written("gemma4").items() if key not in left_out}
+    values |= {"global_head_dim": 28, "attention_k_eq_v": False, **types} | GEMMA4[case]
+    values = {key: value for key, value in values.items() if key != "layer_types" or value is not None}
+    assert_same(ours(values), theirs("gemma4", values), case)
+
+
+@pytest.mark.parametrize("count", [6, 5, -1, 7, 1.5, "2"])
+def test_keys_that_no_layer_has_are_refused(count: Any) -> None:
+    types = {"num_hidden_layers": 6, "layer_types": ["full_attention", *[SLIDING] * 4, "full_attention"], "per_layer_config": None}
+    values = {**written("gemma4"), **types}
+    assert _kv_sources(FAMILIES["gemma4"], TextConfig({**values, "num_kv_shared_layers": 3})) == [None, None, None, 2, 2, 0]
+    with pytest.raises(CheckpointError, match=f"num_kv_shared_layers: {count!r}, of 6 layers"):
+        ours({**values, "num_kv_shared_layers": count})
+
+
+def test_layers_that_differ_in_what_is_not_known_are_refused() -> None:
+    for package, values, said in (
+        ("gemma4", {"0": {"sliding_window": 3}}, "its layers differ in sliding_window"),
+        ("llama", {"1": {"num_key_value_heads": 1}}, "its layers differ in num_key_value_heads"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            ours({**written(package), "per_layer_config": values})
+    for damaged in ([], {"9": {}}, {"0": 3}, {"x": {}}, "x"):
+        with pytest.raises(CheckpointError, match="values by the index of a layer"):
+            ours({**written("gemma4"), "per_layer_config": damaged})
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    for value in ("all", True):
+        with pytest.raises(UnsupportedError, match="use_bidirectional_attention"):
+            ours({**written("gemma4"), "use_bidirectional_attention": value})

@@ -32,6 +32,7 @@ KINDS = [
     "Qwen3MoeDecoderLayer",
     "GraniteDecoderLayer",
     "Phi3DecoderLayer, longrope",
+    "Gemma4TextDecoderLayer, shared keys",
 ]
 NONSENSE = [
     None,

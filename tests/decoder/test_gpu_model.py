@@ -37,9 +37,10 @@ from halfbyte.machine import GPUS
 FAMILIES = [
     *("LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Glm4DecoderLayer", "Cohere2DecoderLayer"),
     *("GraniteDecoderLayer", "GptOssDecoderLayer", "Starcoder2DecoderLayer", "Phi3DecoderLayer, longrope", "Qwen2MoeDecoderLayer"),
-    *("Olmo2DecoderLayer", "HunYuanDenseV1DecoderLayer", "NemotronDecoderLayer", "Glm4MoeDecoderLayer"),
+    *("Olmo2DecoderLayer", "HunYuanDenseV1DecoderLayer", "NemotronDecoderLayer", "Glm4MoeDecoderLayer", "PhiDecoderLayer"),
+    *("Gemma4TextDecoderLayer", "Gemma4TextDecoderLayer, shared keys"),
 ]
-SLOTS = ["Gemma3DecoderLayer", "MistralDecoderLayer", "Qwen3MoeDecoderLayer"]
+SLOTS = ["Gemma3DecoderLayer", "Gemma4TextDecoderLayer, shared keys", "MistralDecoderLayer", "Qwen3MoeDecoderLayer"]
 TOKENS = 24  # longer than windows of 5, 6, 7 and 9 tokens
 # Relative to the largest logit: float32 sums in another order, in two to four layers. In 8 bits such a difference can move a key to the
 # next code, 1/127 of the largest of its block.
@@ -108,7 +109,7 @@ def _read(model: CpuModel | GpuModel, ids: list[int], *, int8: bool = False) -> 
     return cache
 
 
-@pytest.mark.parametrize("kind", ["Qwen3DecoderLayer", "Gemma3DecoderLayer", "GptOssDecoderLayer"])
+@pytest.mark.parametrize("kind", ["Qwen3DecoderLayer", "Gemma3DecoderLayer", "GptOssDecoderLayer", "Gemma4TextDecoderLayer, shared keys"])
 def test_a_cache_in_8_bits_has_the_codes_of_a_cpu(kind: str, models: Any) -> None:
     cpu, gpu = models(kind)
     ids = ids_of(TOKENS)

@@ -19,7 +19,7 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 
-KINDS = ["LlamaDecoderLayer", "Gemma3DecoderLayer", "MistralDecoderLayer", "Qwen3MoeDecoderLayer"]
+KINDS = ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Gemma4TextDecoderLayer, shared keys", "MistralDecoderLayer", "Qwen3MoeDecoderLayer"]
 # Relative to the largest logit: float32 sums in another order. An 8-bit cache is the same in both ways, but for such differences, which
 # can move a key to the next code, 1/127 of the largest of its block.
 TOLERANCE = {False: 1e-4, True: 2e-2}

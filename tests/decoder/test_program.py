@@ -51,6 +51,10 @@ SHARED = ["shared_expert.gate_up", "shared_expert.gate", "shared_expert.down_pro
 EXPERTS = [*LLAMA[:7], "router", "experts.gate_up", "experts.gate", "experts.down_proj", "mlp_residual"]
 
 
+GEMMA4 = ["qk_norm", *LLAMA[2:5], "attn_post_norm", *LLAMA[5:10], "mlp_post_norm", LLAMA[10]]
+PER_LAYER = ["per_layer_input_gate", "per_layer_gate", "per_layer_projection", "per_layer_post_norm", "per_layer_residual"]
+
+
 @pytest.mark.parametrize(
     ("case", "layer", "names"),
     [
@@ -65,17 +69,22 @@ EXPERTS = [*LLAMA[:7], "router", "experts.gate_up", "experts.gate", "experts.dow
         ("SmolLM3DecoderLayer", 1, LLAMA),
         ("Olmo2DecoderLayer", 0, ["qkv", "qk_norm", *LLAMA[2:5], "attn_post_norm", LLAMA[5], *LLAMA[7:10], "mlp_post_norm", LLAMA[10]]),
         ("Gemma2DecoderLayer", 0, [*LLAMA[:5], "attn_post_norm", *LLAMA[5:10], "mlp_post_norm", LLAMA[10]]),
+        ("Gemma4TextDecoderLayer", 1, ["attn_norm", "qk", *GEMMA4]),
+        ("Gemma4TextDecoderLayer, shared keys", 3, ["attn_norm", "q_proj", *GEMMA4, *PER_LAYER]),
     ],
 )
 def test_the_ops_of_a_layer(case: str, layer: int, names: list[str], tmp_path: Path) -> None:
     program = program_of(spec_of(case, tmp_path / "m"))
     assert names_of(program, layer) == names
-    assert names_of(program, None)[:3] == ["embed_tokens", "norm", "lm_head"]
+    inputs = ["embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "per_layer_inputs"]
+    assert names_of(program, None)[: 3 + 4 * ("shared" in case)] == ["embed_tokens", *inputs * ("shared" in case), "norm", "lm_head"]
 
 
 def test_settings_are_shown(tmp_path: Path) -> None:
     for case, texts in {
         "Gemma2DecoderLayer": ["sliding_window 6, softcap 3", "layers 0, 2\n", "layer 1\n", "softcap 2", "unit_offset", "multiplier 6.9"],
+        "Gemma4TextDecoderLayer": ["values", "layer_scale", "kv_heads 1, head_dim 24", "rotary_dim 24, rope_parameters 0"],
+        "Gemma4TextDecoderLayer, shared keys": ["sliding_window 6, kv_source 0", "kv_source 1", "gelu_tanh(gate) * input", "scale 0.707"],
         "GptOssDecoderLayer": ["sliding_window 6, sinks", "top_k 3, scores softmax, normalized, bias", "limit 7"],
         "CohereDecoderLayer": ["reads attn_norm", "interleaved", "factor 0.3", "layer_norm"],
         "GraniteDecoderLayer": ["multiplier 0.3", "multiplier 7", "divisor 3", "layers 0-2\n"],
@@ -146,6 +155,12 @@ def test_gates_and_norms_within_products_on_a_gpu(tmp_path: Path) -> None:
         ("sm_80", "ArceeDecoderLayer", {"mlp_norm": "in up_proj", "activation": "gates"}),
         ("sm_80", "Qwen2MoeDecoderLayer", {"mlp_norm": "in router", "router": "routing", "shared_expert_gate": "in router"}),
         ("sm_80", "Qwen2MoeDecoderLayer", {"experts.gate_up": "grouped", "experts.gate": "in experts.gate_up", "mlp_residual": "routing"}),
+        (
+            "cpu",
+            "Gemma4TextDecoderLayer, shared keys",
+            {"per_layer_gate": "in per_layer_input_gate", "per_layer_residual": "in per_layer_post_norm"},
+        ),
+        ("sm_80", "Gemma4TextDecoderLayer, shared keys", {"per_layer_gate": "gates", "per_layer_residual": "in per_layer_post_norm"}),
         ("sm_80", "GptOssDecoderLayer", {"attention": "attend", "experts.gate": "gates", "experts.down_proj": "grouped"}),
     ],
 )

@@ -36,6 +36,7 @@ KINDS = [
     *("LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Glm4DecoderLayer", "Cohere2DecoderLayer"),
     *("GraniteDecoderLayer", "GptOssDecoderLayer", "Starcoder2DecoderLayer", "Phi3DecoderLayer, longrope", "Qwen2MoeDecoderLayer"),
     *("Olmo2DecoderLayer", "HunYuanDenseV1DecoderLayer", "NemotronDecoderLayer", "Glm4MoeDecoderLayer", "MistralDecoderLayer"),
+    *("Gemma4TextDecoderLayer", "Gemma4TextDecoderLayer, shared keys", "PhiDecoderLayer"),
 ]
 MIXTURES = "GptOss", "Qwen2Moe", "Glm4Moe"
 # Relative to the norm of all logits. In 16 bits each of some 40 roundings adds at most a unit (2^-11, 2^-8), mostly with other signs; the

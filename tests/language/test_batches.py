@@ -22,7 +22,8 @@ from halfbyte.language.generate import Batch, Generation, run
 from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
-KINDS = ["LlamaDecoderLayer", "Gemma3DecoderLayer", "MistralDecoderLayer", "Qwen3MoeDecoderLayer", "Phi3DecoderLayer, longrope"]
+KINDS = ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Gemma4TextDecoderLayer, shared keys", "MistralDecoderLayer", "Qwen3MoeDecoderLayer"]
+KINDS += ["Phi3DecoderLayer, longrope"]
 EOS = 98
 
 

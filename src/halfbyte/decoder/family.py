@@ -53,6 +53,7 @@ class KVSharing:
         kind: Attribute with the layer type that both have in common, the key in `shared_kv_states`.
         modes: Key of the config: "store" or "reuse" for each layer.
         layers: Key of the config: how many layers, the last ones, reuse, where transformers has no `modes`.
+        wide_mlp: Key of the config: whether the MLPs of layers that reuse have twice the width.
     """
 
     reuses: str = "is_kv_shared_layer"
@@ -60,6 +61,37 @@ class KVSharing:
     kind: str = "layer_type"
     modes: str = "kv_sharing_modes"
     layers: str = "num_kv_shared_layers"
+    wide_mlp: str = "use_double_wide_mlp"
+
+
+class PerLayerEmbedding(NamedTuple):
+    """What per-layer inputs are computed from (Gemma 4).
+
+    Attributes:
+        size: Key of the config: elements of each layer's input; 0 where layers have none.
+        table: Name within the model of the embedding, whose rows hold a part for each layer.
+        projection: Name within the model of the projection of the embedded tokens.
+        norm: Name within the model of the norm of each layer's part of the projection.
+    """
+
+    size: str = "hidden_size_per_layer_input"
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+
+
+class FullAttentionSize(NamedTuple):
+    """A size that layers of full attention have in place of that of the whole config (Gemma 4).
+
+    Attributes:
+        name: Key of the config with the usual size, "head_dim" or "num_key_value_heads".
+        key: Key of the config with theirs.
+        condition: Key of the config that must be true for that; None: there is none.
+    """
+
+    name: str
+    key: str
+    condition: str | None = None
 
 
 class RopeLayers(NamedTuple):
@@ -96,6 +128,7 @@ class Family:
         v_norm: Name within self_attn of the norm of values, which has no weight.
         sinks: Name within self_attn of the attention sinks.
         per_layer_input: Names within the layer of the gate, projection and norm of its own input (Gemma 4).
+        per_layer_embedding: What these inputs are computed from.
         layer_scalar: Name of the layer's buffer with the factor of its output.
 
         parallel_residual: Whether the MLP reads what attention reads.
@@ -111,6 +144,9 @@ class Family:
         mrope: Whether positions have three axes, for images and videos (Qwen2-VL).
         sliding_window: Which layers have the config's sliding window: "none", "all" or those of `layer_types`.
         kv_sharing: How layers reuse keys and values of earlier ones.
+        values_are_keys: Key of the config: whether layers of full attention have no v_proj, as values are what k_proj gives.
+        full_attention_sizes: Sizes that layers of full attention have in place of those of the whole config.
+        full_attention_last: Whether the last layer has full attention, whatever `layer_types` says.
         moe: Its mixture of experts. Layers without experts have a plain MLP.
 
         activation: Key of the config with the activation function.
@@ -146,6 +182,7 @@ class Family:
     v_norm: str | None = None
     sinks: str | None = None
     per_layer_input: tuple[str, str, str] | None = None
+    per_layer_embedding: PerLayerEmbedding | None = None
     layer_scalar: str | None = None
 
     parallel_residual: bool = False
@@ -160,6 +197,9 @@ class Family:
     mrope: bool = False
     sliding_window: Literal["none", "all", "layer_types"] = "none"
     kv_sharing: KVSharing | None = None
+    values_are_keys: str | None = None
+    full_attention_sizes: tuple[FullAttentionSize, ...] = ()
+    full_attention_last: bool = False
     moe: MoEFamily | None = None
 
     activation: str = "hidden_act"

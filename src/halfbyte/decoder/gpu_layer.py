@@ -154,8 +154,8 @@ _numbers: dict[Hashable, int] = {}  # of layers that are alike
 _chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether the launches of all products can be replayed
 
 
-def packed_layer(attention: Attention, mlp: Dense | Experts) -> GpuLayer:
-    """Make a layer of packed weights."""
+def packed_layer(attention: Attention, mlp: Dense | Experts, own: PerLayer | None = None) -> GpuLayer:
+    """Make a layer of packed weights; `own`: what it does with an input of its own."""
     o_factor, down_factor = 1.0, 1.0
     if attention.factor != 1 and attention.o.bias is not None:  # kernels multiply what the products read, which a bias does not follow
         attention, o_factor = attention._replace(factor=1.0), attention.factor
@@ -164,7 +164,8 @@ def packed_layer(attention: Attention, mlp: Dense | Experts) -> GpuLayer:
         return GpuLayer(attention, mlp, o_proj, None).linked()
     if mlp.factor != 1 and mlp.down.bias is not None:
         mlp, down_factor = mlp._replace(factor=1.0), mlp.factor
-    layer = GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down, down_factor))
+    per_layer = None if own is None else (own, PackedProjection(own.projection))
+    layer = GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down, down_factor), per_layer)
     return layer if o_factor != 1 or down_factor != 1 else layer.linked()
 
 

@@ -49,7 +49,7 @@ class CpuModel:
         self.spec = spec
         check_supported(spec)
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
-        self._layers = [DecoderLayer(layer.attention, layer.mlp) for layer in spec.layers]
+        self._layers = [DecoderLayer(layer.attention, layer.mlp, layer.per_layer_input) for layer in spec.layers]
         self._attention = [DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers]
         self._step = DecodingStep(
             self._layers,
@@ -60,7 +60,10 @@ class CpuModel:
             [layer.rope for layer in spec.layers],
             factor=spec.embedding_multiplier,
             logits=None if head is None else spec.logits,
+            inputs=spec.per_layer_inputs,
         )
+        # Layers from here on add no keys and values: only tokens whose outputs are wanted take them.
+        self._first_reusing = first_reusing(spec)
         self._rotary_dim = max((layer.rotary for layer in self._layers), default=0)
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
@@ -125,7 +128,8 @@ class CpuModel:
         total = cache.length + len(ids) if total is None else total
         for start in range(0, len(ids), _CHUNK):
             some = ids[start : start + _CHUNK]
-            x = self._read(some, cache, total)
+            is_last = start + len(some) == len(ids)
+            x = self._read(some, cache, total, len(some) if every else int(is_last))
             if every:
                 logits.append(self._head(self._normed(x[0])))
         return torch.cat(logits) if every else self._head(self._normed(x[0, -1:]))[0]
@@ -138,25 +142,36 @@ class CpuModel:
         """
         return self.prefill(ids, cache, every=True)
 
-    def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
-        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
+    def _read(self, ids: Sequence[int], cache: Cache, total: int, wanted: int) -> Tensor:
+        """The hidden states [1, t, K] of tokens after the last layer, of the last `wanted` ones at least. total: length of the whole
+        sequence."""
         tokens, before = len(ids), cache.length
         cache.reserve(tokens)
-        x = self._embedded(torch.tensor([list(ids)], dtype=torch.int64, device="cpu"))
+        given = torch.tensor([list(ids)], dtype=torch.int64, device="cpu")
+        x = self._embedded(given)
+        inputs = self._per_layer_inputs(given, x)
         rotary = [rope.tables(before, before + tokens, total) for rope in self.spec.ropes]
         for first, last in self._runs(tokens, cache):
-            spec, mask = self.spec.layers[first], self._mask(first, tokens, cache)
-            places = [(entry.keys, entry.values, entry.length) for entry in cache.layers[first:last]]
+            if first == self._first_reusing:
+                x, tokens = x[:, tokens - wanted :], wanted
+                rotary = [(cos[:, -wanted:], sin[:, -wanted:]) for cos, sin in rotary]
+            if tokens == 0:
+                break
+            spec, skipped = self.spec.layers[first], len(ids) - tokens
+            entries = [(keys, values, length + skipped) for keys, values, length in cache.entries()[first:last]]
+            mask = self._mask(first, tokens, entries[0][2])
+            own = None if inputs is None else inputs[:, skipped:, first]
             if self._fits(first, tokens):
-                x = run_layers(self._layers[first:last], x, rotary[spec.rope], places, mask)[-1]
+                x = run_layers(self._layers[first:last], x, rotary[spec.rope], entries, mask, own)[-1]
             else:
-                x = self._by_halves(first, spec, x, rotary[spec.rope], places, mask)
-        cache.append(tokens)
+                x = self._by_halves(first, spec, x, rotary[spec.rope], entries, mask)
+        cache.append(len(ids))
         return x
 
-    def _mask(self, index: int, tokens: int, cache: Cache) -> Tensor | None:
+    def _mask(self, index: int, tokens: int, before: int) -> Tensor | None:
+        """The mask of a layer for new tokens with so many before them in its cache."""
         window = self.spec.layers[index].sliding_window
-        return None if window is None else _window_mask(window, tokens, cache.layers[index].length)
+        return None if window is None else _window_mask(window, tokens, before)
 
     def _fits(self, index: int, tokens: int) -> bool:
         """Whether one call of `run_layers` computes a layer for so many tokens."""
@@ -165,15 +180,17 @@ class CpuModel:
 
     def _runs(self, tokens: int, cache: Cache) -> Iterator[tuple[int, int]]:
         """Ranges of layers that are computed by one call: of few tokens, those with the same rope and mask."""
-        first, layers = 0, self.spec.layers
+        first, layers, lengths = 0, self.spec.layers, [entry.length for entry in cache.by_layer]
         for last in range(1, len(layers) + 1):
             if (
                 last < len(layers)
                 and tokens <= _FEW
+                and last != self._first_reusing
+                and self.spec.per_layer_inputs is None  # a layer with one is computed alone
                 and self._fits(first, tokens)
                 and self._fits(last, tokens)
                 and layers[first].rope == layers[last].rope
-                and self._mask(first, tokens, cache) is self._mask(last, tokens, cache)
+                and self._mask(first, tokens, lengths[first]) is self._mask(last, tokens, lengths[last])
             ):
                 continue
             yield first, last
@@ -196,9 +213,19 @@ class CpuModel:
         (h,) = run_layers((attention,), x, rotary, place, mask)
         return add_experts(h, spec.mlp)
 
+    def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
+        """The layers' own inputs [1, t, layers, P] of tokens ids [1, t] that are embedded as x; None where they have none."""
+        inputs = self.spec.per_layer_inputs
+        if inputs is None:
+            return None
+        parts = len(self._layers), inputs.norm.weight.shape[0]
+        projected = _linear(x, inputs.projection).unflatten(-1, parts) * inputs.projected
+        rows = _rows(ids, inputs.table).unflatten(-1, parts)
+        of_layers: Tensor = (wide_norm(projected, inputs.norm) + rows * inputs.factor) * inputs.scale
+        return of_layers
+
     def _embedded(self, ids: Tensor) -> Tensor:
-        table = self.spec.embedding
-        x = embedding(ids, table, dtype=torch.float32) if isinstance(table, Packed) else table[ids].float()
+        x = _rows(ids, self.spec.embedding)
         return x if self.spec.embedding_multiplier == 1.0 else x * self.spec.embedding_multiplier
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -208,9 +235,10 @@ class CpuModel:
         """Logits [M, N] of normed rows [M, K]."""
         head = self.spec.lm_head
         if isinstance(head, Weight):
-            y = linear(x, head.packed, head.bias, compute=head.compute, activation=head.activation)
+            y = _linear(x, head)
         else:
             y = x @ head.float().T
+            y = y if self.spec.lm_head_bias is None else y + self.spec.lm_head_bias
         if self.spec.logits is None:
             return y
         function, constant = self.spec.logits
@@ -219,15 +247,31 @@ class CpuModel:
         return y / constant if function == "over" else torch.tanh(y / constant) * constant
 
 
+def first_reusing(spec: DecoderSpec) -> int | None:
+    """Return the index of the first layer from which on all reuse keys and values of earlier ones; None where the last one does not."""
+    own = max((index for index, layer in enumerate(spec.layers) if layer.kv_source is None), default=-1)
+    return own + 1 if own + 1 < len(spec.layers) else None
+
+
+def _rows(ids: Tensor, table: Packed | Tensor) -> Tensor:
+    """Rows of an embedding, float32."""
+    return embedding(ids, table, dtype=torch.float32) if isinstance(table, Packed) else table[ids].float()
+
+
+def _linear(x: Tensor, weight: Weight) -> Tensor:
+    return linear(x, weight.packed, weight.bias, compute=weight.compute, activation=weight.activation)
+
+
 def check_supported(spec: DecoderSpec) -> None:
     """Raise UnsupportedError where a part of a specification has no kernel on a CPU."""
     for index, layer in enumerate(spec.layers):
-        if (reason := why_not(layer.attention, layer.mlp)) is not None:
+        if (reason := why_not(layer.attention, layer.mlp, layer.per_layer_input)) is not None:
             raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
         if layer.sliding_window is not None and layer.sliding_window < 2:
             raise UnsupportedError(f"layer {index} has a sliding window of {layer.sliding_window} token: at least 2 are supported")
     head = spec.lm_head.packed if isinstance(spec.lm_head, Weight) else None
-    packed = [part for part in (spec.embedding, head) if isinstance(part, Packed)]
+    inputs = () if spec.per_layer_inputs is None else (spec.per_layer_inputs.table, spec.per_layer_inputs.projection.packed)
+    packed = [part for part in (spec.embedding, head, *inputs) if isinstance(part, Packed)]
     if (reason := why_not_packed(packed)) is not None:
         raise UnsupportedError(f"its embedding has no kernel on a CPU: {reason}")
 

@@ -28,10 +28,11 @@ from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.decoder import Dense, Norm
 from halfbyte.ops.decoding import SOFTCAP, why_not_attend
+from halfbyte.ops.decoding_step import Inputs as PerLayerInputs
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import embedding
 from halfbyte.ops.layers import Weight
-from halfbyte.ops.norms import normed, why_not_norm
+from halfbyte.ops.norms import add_normed, normed, why_not_norm
 from halfbyte.ops.prompt import why_not_many
 from halfbyte.ops.routing import why_not_experts
 
@@ -75,6 +76,7 @@ class GpuModel:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
         self._layers = [self._lowered(layer) for layer in spec.layers]
         self._norm = self._cast_norm(spec.norm)
+        self._inputs_norm = None if spec.per_layer_inputs is None else self._norm_of_inputs(spec.per_layer_inputs)
         windows = list(dict.fromkeys(layer.sliding_window for layer in spec.layers))
         self._windows, self._group_of = windows, [windows.index(layer.sliding_window) for layer in spec.layers]
         self._tables: list[Tensor] = []
@@ -99,6 +101,8 @@ class GpuModel:
         attention, mlp = layer.attention, layer.mlp
         attention.check()
         mlp.check()
+        if layer.per_layer_input is not None:
+            layer.per_layer_input.check(mlp.k)
         if mlp.k != attention.o.packed.shape[0]:
             raise ArgumentError(f"the halves of a decoder layer have one width, got {attention.o.packed.shape[0]} and {mlp.k}")
         norms = attention.heads.norms
@@ -107,11 +111,21 @@ class GpuModel:
         attention = attention._replace(heads=attention.heads._replace(norms=of_heads), before=before, after=after)
         if isinstance(mlp, Dense):
             before, after = (None if norm is None else self._cast_norm(norm) for norm in (mlp.before, mlp.after))
-            return packed_layer(attention, mlp._replace(before=before, after=after))
+            scale = None if mlp.scale is None else mlp.scale.to(self.dtype)
+            own = layer.per_layer_input
+            if own is not None:
+                factor = None if own.scale is None else own.scale.to(self.dtype)
+                own = own._replace(after=self._cast_norm(own.after), scale=factor)
+            return packed_layer(attention, mlp._replace(before=before, after=after, scale=scale), own)
         shared = mlp.shared
         if shared is not None and shared.gate is not None:
             shared = shared._replace(gate=shared.gate.to(self.dtype))
         return packed_layer(attention, mlp._replace(before=self._cast_norm(mlp.before), router=mlp.router.to(self.dtype), shared=shared))
+
+    def _norm_of_inputs(self, inputs: PerLayerInputs) -> tuple[Norm, Tensor]:
+        """The norm of projected embeddings, and the factor of per-layer inputs [1]."""
+        norm = self._cast_norm(inputs.norm._replace(eps=inputs.norm.eps / inputs.projected**2))  # norm(c * y) is that of y with eps / c²
+        return norm, torch.tensor([inputs.scale], dtype=self.dtype, device=self.device)
 
     def _cast_norm(self, norm: Norm) -> Norm:
         shift = None if norm.shift is None else norm.shift.to(self.dtype)
@@ -214,7 +228,7 @@ class GpuModel:
 
     def _groups(self, cache: Cache) -> list[LayerCache]:
         """The first layer of each group: its buffers have the same tokens as those of the others."""
-        return [cache.layers[self._group_of.index(group)] for group in range(len(self._windows))]
+        return [cache.by_layer[self._group_of.index(group)] for group in range(len(self._windows))]
 
     def _has_room(self, cache: Cache, state: State) -> bool:
         """Whether the step after the one with these numbers, which are in the cache, needs no other buffers and tables."""
@@ -251,9 +265,14 @@ class GpuModel:
     def _compute(self, cache: Cache, inputs: Inputs) -> Tensor:
         """Logits [B, N] in the type of activations; the tokens enter the cache."""
         x = self._embedded(inputs.ids).unsqueeze(1)
-        for layer, spec, entry, group in zip(self._layers, self.spec.layers, cache.layers, self._group_of, strict=True):
-            rotary = inputs.rotary[spec.rope] if layer.attention.heads.width else None
-            x = decode(layer, x, rotary, _key_values(entry, cache.batch, inputs.lengths[group]), inputs.masks[group])
+        of_layers = self._per_layer_inputs(inputs.ids[:, None], x)
+        reuses = any(spec.kv_source is not None for spec in self.spec.layers)
+        after = [length + 1 for length in inputs.lengths] if reuses else []  # lengths of caches that have the new token already
+        for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
+            rotary, group = inputs.rotary[spec.rope] if layer.attention.heads.width else None, self._group_of[index]
+            own = None if of_layers is None else of_layers[:, :, index]
+            length = (inputs.lengths if spec.kv_source is None else after)[group]
+            x = decode(layer, x, rotary, _key_values(entry, cache.batch, length), inputs.masks[group], own)
         return self._head(normed(x[:, 0], self._norm))
 
     # Prompts
@@ -320,21 +339,44 @@ class GpuModel:
         groups = self._groups(cache)
         lengths = [torch.full((1,), layer.length, dtype=torch.int64, device=self.device) for layer in groups]
         masks = [self._window_mask(window, tokens, layer) for window, layer in zip(self._windows, groups, strict=True)]
-        x = self._embedded(torch.tensor(list(ids), dtype=torch.int64, device="cpu").to(self.device))[None]
-        for layer, spec, entry, group in zip(self._layers, self.spec.layers, cache.layers, self._group_of, strict=True):
+        given = torch.tensor([list(ids)], dtype=torch.int64, device="cpu").to(self.device)
+        x = self._embedded(given[0])[None]
+        of_layers = self._per_layer_inputs(given, x)
+        for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
+            group = self._group_of[index]
             turned, mask, length = rotary[spec.rope] if layer.attention.heads.width else None, masks[group], lengths[group]
+            own = None if of_layers is None else of_layers[:, :, index]
             if len(entry.buffers) == 2:
-                x = prefill(layer, x, turned, KeyValues(entry.keys, entry.values, length), mask)
+                x = prefill(layer, x, turned, KeyValues(entry.keys, entry.values, length), mask, own)
+            elif spec.kv_source is not None:
+                states = self._decoded(entry, entry.length + tokens)
+                x = prefill(layer, x, turned, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], own)
             else:
-                x, _ = prefill_with(layer, x, turned, partial(self._encoded, entry), mask, None, length)
+                x, _ = prefill_with(layer, x, turned, partial(self._encoded, entry), mask, own, length)
         cache.append(tokens)
         return x
+
+    def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
+        """The layers' own inputs [B, t, layers, P] of tokens ids [B, t] that are embedded as x; None where they have none."""
+        inputs = self.spec.per_layer_inputs
+        if inputs is None:
+            return None
+        assert self._inputs_norm is not None
+        norm, scale = self._inputs_norm
+        parts = len(self._layers), len(norm.weight)
+        rows = self._rows(ids.flatten(), inputs.table).view(*ids.shape, *parts) * inputs.factor
+        projected = PackedProjection(inputs.projection)(x).view(*ids.shape, *parts)
+        return add_normed(projected, rows, norm, None, scale)[0]
 
     def _encoded(self, entry: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write new keys and values [1, Hkv, t, D] in 8 bits; all that there are, dequantized."""
         end = entry.length + keys.shape[2]
         for new, (codes, scales) in zip((keys, values), _pairs(entry), strict=True):
             codes[:, :, entry.length : end], scales[:, :, entry.length : end] = to_codes(new)
+        return self._decoded(entry, end)
+
+    def _decoded(self, entry: LayerCache, end: int) -> tuple[Tensor, Tensor]:
+        """The first `end` keys and values of a cache in 8 bits, dequantized."""
         both = [from_codes(codes[:, :, :end], scales[:, :, :end], self.dtype) for codes, scales in _pairs(entry)]
         return both[0], both[1]
 
@@ -366,19 +408,22 @@ class GpuModel:
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Hidden states [t, K] of ids [t]."""
-        table = self.spec.embedding
-        if isinstance(table, Packed):
-            x = embedding(ids, table, dtype=self.dtype)
-        else:
-            x = table.index_select(0, ids.clamp(min=0)).to(self.dtype)
+        x = self._rows(ids, self.spec.embedding)
         return x if self.spec.embedding_multiplier == 1.0 else x * self.spec.embedding_multiplier
+
+    def _rows(self, ids: Tensor, table: Packed | Tensor) -> Tensor:
+        """Rows [t, K] of an embedding."""
+        if isinstance(table, Packed):
+            return embedding(ids, table, dtype=self.dtype)
+        return table.index_select(0, ids.clamp(min=0)).to(self.dtype)
 
     def _head(self, x: Tensor) -> Tensor:
         """Logits [M, N] of normed rows [M, K], in the type of activations, before `spec.logits`."""
         head = self.spec.lm_head
         if isinstance(head, Weight):
             return PackedProjection(head)(x)
-        return torch.nn.functional.linear(x, head.to(self.dtype))
+        bias = self.spec.lm_head_bias
+        return torch.nn.functional.linear(x, head.to(self.dtype), None if bias is None else bias.to(self.dtype))
 
     def _scaled(self, y: Tensor) -> Tensor:
         """The model's logits, float32, in memory of their own."""
@@ -424,6 +469,8 @@ def _why_not(layer: LayerSpec) -> str | None:
             return "the norm before its experts is a layer norm"
     elif mlp.after is not None and mlp.factor != 1:
         return f"what its MLP adds has a norm and a factor of {mlp.factor}"
+    if layer.per_layer_input is not None and layer.per_layer_input.after.centred:
+        return "the norm after its per-layer input is a layer norm"
     if attention.after is not None and attention.factor != 1:
         return f"what its attention adds has a norm and a factor of {attention.factor}"
     return None

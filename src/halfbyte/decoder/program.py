@@ -19,7 +19,7 @@ from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
-from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, Dense, Heads, Norm, PerLayer
 from halfbyte.ops.experts import CLAMPED, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 
@@ -27,6 +27,7 @@ T = TypeVar("T", bound=Hashable)
 TORCH = "torch"  # the kernel of what torch's operations compute
 ALL_HEADS = "all heads"  # what norms of queries and keys are over, if not over each head
 INPUT = "x"  # what a layer reads: the output of the embedding, or of the layer before
+PER_LAYER_INPUT = "per_layer_input"  # the layer's part of the output of `per_layer_inputs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Op:
             "activation", "router", "experts" (a linear layer of stacked weights), "logit_scale" or "softcap".
         name: Unique within its layer.
         layer: Index of the layer; None: before or after the layers.
-        reads: Names of the ops whose outputs it reads, in the same layer; "x": the layer's input.
+        reads: Names of the ops whose outputs it reads, in the same layer; "x": the layer's input; "per_layer_input": its per-layer input.
         shape: Of its weight: [N, K], [E, N, K] of experts, [K] of a norm; () where it has none.
         format: Of its weight: that of the codes, or a dtype; "" where it has none.
         settings: What else determines its result, by the field's terms.
@@ -118,10 +119,24 @@ def program_of(spec: DecoderSpec, device: str = "cpu") -> Program:
     table = spec.embedding
     settings = _settings(multiplier=None if spec.embedding_multiplier == 1 else spec.embedding_multiplier)
     ops = [Op("embedding", "embed_tokens", None, ("ids",), *_form(table), settings, device, table)]
+    ops += (replace(op, device=device) for op in _per_layer_inputs(spec))
     for index, layer in enumerate(spec.layers):
         ops += (replace(op, layer=index, device=device) for op in _layer(spec, layer))
     ops += (replace(op, device=device) for op in _end(spec))
     return Program(spec, tuple(ops))
+
+
+def _per_layer_inputs(spec: DecoderSpec) -> Iterator[Op]:
+    """The per-layer inputs of all layers side by side, from ids and the embedded tokens."""
+    inputs = spec.per_layer_inputs
+    if inputs is None:
+        return
+    names = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+    yield Op("embedding", names[0], None, ("ids",), *_form(inputs.table), _settings(multiplier=inputs.factor), part=inputs.table)
+    yield _linear(names[1], inputs.projection, "embed_tokens")
+    # norm(c * y), c a constant, is that of y with eps / c².
+    yield _norm(names[2], inputs.norm._replace(eps=inputs.norm.eps / inputs.projected**2), names[1])
+    yield Op("residual", "per_layer_inputs", None, (names[0], names[2]), settings=_settings(scale=inputs.scale))
 
 
 def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[Op]:
@@ -134,6 +149,17 @@ def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[Op]:
         yield from _mlp(mlp, INPUT, normed="attn_norm" if is_same else None)
     else:
         yield from _mlp(mlp, "attn_residual")
+    if layer.per_layer_input is not None:
+        yield from _own_input(layer.per_layer_input)
+
+
+def _own_input(last: PerLayer) -> Iterator[Op]:
+    """What a layer does with its per-layer input."""
+    yield _linear("per_layer_input_gate", last.gate, "mlp_residual")
+    settings = (("function", f"{last.function}(gate) * input"),)
+    yield Op("gate", "per_layer_gate", None, ("per_layer_input_gate", PER_LAYER_INPUT), settings=settings)
+    yield _linear("per_layer_projection", last.projection, "per_layer_gate")
+    yield from _added(last, "per_layer_projection", "per_layer", "mlp_residual")
 
 
 def _attention(half: Attention, spec: DecoderSpec, layer: LayerSpec) -> Iterator[Op]:
@@ -156,6 +182,7 @@ def _attention(half: Attention, spec: DecoderSpec, layer: LayerSpec) -> Iterator
         head_dim=heads.dim,
         scale=heads.scale,
         sliding_window=layer.sliding_window,
+        kv_source=layer.kv_source,
         softcap=heads.cap,
         sinks=heads.sinks is not None,
     )
@@ -240,7 +267,8 @@ def _end(spec: DecoderSpec) -> Iterator[Op]:
     if isinstance(head, Weight):
         yield _linear("lm_head", head, "norm")
     else:
-        yield Op("linear", "lm_head", None, ("norm",), *_form(head), part=head)
+        settings = _settings(bias=spec.lm_head_bias is not None)
+        yield Op("linear", "lm_head", None, ("norm",), *_form(head), settings, part=head)
     if spec.logits is not None:
         function, constant = spec.logits
         if function == "cap":
@@ -250,13 +278,14 @@ def _end(spec: DecoderSpec) -> Iterator[Op]:
             yield Op("logit_scale", "logit_scale", None, ("lm_head",), settings=settings)
 
 
-def _added(half: Attention | Dense, read: str, name: str, residual: str) -> Iterator[Op]:
+def _added(half: Attention | Dense | PerLayer, read: str, name: str, residual: str) -> Iterator[Op]:
     """What follows a half's last linear layer."""
     if half.after is not None:
         yield _norm(f"{name}_post_norm", half.after, read)
         read = f"{name}_post_norm"
-    scale = half.scale if isinstance(half, Dense) else None
-    settings = _settings(multiplier=None if half.factor == 1 else half.factor, layer_scale=scale is not None)
+    scale = None if isinstance(half, Attention) else half.scale
+    factor = 1.0 if isinstance(half, PerLayer) else half.factor
+    settings = _settings(multiplier=None if factor == 1 else factor, layer_scale=scale is not None)
     yield Op("residual", f"{name}_residual", None, (residual, read), settings=settings, part=scale)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from halfbyte.decoder.rope import Rope
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.decoder import Attention, Dense, Norm
+from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
+from halfbyte.ops.decoding_step import Inputs
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
 
@@ -30,12 +31,16 @@ class LayerSpec:
         mlp: The MLP, or the mixture of experts, with its norms and its residual connection.
         rope: Index of its rotary embedding in `DecoderSpec.ropes`.
         sliding_window: How many tokens a token attends to, itself the last; None: all before it.
+        kv_source: Index of the earlier layer whose keys and values it attends to; None: its own.
+        per_layer_input: What it does with its per-layer input, after the MLP; None: it has none.
     """
 
     attention: Attention
     mlp: Dense | Experts
     rope: int
     sliding_window: int | None
+    kv_source: int | None = None
+    per_layer_input: PerLayer | None = None
 
     def check(self) -> None:
         """Raise ArgumentError for tensors that do not fit together."""
@@ -43,6 +48,8 @@ class LayerSpec:
         self.mlp.check()
         if self.mlp.k != (k := self.attention.o.packed.shape[0]):
             raise ArgumentError(f"the halves of a decoder layer have one width, got {k} and {self.mlp.k}")
+        if self.per_layer_input is not None:
+            self.per_layer_input.check(k)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,6 +65,8 @@ class DecoderSpec:
         logits: Function of the logits y and its constant c: "over", y / c; "times", y * c; "cap", c * tanh(y / c); None: none.
         ropes: Rotary embeddings that layers use.
         max_positions: Positions that the model was made for; None where config.json does not say.
+        lm_head_bias: Bias [N] of an output embedding in floating point; a packed one has its own.
+        per_layer_inputs: What the per-layer inputs of all layers are computed from; None: they have none.
     """
 
     embedding: Packed | Tensor
@@ -68,6 +77,8 @@ class DecoderSpec:
     logits: tuple[str, float] | None
     ropes: tuple[Rope, ...]
     max_positions: int | None
+    lm_head_bias: Tensor | None = None
+    per_layer_inputs: Inputs | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -100,11 +111,15 @@ class DecoderSpec:
                 elif tensor is not None:
                     found[tensor.data_ptr()] = tensor.nbytes
 
-        add(self.embedding, self.lm_head, self.norm)
+        add(self.embedding, self.lm_head, self.norm, self.lm_head_bias)
+        if (inputs := self.per_layer_inputs) is not None:
+            add(inputs.table, inputs.projection, inputs.norm)
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
             add(*attention.qkv, attention.o, attention.before, attention.after, *(attention.heads.norms or ()), attention.heads.sinks)
             add(mlp.gate_up, mlp.down, mlp.before)
+            if (own := layer.per_layer_input) is not None:
+                add(own.gate, own.projection, own.after, own.scale)
             if isinstance(mlp, Dense):
                 add(mlp.after, mlp.scale)
             else:

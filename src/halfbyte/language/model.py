@@ -174,9 +174,15 @@ class LanguageModel:
         for _, piece in run(self._batch, [generation]):
             yield piece
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Compute the logits after every token of a text, [t, N] float32, on the model's device."""
-        return self._model.prefill(list(ids), Cache(self.spec, int8=self._int8, most=len(ids), where=self._model.where), every=True)
+    def logits(self, ids: Sequence[int], *, int8_cache: bool | None = None) -> Tensor:
+        """Compute the logits after every token of a text, [t, N] float32, on the model's device.
+
+        Args:
+            ids: The tokens.
+            int8_cache: Whether keys and values are kept in 8 bits; None: as the model was opened.
+        """
+        int8 = self._int8 if int8_cache is None else int8_cache
+        return self._model.prefill(list(ids), Cache(self.spec, int8=int8, most=len(ids), where=self._model.where), every=True)
 
     def explain(self, device: torch.device | str | None = None, rows: int = 1, *, dtype: torch.dtype | None = None) -> DecoderExplanation:
         """Say which kernels decode one new token of each of several sequences: the model's program, op by op.
