@@ -159,7 +159,8 @@ class Cache:
     Attributes:
         layers: One for each layer.
         length: Tokens of each sequence so far.
-        stamp: Unique number of the buffers' memory: another one after they have moved.
+        stamp: Unique number of its contents but for tokens that are appended: another one after tokens were cut off or have moved.
+        place: Unique number of where the contents lie: another one after buffers, or tokens in them, have moved.
     """
 
     def __init__(
@@ -177,13 +178,17 @@ class Cache:
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
         self.layers: Sequence[LayerCache] = [LayerCache(layer, batch, int8=int8, where=where) for layer in spec.layers]
-        self.batch, self.length, self.stamp, self._most = batch, 0, next(_stamps), most
+        self.batch, self.length, self._most = batch, 0, most
+        self._moved()
+
+    def _moved(self) -> None:
+        self.stamp = self.place = next(_stamps)
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many more tokens of each sequence."""
         moved = [layer.reserve(tokens, self._most) for layer in self.layers]
         if any(moved):
-            self.stamp = next(_stamps)
+            self._moved()
 
     def append(self, tokens: int) -> None:
         """Count tokens that layers have written."""
@@ -205,6 +210,7 @@ class Cache:
             for layer in self.layers:
                 layer.first = layer.length = 0
             self.length = 0
+            self._moved()
         self.stamp = next(_stamps)
         return possible
 
@@ -268,7 +274,7 @@ class Slots(Cache):
         self.starts.append(self.length - sequence.length)
         for mine, other in zip(self.layers, sequence.layers, strict=True):
             mine.put(self.batch - 1, other, self.length)
-        self.stamp = next(_stamps)
+        self._moved()
 
     def leave(self, slot: int) -> None:
         """Free a slot; the last one that is taken moves into its place."""
@@ -283,7 +289,7 @@ class Slots(Cache):
         unused = min(self.starts, default=0)
         if unused > max(_STEP, self.length // 2):
             self._shift(-unused)
-        self.stamp = next(_stamps)
+        self._moved()
 
     def _clear(self) -> None:
         self.length = 0
