@@ -24,7 +24,7 @@ _OCCURRENCES = 64  # of the newest two tokens that are looked at
 _ROW_COST = 0.25  # of a decode step: what a verified token more adds to it
 _PRIOR = {2: 0.5, 3: 0.6, 4: 0.75}  # probability that a guess after so many equal tokens is right
 _DRAFT_PRIOR = 0.7
-_PRIOR_WEIGHT, _DECAY = 4.0, 0.8
+_PRIOR_WEIGHT, _DECAY, _RECOVERY = 4.0, 0.8, 0.05
 
 
 class Guesser(Protocol):
@@ -45,6 +45,7 @@ class Acceptance:
 
     def __init__(self, prior: float) -> None:
         """Begin with a prior probability."""
+        self._prior = prior
         self._right, self._checked = prior * _PRIOR_WEIGHT, _PRIOR_WEIGHT
 
     def count(self, most: int, cost: float) -> int:
@@ -58,6 +59,9 @@ class Acceptance:
             if rate <= best_rate:
                 break
             best, best_rate = count, rate
+        if not best:  # what has failed is tried again after a while
+            self._right += _RECOVERY * (self._prior * _PRIOR_WEIGHT - self._right)
+            self._checked += _RECOVERY * (_PRIOR_WEIGHT - self._checked)
         return best
 
     def update(self, guessed: int, right: int) -> None:
