@@ -5,8 +5,8 @@
     python benchmarks/speculation.py large.gguf --draft small.gguf
 
 Each prompt is a piece of a module of Python's standard library, which the model continues greedily. The texts with and without have to be
-the same. A module's speedup is the median over rounds of the ratio of tokens per second within a round; the median over modules is told last,
-with the share of guesses that were right.
+the same. A module's speedup is the median over rounds of the ratio of tokens per second within a round. The last line has the median over
+modules, with the share of guesses that were right.
 """
 
 from __future__ import annotations

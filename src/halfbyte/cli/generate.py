@@ -57,7 +57,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         metavar="N",
         type=int,
-        help="guess up to N tokens at a time, by the draft model or from the text so far, and check them together (default: 8 with --draft)",
+        help="guess up to N tokens at a time, by the draft model or from the text so far, and check them at once (default: 8 with --draft)",
     )
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step by torch.compile first: slow to start")

@@ -134,8 +134,8 @@ class LanguageModel:
             slots: Sequences that are decoded at the same time, at most; None: 16, or `most_sequences` if that is less.
         """
         slots = min(16, self.most_sequences) if slots is None else slots
-        settings = {"int8_cache": self._int8, "speculate": self._speculate}
-        return Batch(self._model, self.tokenizer, slots=slots, draft=self._draft, **settings)
+        speculate, draft = self._speculate, self._draft
+        return Batch(self._model, self.tokenizer, slots=slots, int8_cache=self._int8, speculate=speculate, draft=draft)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Speculative decoding: tokens are guessed, and the model checks them together, at a lower price than that of as many decode steps.
 
-Guesses come from the text so far (`PromptLookup`: Saxena, Prompt Lookup Decoding, 2023) or from a smaller model (`Draft`: Leviathan et al.,
-2023). They are accepted as far as they are the tokens that the sampler chooses from the model's own logits, with its own random numbers: the
-tokens are those without speculation, greedy or sampled. On a CPU they are so bit by bit (`CpuModel.verify`).
+Guesses come from the text so far (`PromptLookup`: Saxena, Prompt Lookup Decoding, 2023) or from a smaller model (`Draft`: Leviathan et
+al., 2023). They are accepted as far as they are the tokens that the sampler chooses from the model's own logits, with its own random
+numbers: the tokens are those without speculation, greedy or sampled. On a CPU that is exact, as the logits of several tokens are those of
+one at a time, bit by bit (`CpuModel.verify`); on a GPU they differ by rounding.
 """
 
 from __future__ import annotations

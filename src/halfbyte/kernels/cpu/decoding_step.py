@@ -116,8 +116,8 @@ class _Windowed(NamedTuple):
 
 
 class Steps:
-    """Steps of B sequences with one cache, `entries` for each layer, by one Python thread, on as many threads as there are now: of one token
-    of each, or of `tokens` of one sequence.
+    """Steps of B sequences with one cache, `entries` for each layer, by one Python thread, on as many threads as there are now: of one
+    token of each, or of `tokens` of one sequence.
 
     x       [M, K], the tokens' rows: to be written where the model has no table
     beside  the same of layers' own inputs, [M, layers * P], or of none
