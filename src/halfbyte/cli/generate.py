@@ -52,6 +52,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: tokens that have occurred become less likely")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
+    parser.add_argument("--draft", metavar="MODEL", type=path_argument, help="smaller model of the same vocabulary that guesses tokens")
+    parser.add_argument(
+        "--speculate",
+        metavar="N",
+        type=int,
+        help="guess up to N tokens at a time, by the draft model or from the text so far, and check them at once (default: 8 with --draft)",
+    )
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step by torch.compile first: slow to start")
 
@@ -72,11 +79,18 @@ def _check(args: argparse.Namespace) -> None:
     _choice_of_tokens(args)
 
 
+def _check_own(args: argparse.Namespace) -> None:
+    """Raise UnsupportedError for arguments that need a model without transformers."""
+    if args.speculate or args.draft is not None:
+        raise UnsupportedError(f"{args.model} runs with transformers, without speculative decoding: leave out --speculate and --draft")
+
+
 @settling()
 def open_own(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
     """The model and how tokens are chosen, without transformers; None where transformers has to run it, which is told on stderr."""
     _check(args)
     if args.compile or rank_and_count()[1] > 1:
+        _check_own(args)
         return None
     with waking(args.device):
         from halfbyte.language.generation_defaults import TOP_K, sampling_defaults
@@ -94,11 +108,12 @@ def open_own(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
         sampling = Sampling(temperature=args.temperature, seed=args.seed, max_new_tokens=args.max_new_tokens, **settings)
         config = None if args.format is None else Config(args.format)
         how = {"cache": args.cache, "sparse": args.sparse, "device": args.device, "dtype": asked_dtype(args)}
-        model = LanguageModel.open(args.model, format=config, **how)
+        model = LanguageModel.open(args.model, format=config, speculate=args.speculate, draft=args.draft, **how)
         for note in () if args.quiet else model.notes:
             print(note, file=sys.stderr)
         return model, sampling
     except UnsupportedError as e:
+        _check_own(args)
         if not args.quiet:
             print(f"transformers runs this model, as halfbyte's own decoder does not: {e}", file=sys.stderr)
         return None

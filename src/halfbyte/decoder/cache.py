@@ -160,7 +160,8 @@ class Cache:
         layers: One for each layer that has keys and values of its own.
         by_layer: For each layer of the model, that whose keys and values it attends to.
         length: Tokens of each sequence so far.
-        stamp: Unique number of the buffers' memory: another one after they have moved.
+        stamp: Unique number of its contents but for tokens that are appended: another one after tokens were cut off or have moved.
+        place: Unique number of where the contents lie: another one after buffers, or tokens in them, have moved.
     """
 
     def __init__(
@@ -180,13 +181,17 @@ class Cache:
         own = {i: LayerCache(layer, batch, int8=int8, where=where) for i, layer in enumerate(spec.layers) if layer.kv_source is None}
         self.layers: Sequence[LayerCache] = [*own.values()]
         self.by_layer = [own[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
-        self.batch, self.length, self.stamp, self._most = batch, 0, next(_stamps), most
+        self.batch, self.length, self._most = batch, 0, most
+        self._moved()
+
+    def _moved(self) -> None:
+        self.stamp = self.place = next(_stamps)
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many more tokens of each sequence."""
         moved = [layer.reserve(tokens, self._most) for layer in self.layers]
         if any(moved):
-            self.stamp = next(_stamps)
+            self._moved()
 
     def append(self, tokens: int) -> None:
         """Count tokens that layers have written."""
@@ -208,6 +213,7 @@ class Cache:
             for layer in self.layers:
                 layer.first = layer.length = 0
             self.length = 0
+            self._moved()
         self.stamp = next(_stamps)
         return possible
 
@@ -271,7 +277,7 @@ class Slots(Cache):
         self.starts.append(self.length - sequence.length)
         for mine, other in zip(self.layers, sequence.layers, strict=True):
             mine.put(self.batch - 1, other, self.length)
-        self.stamp = next(_stamps)
+        self._moved()
 
     def leave(self, slot: int) -> None:
         """Free a slot; the last one that is taken moves into its place."""
@@ -286,7 +292,7 @@ class Slots(Cache):
         unused = min(self.starts, default=0)
         if unused > max(_STEP, self.length // 2):
             self._shift(-unused)
-        self.stamp = next(_stamps)
+        self._moved()
 
     def _clear(self) -> None:
         self.length = 0

@@ -18,7 +18,7 @@ from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
-from halfbyte.ops.decoding_step import DecodingStep
+from halfbyte.ops.decoding_step import MOST_IN_A_ROW, DecodingStep
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.layers import Weight, why_not_packed
@@ -67,6 +67,7 @@ class CpuModel:
         self._rotary_dim = max((layer.rotary for layer in self._layers), default=0)
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
+        self.most_verify = min(MOST_IN_A_ROW, self.most_decode)
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
@@ -84,14 +85,22 @@ class CpuModel:
             )
         where = [cache.length] * len(ids) if positions is None else positions
         cache.reserve(1)
+        return self._stepped(ids, where, cache, mask)
+
+    def _stepped(self, ids: Sequence[int], where: Sequence[int], cache: Cache, mask: Tensor | None, *, in_a_row: bool = False) -> Tensor:
+        """The logits [M, N] after tokens at these positions, one of each sequence, or several of one `in_a_row`."""
         addresses, alive = [], []
         for position in where:
             table, row = self._rotary_rows(position, position + 1)
             alive.append(table)
             addresses.append(table.data_ptr() + row * table.stride(0) * 4)
-        y = self._step(ids, addresses, cache.stamp, cache.entries, cache.length, mask)
-        cache.append(1)
-        return y[:, 0] if isinstance(self.spec.lm_head, Weight) else self._head(y[:, 0])
+        y = self._step(ids, addresses, cache.place, cache.entries, cache.length, mask, in_a_row=in_a_row)
+        cache.append(len(ids) if in_a_row else 1)
+        if isinstance(self.spec.lm_head, Weight):
+            return y[:, 0]
+        if not in_a_row:
+            return self._head(y[:, 0])
+        return torch.cat([self._head(row) for row in y])  # torch sums several rows in another order
 
     def _rotary_rows(self, position: int, length: int) -> tuple[Tensor, int]:
         """The table that has a position's cosines and sines of all ropes, [block, ropes, 2, R], and its row in it."""
@@ -134,13 +143,20 @@ class CpuModel:
                 logits.append(self._head(self._normed(x[0])))
         return torch.cat(logits) if every else self._head(self._normed(x[0, -1:]))[0]
 
+    @torch.inference_mode()
     def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
-        """Read tokens of one sequence, as `prefill`, and compute the logits after every one of them [t, N].
+        """Compute the logits after every one of several tokens of one sequence [t, N], which enter the cache.
 
-        They are those of `decode` up to the order of float32 sums, which kernels of several rows choose otherwise. With compute="int8" such
-        a difference can move an activation to the next code.
+        They are those of as many calls of `decode`, bit by bit: the kernels of a few rows sum each in the order of a single one.
+
+        Args:
+            ids: The tokens, `most_verify` at most.
+            cache: Of the tokens before, of one sequence.
         """
-        return self.prefill(ids, cache, every=True)
+        if cache.batch != 1 or not 0 < len(ids) <= self.most_verify:
+            raise ArgumentError(f"1 to {self.most_verify} tokens of one sequence are verified, got {len(ids)} of {cache.batch}")
+        cache.reserve(len(ids))
+        return self._stepped(ids, range(cache.length, cache.length + len(ids)), cache, None, in_a_row=True)
 
     def _read(self, ids: Sequence[int], cache: Cache, total: int, wanted: int) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer, of the last `wanted` ones at least. total: length of the whole

@@ -39,6 +39,7 @@ from halfbyte.ops.routing import why_not_experts
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time
 _CHUNK = 4096  # tokens of a prompt at a time
+_MOST_VERIFY = 65  # tokens
 _FEW = 512  # where attention is computed in torch, or all logits are asked for
 _LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
 _LONG = 1 << 62  # tokens of a sequence
@@ -54,6 +55,7 @@ class GpuModel:
         dtype: Of activations: float16, bfloat16 or float32.
         where: `device` and `dtype` for its caches.
         most_decode: Sequences that are decoded at the same time, at most.
+        most_verify: Tokens of one sequence that are verified at the same time, at most.
         notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
     """
 
@@ -67,7 +69,7 @@ class GpuModel:
         if dtype not in DTYPES:
             raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
         place = spec.embedding.device
-        self.spec, self.dtype, self.most_decode = spec, dtype, MOST_SEQUENCES
+        self.spec, self.dtype, self.most_decode, self.most_verify = spec, dtype, MOST_SEQUENCES, _MOST_VERIFY
         if place.type != torch.device(device).type or torch.device(device).index not in (None, place.index):
             raise ArgumentError(f"the weights of this model are on {place}, got device={str(device)!r}: pack them for that device")
         self.device, self.where = place, OnGpu(place, dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.errors import ArgumentError
 from halfbyte.language.sampling import Choice, Sampler, Sampling
-from halfbyte.language.speculate import accepted_tokens, guess
+from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from halfbyte.decoder.lower_gpu import GpuModel
 
 DEFAULT_NEW_TOKENS = 128
+MOST_GUESSES = 64
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -78,6 +79,7 @@ class _Running:
     stream: TextStream
     cache: Cache | None  # its own; None: it has a slot
     waiting: int  # the token that is chosen and not in the cache yet
+    guesser: Guesser | None = None
     long_rope: bool = False  # whether the cache is that of a sequence beyond the length at which rope switches, with the token that waits
 
 
@@ -93,7 +95,14 @@ class Batch:
     """
 
     def __init__(
-        self, model: CpuModel | GpuModel, tokenizer: Tokenizer, *, slots: int = 16, int8_cache: bool = False, speculate: int = 0
+        self,
+        model: CpuModel | GpuModel,
+        tokenizer: Tokenizer,
+        *,
+        slots: int = 16,
+        int8_cache: bool = False,
+        speculate: int = 0,
+        draft: CpuModel | GpuModel | None = None,
     ) -> None:
         """Make an empty batch.
 
@@ -102,16 +111,20 @@ class Batch:
             tokenizer: Its tokenizer.
             slots: Sequences that are decoded at the same time, at most; others wait.
             int8_cache: Keep keys and values in 8 bits.
-            speculate: Tokens that are guessed from the text so far, and checked together, while one sequence runs alone; 0: none.
+            speculate: Tokens that are guessed at most, and checked together, while one sequence runs alone; 0: none.
+            draft: A smaller model with the same vocabulary that guesses; None: guesses are looked up in the text so far.
 
         Raises:
             ArgumentError: The model decodes fewer sequences at a time.
         """
         if not 1 <= slots <= model.most_decode:
             raise ArgumentError(f"this model decodes 1 to {model.most_decode} sequences at a time, got slots={slots}")
-        if speculate < 0 or speculate > 64:
-            raise ArgumentError(f"0 to 64 tokens are guessed at a time, got speculate={speculate}")
+        if not 0 <= speculate <= MOST_GUESSES:
+            raise ArgumentError(f"0 to {MOST_GUESSES} tokens are guessed at a time, got speculate={speculate}")
         self._model, self._tokenizer, self._int8, self._speculate = model, tokenizer, int8_cache, speculate
+        self._draft: Draft | None = None
+        if draft is not None and speculate:
+            self._draft = Draft(draft, relative_cost=draft.spec.nbytes / model.spec.nbytes, int8_cache=int8_cache)
         self._capacity = slots
         self._slots = None if slots == 1 else self._new_slots()
         self._waiting: deque[Generation] = deque()
@@ -194,6 +207,8 @@ class Batch:
         self._interrupted = [one for one in (*self._interrupted, *self._active) if one.generation.finish_reason is None]
         self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._interrupted))
         self._active, self._kept = [], None
+        if self._draft is not None:
+            self._draft.forget()
         if self._slots is not None:
             self._slots = self._new_slots()
 
@@ -225,7 +240,8 @@ class Batch:
         logits = self._model.prefill(generation.prompt_ids[known:], cache)
         sampler = Sampler(generation.sampling, generation.prompt_ids)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
-        running, chosen = _Running(generation, sampler, stream, cache, 0), sampler.choose(_where_sampled(logits, [sampler]))
+        guesser = self._draft or PromptLookup() if self._speculate else None
+        running, chosen = _Running(generation, sampler, stream, cache, 0, guesser), sampler.choose(_where_sampled(logits, [sampler]))
         self._active.append(running)
         self._waiting.remove(generation)
         piece = self._accept(running, chosen)
@@ -260,11 +276,10 @@ class Batch:
         left = generation.max_new_tokens - len(generation.ids) - 1
         if switch is not None and cache.length < switch:
             left = min(left, switch - cache.length - 1)
-        if self._speculate and left > 0 and not generation.sampling.logprobs:
-            tokens = [*generation.prompt_ids, *generation.ids]
-            guesses = guess(tokens, min(self._speculate, left))
-            if guesses:
-                return generation, self._check_guesses(running, cache, guesses)
+        if running.guesser is not None and left > 0 and not generation.sampling.logprobs:
+            most = min(self._speculate, left, self._model.most_verify - 1)
+            if guesses := running.guesser.guess([*generation.prompt_ids, *generation.ids], most):
+                return generation, self._check_guesses(running, running.guesser, cache, guesses)
         (chosen,) = self._chosen([running], cache)
         return generation, self._accept(running, chosen)
 
@@ -283,13 +298,14 @@ class Batch:
             logits = _where_sampled(self._model.decode(waiting, cache, None, positions), samplers)
         return (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
 
-    def _check_guesses(self, running: _Running, cache: Cache, guesses: list[int]) -> str:
+    def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> str:
         """Read the waiting token and guesses behind it at once, and accept the tokens that would have been chosen one by one."""
         before = cache.length
         logits = _where_sampled(self._model.verify([running.waiting, *guesses], cache), [running.sampler])
         chosen = accepted_tokens(running.sampler, logits, guesses)
         self.guessed += len(guesses)
         self.accepted += len(chosen) - 1
+        guesser.checked(len(guesses), len(chosen) - 1)
         whole = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
         pieces = []
         for token in chosen:

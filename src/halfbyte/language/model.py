@@ -22,7 +22,7 @@ from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.device import find_device
-from halfbyte.language.generate import Batch, Generation, run
+from halfbyte.language.generate import MOST_GUESSES, Batch, Generation, run
 from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.config import Config
 
 Message = Mapping[str, Any]
+_GUESSES = 8  # of a draft model
 
 
 class LanguageModel:
@@ -56,14 +57,15 @@ class LanguageModel:
         path: Path,
         *,
         int8_cache: bool = False,
-        speculate: int = 0,
+        speculate: int | None = None,
+        draft: LanguageModel | None = None,
         dtype: torch.dtype = torch.float16,
     ) -> None:
         """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint. Its weights' device computes, a GPU with
         activations of `dtype`."""
         self.spec, self.tokenizer, self.path = spec, tokenizer, path
-        self._model, self._int8, self._speculate = _lowered(spec, dtype), int8_cache, speculate
-        self._batch = self.batch(1)
+        self._model, self._int8 = _lowered(spec, dtype), int8_cache
+        self._set_speculation(speculate, draft)
 
     @classmethod
     def open(
@@ -72,7 +74,8 @@ class LanguageModel:
         *,
         format: Config | Format | str | None = None,
         cache: str | None = None,
-        speculate: int = 0,
+        speculate: int | None = None,
+        draft: str | PathLike[str] | LanguageModel | None = None,
         sparse: bool | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
@@ -84,8 +87,11 @@ class LanguageModel:
                 point, which needs a `format`.
             format: Quantize a model in floating point to this format, or as a Config says, while it is read.
             cache: "int8" keeps keys and values in 8 bits; None: in the type of activations.
-            speculate: Tokens that are guessed at a time from the text so far (prompt lookup); the text stays the same, but for
-                tokens that are as likely as others up to rounding. 0: none.
+            speculate: Tokens that are guessed at a time, at most, by the draft model or from the text so far (prompt lookup), while a
+                sequence runs alone. On a CPU, where 7 at most are checked at a time, the tokens stay the same, greedy or sampled; on a GPU
+                they may differ where others are as likely up to rounding. 0: none; None: 8 with a draft model, else none.
+            draft: A smaller model with the same vocabulary, which guesses: an open one, or the path of one, which is opened with the same
+                `format`, `cache`, `sparse`, `device` and `dtype`.
             sparse: Whether zeros of 2:4 sparse weights are left out; None: on a CPU, where there are kernels for that.
             device: "cpu", "cuda", "cuda:1", …, or "auto": a GPU where there is one that the kernels are for.
             dtype: Of activations on a GPU, torch.float16, torch.bfloat16 or torch.float32; None: the 16-bit type that the checkpoint
@@ -99,12 +105,27 @@ class LanguageModel:
         source = model_path(path)
         if cache not in (None, "int8"):
             raise ArgumentError(f"the KV cache is 'int8' or None, for the type of activations, got cache={cache!r}")
+        _check_speculation(speculate, draft)
         opened = open_spec(source, format=format, sparse=sparse, device=device, dtype=dtype)
         try:
-            tokenizer, int8 = Tokenizer.open(source, opened.header), cache == "int8"
-            return cls(opened.spec, tokenizer, source, int8_cache=int8, speculate=speculate, dtype=opened.dtype)
+            model = cls(opened.spec, Tokenizer.open(source, opened.header), source, int8_cache=cache == "int8", dtype=opened.dtype)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
+        if draft is not None and not isinstance(draft, LanguageModel):
+            draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=device, dtype=dtype)
+        model._set_speculation(speculate, draft)
+        return model
+
+    def _set_speculation(self, speculate: int | None, draft: LanguageModel | None) -> None:
+        _check_speculation(speculate, draft)
+        if draft is not None and not draft.tokenizer.has_vocabulary_of(self.tokenizer):
+            raise ArgumentError(
+                f"a draft model has the vocabulary of the model, got {draft.path} with another one than {self.path}: "
+                "use a smaller model of the same family"
+            )
+        self._draft = None if draft is None else draft._model
+        self._speculate = (0 if draft is None else _GUESSES) if speculate is None else speculate
+        self._batch = self.batch(1)
 
     def batch(self, slots: int | None = None) -> Batch:
         """Make a batch of sequences that join and leave while others run.
@@ -113,7 +134,8 @@ class LanguageModel:
             slots: Sequences that are decoded at the same time, at most; None: 16, or `most_sequences` if that is less.
         """
         slots = min(16, self.most_sequences) if slots is None else slots
-        return Batch(self._model, self.tokenizer, slots=slots, int8_cache=self._int8, speculate=self._speculate)
+        speculate, draft = self._speculate, self._draft
+        return Batch(self._model, self.tokenizer, slots=slots, int8_cache=self._int8, speculate=speculate, draft=draft)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -286,6 +308,13 @@ def open_spec(
     except ArgumentError as e:
         raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
     return Opened(spec, tensors.dtype, header)
+
+
+def _check_speculation(speculate: int | None, draft: object) -> None:
+    if speculate is not None and (isinstance(speculate, bool) or not isinstance(speculate, int) or not 0 <= speculate <= MOST_GUESSES):
+        raise ArgumentError(f"0 to {MOST_GUESSES} tokens are guessed at a time, got speculate={speculate!r}")
+    if draft is not None and speculate == 0:
+        raise ArgumentError("a draft model guesses at least one token at a time, got speculate=0: pass speculate=8, or no draft")
 
 
 def _lowered(spec: DecoderSpec, dtype: torch.dtype) -> CpuModel | GpuModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -287,10 +287,20 @@ def _top_p(scores: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Te
 
 
 def _most_likely(scores: Tensor) -> int:
-    value, id = scores.max(0)  # NaN counts as the highest
-    if not math.isfinite(float(value)):
-        raise _not_finite()
-    return int(id)
+    return next(most_likely(scores[None]))
+
+
+def most_likely(logits: Tensor) -> Iterator[int]:
+    """Yield the most likely token of each row of logits [M, N], the first of those that are as likely.
+
+    Raises:
+        CheckpointError: The logits of a row, when it is its turn, are NaN or infinite.
+    """
+    values, ids = logits.max(1)  # NaN counts as the highest
+    for value, id in zip(values.tolist(), ids.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise _not_finite()
+        yield id
 
 
 def _with_logprobs(logits: Tensor, chosen: int, count: int) -> Choice:

@@ -1,4 +1,4 @@
-"""One new token of each sequence through a whole language model in one call on a CPU."""
+"""New tokens through a whole language model in one call on a CPU: one of each sequence, or several of one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from halfbyte.ops.layers import Addresses, Weight, why_not_packed
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.decoding_step import Steps
 
+MOST_IN_A_ROW = 8  # tokens of one sequence: attention of more is computed in another order
 _MOST_KINDS = 128  # of calls, for which a thread keeps the arguments: batches of 1 to 64 sequences, with and without a mask
 
 
@@ -123,6 +124,8 @@ class DecodingStep:
         entries: Callable[[], Sequence[tuple[Tensor, Tensor, int]]],
         length: int,
         mask: Tensor | None = None,
+        *,
+        in_a_row: bool = False,
     ) -> Tensor:
         """Tokens ids [B], appended to a cache that has `length` tokens -> float32 [B, 1, N], or [B, 1, K].
 
@@ -131,6 +134,8 @@ class DecodingStep:
         entries  gives for each layer keys, values and length as a call of DecoderLayer takes them, of one batch and type; of `length`
                  tokens a window may have lost the first. It is called if the thread's last call had another cache
         mask     bool [B, length + 1], contiguous: which tokens of the cache and new ones may be seen
+        in_a_row  the tokens, MOST_IN_A_ROW at most, are those of one sequence, one after the other, without a mask: the result is, bit by
+                 bit, that of as many calls
 
         Raises ArgumentError for ids that the table does not have, and for entries that layers do not take.
         """
@@ -138,7 +143,9 @@ class DecodingStep:
             raise ArgumentError(f"embedding ids lie in 0 … {self._rows - 1}, got {min(ids)} … {max(ids)}")
         for tensors in self._copied:
             tensors.refresh()
-        steps = self._steps(len(ids), mask is not None, cache, entries, length)
+        if in_a_row and (len(ids) > MOST_IN_A_ROW or mask is not None):
+            raise ArgumentError(f"1 to {MOST_IN_A_ROW} tokens of one sequence, without a mask, are decoded in a row, got {len(ids)}")
+        steps = self._steps((1, len(ids)) if in_a_row else (len(ids), 1), mask is not None, cache, entries, length)
         steps.ids[:] = [*ids]
         for table, to in zip(self._tables, (steps.x, steps.beside), strict=False):
             if isinstance(table, Tensor):
@@ -150,18 +157,18 @@ class DecodingStep:
         return y
 
     def _steps(
-        self, batch: int, masked: bool, cache: Hashable, entries: Callable[[], Sequence[tuple[Tensor, Tensor, int]]], length: int
+        self, size: tuple[int, int], masked: bool, cache: Hashable, entries: Callable[[], Sequence[tuple[Tensor, Tensor, int]]], length: int
     ) -> Steps:
-        kind = batch, masked, self._threads()
+        (batch, tokens), kind = size, (*size, masked, self._threads())
         kept = self._kept.entries.get(kind)
         if kept is not None and kept[1] == cache:
             return kept[0]
         from halfbyte.kernels.cpu import decoding_step
         from halfbyte.kernels.cpu.decoder import Entry
 
-        found, x = tuple(entries()), torch.empty(batch, 1, self._k, dtype=torch.float32, device="cpu")
+        found, x = tuple(entries()), torch.empty(batch, tokens, self._k, dtype=torch.float32, device="cpu")
         for layer, entry in zip(self._layers, found, strict=True):
-            turn = x.new_empty(1, 1, layer.rotary)
+            turn = x.new_empty(1, tokens, layer.rotary)
             layer.check(x, (turn, turn), *entry, None)
         if len(dtypes := {keys.dtype for keys, _, _ in found}) > 1:
             raise ArgumentError(f"a cache of one type is taken, got {dtypes}")
@@ -173,7 +180,7 @@ class DecodingStep:
             steps = kept[0]
             steps.point(places, length)
         else:
-            steps = decoding_step.Steps(self._model, places, length, masked=masked)
+            steps = decoding_step.Steps(self._model, places, length, masked=masked, tokens=tokens)
         self._kept.entries[kind] = steps, cache
         return steps
 

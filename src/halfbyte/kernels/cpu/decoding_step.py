@@ -1,4 +1,7 @@
-"""One new token of each sequence through a whole Llama-like model in one call: ids [B] -> logits [B, N], float32.
+"""New tokens through a whole Llama-like model in one call: ids [M] -> logits [M, N], float32.
+
+The tokens are one of each of B sequences, or the next 1 … FEW of one sequence. Each row is computed in the same order of operations
+whatever M is: the logits after a token are the same, bit by bit, whether it is alone or among others of its sequence.
 
     x  = factor * table[ids]     rows of a quantized table; of any other, whoever calls writes table[ids] to x
     e  = s * (factor * table[ids] + norm(x · Wᵀ))    where layers have inputs of their own: with a table, factor and norm for these
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +38,8 @@ from halfbyte.layouts.cpu_tiles import Geometry
 _INFINITE = float("inf")
 _pack = struct.Struct("<q").pack_into
 _pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
+_WHERE, _QKV = ATTEND.struct("qkv", "out_stride"), ATTEND.offset("qkv")
+_ROTARY = ATTEND.struct("cos", "sin")
 _KEYS, _VALUES, _MASK, _LENGTH = (ATTEND.offset(field) for field in ("keys", "values", "mask", "length"))
 
 
@@ -93,9 +98,10 @@ class Model:
 
 
 class _Windowed(NamedTuple):
-    """The attention of a layer with a window: where the first of all tokens would be, lost or not, and bytes from one to the next."""
+    """The attention of a layer with a window, a step for each token of a sequence: where the first of all tokens would be, lost or not, and
+    bytes from one to the next."""
 
-    block: Buffer
+    blocks: Sequence[Buffer]
     window: int
     keys: int
     key_bytes: int
@@ -103,62 +109,67 @@ class _Windowed(NamedTuple):
     value_bytes: int
 
     @classmethod
-    def of(cls, plan: Plan, entry: Entry, length: int, window: int) -> _Windowed:
+    def of(cls, blocks: Sequence[Buffer], entry: Entry, length: int, window: int) -> _Windowed:
         keys, _, _, key_bytes, values, _, _, value_bytes = decoder.places(entry.keys, entry.values)
         lost = length - entry.length
-        return cls(plan.attention[0], window, keys - lost * key_bytes, key_bytes, values - lost * value_bytes, value_bytes)
+        return cls(blocks, window, keys - lost * key_bytes, key_bytes, values - lost * value_bytes, value_bytes)
 
 
 class Steps:
-    """Steps of B sequences with one cache, `entries` for each layer, by one Python thread, on as many threads as there are now.
+    """Steps of B sequences with one cache, `entries` for each layer, by one Python thread, on as many threads as there are now: of one
+    token of each, or of `tokens` of one sequence.
 
-    x       [B, K], the tokens' rows: to be written where the model has no table
-    beside  the same of layers' own inputs, [B, layers * P], or of none
+    x       [M, K], the tokens' rows: to be written where the model has no table
+    beside  the same of layers' own inputs, [M, layers * P], or of none
     ids     of the tokens, each a row of the table
     cache   the type of keys and values
     """
 
-    def __init__(self, model: Model, entries: Sequence[Entry], length: int, *, masked: bool) -> None:
+    def __init__(self, model: Model, entries: Sequence[Entry], length: int, *, masked: bool, tokens: int = 1) -> None:
         first, batch = model.layers[0], len(entries[0].keys)
+        rows = batch * tokens
         self.cache = entries[0].keys.dtype
-        self.threads = decoder.threads_of(first, batch)
+        self.threads = decoder.threads_of(first, rows)
         turns, turned = 1 + max(model.turns), max(layer.rotary for layer in model.layers)
         with torch.inference_mode(False):  # written again and again, and not always in that mode
-            self.x = torch.zeros(batch, first.k, dtype=torch.float32, device="cpu")
-            self._turns = torch.zeros(batch, turns, 2, turned, dtype=torch.float32, device="cpu")
+            self.x = torch.zeros(rows, first.k, dtype=torch.float32, device="cpu")
+            self._turns = torch.zeros(rows, turns, 2, turned, dtype=torch.float32, device="cpu")
             width = 0 if model.inputs is None else model.inputs.projection.n
-            self.beside = torch.zeros(batch, width, dtype=torch.float32, device="cpu")
-        self.ids = (ctypes.c_int64 * batch)()
-        self._model, self._batch, self._sines, self._width = model, batch, 4 * turned, 8 * turned * turns
-        size = Size(batch, 1, decoder.CACHES[self.cache], masked, self.threads)
+            self.beside = torch.zeros(rows, width, dtype=torch.float32, device="cpu")
+        self.ids = (ctypes.c_int64 * rows)()
+        self._model, self._batch, self._rows, self._sines, self._width = model, batch, rows, 4 * turned, 8 * turned * turns
+        size = Size(batch, tokens, decoder.CACHES[self.cache], masked, self.threads)
         self._plans = [Plan(layer, size) for layer in model.layers]
         kinds = list(zip(self._plans, model.windows, strict=True))
         self._attention = [plan.attention[0] for plan, window in kinds if window is None]
+        # Each token of a sequence has a window that begins elsewhere, and so a step of attention of its own.
+        self._of_tokens = [[plan.attention[0]] if window is None else _a_token_each(plan.attention[0], tokens) for plan, window in kinds]
         self._windowed: list[_Windowed]
         self._last: list[tuple[Buffer, int]]  # the blocks that have the place of y, and where
-        blocks = [*self._begin(), *(block for plan in self._plans for block in plan.blocks), *self._end()]
+        of_layers = (block for plan, attention in zip(self._plans, self._of_tokens, strict=True) for block in _with(plan, attention))
+        blocks = [*self._begin(), *of_layers, *self._end()]
         self._chain = Chain(blocks, self.threads)
         self.point(entries, length)
 
     def _begin(self) -> list[Buffer]:
         model, ids, x = self._model, ctypes.addressof(self.ids), self.x.data_ptr()
-        blocks = _looked_up(model.table, model.factor, self._batch, self.x.shape[1], ids, x)
+        blocks = _looked_up(model.table, model.factor, self._rows, self.x.shape[1], ids, x)
         if model.inputs is None:
             return blocks
         layers = len(model.layers)
-        more, self._inputs = model.inputs.steps(self._batch, layers, self.threads, ids, x, self.beside.data_ptr())
+        more, self._inputs = model.inputs.steps(self._rows, layers, self.threads, ids, x, self.beside.data_ptr())
         return [*blocks, *more]
 
     def _end(self) -> list[Buffer]:
         norm, head, k = self._model.norm, self._model.head, self.x.shape[1]
         if head is None:
-            sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._batch, "k": k}
+            sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._rows, "k": k}
             of_norm: Fields = {"weight": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
             block = arguments(NORM, phase(norm.step("norm")), {**sizes, **of_norm})
             self._last = [(block, NORM.offset("out"))]
             return [block]
-        alone = self._batch == 1
-        buffer, private = head.kernel.arguments(self._batch, self.threads)
+        alone = self._rows == 1
+        buffer, private = head.kernel.arguments(self._rows, self.threads)
         private = private + 63 & ~63
         with torch.inference_mode(False):
             self._memory = torch.empty(self.threads * (private + 4 * k) + 64, dtype=torch.uint8, device="cpu")
@@ -176,7 +187,7 @@ class Steps:
         steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=norm.step(""))
         if self._model.logits is not None:
             function, constant = self._model.logits
-            steps.append(_each(function, self._batch * head.n, constant))
+            steps.append(_each(function, self._rows * head.n, constant))
             self._last.append((steps[-1], NORM.offset("x")))
         return steps
 
@@ -186,14 +197,19 @@ class Steps:
         of_one, row = (4 * n for n in (self.beside.shape[1] // len(self._plans), self.beside.shape[1]))
         for index, (plan, entry, number) in enumerate(zip(self._plans, entries, self._model.turns, strict=True)):
             cosines = turns + 2 * number * self._sines
-            rotary = cosines, cosines + self._sines, self._width if self._batch > 1 else 0, 0
+            apart = (self._width, 0) if self._batch > 1 else (0, self._width)  # of sequences, or of the tokens of one
+            rotary = cosines, cosines + self._sines, *apart
             beside = self.beside.data_ptr() + index * of_one, row
             plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length), beside)
-        layers = zip(self._plans, entries, self._model.windows, strict=True)
-        self._windowed = [_Windowed.of(plan, entry, length, window) for plan, entry, window in layers if window is not None]
+        layers = zip(self._plans, self._of_tokens, entries, self._model.windows, strict=True)
+        self._windowed = []
+        for plan, blocks, entry, window in layers:
+            if window is not None:
+                _point_each(blocks, plan.attention[0], self._width)
+                self._windowed.append(_Windowed.of(blocks, entry, length, window))
 
     def turn(self, b: int, rotary: int) -> None:
-        """Sequence b by the cosines and sines, [turns, 2, R] float32, at an address."""
+        """Row b by the cosines and sines, [turns, 2, R] float32, at an address."""
         ctypes.memmove(self._turns.data_ptr() + b * self._width, rotary, self._width)
 
     def run(self, length: int, out: int, mask: Tensor | None) -> None:
@@ -201,12 +217,13 @@ class Steps:
         for block in self._attention:
             _pack(block, _LENGTH, length)
         for layer in self._windowed:
-            begin = max(0, length + 1 - layer.window)
-            _pack(layer.block, _KEYS, layer.keys + begin * layer.key_bytes)
-            _pack(layer.block, _VALUES, layer.values + begin * layer.value_bytes)
-            _pack(layer.block, _LENGTH, length - begin)
-            if mask is not None:
-                _pack_mask(layer.block, _MASK, mask.data_ptr() + begin, mask.stride(0))
+            for before, block in enumerate(layer.blocks, length):
+                begin = max(0, before + 1 - layer.window)
+                _pack(block, _KEYS, layer.keys + begin * layer.key_bytes)
+                _pack(block, _VALUES, layer.values + begin * layer.value_bytes)
+                _pack(block, _LENGTH, before - begin)
+                if mask is not None:
+                    _pack_mask(block, _MASK, mask.data_ptr() + begin, mask.stride(0))
         if mask is not None:
             at, stride = mask.data_ptr(), mask.stride(0)
             for block in self._attention:
@@ -214,6 +231,36 @@ class Steps:
         for block, place in self._last:
             _pack(block, place, out)
         self._chain.run()
+
+
+def _a_token_each(block: Buffer, tokens: int) -> list[Buffer]:
+    """The step of attention of each of a sequence's new tokens, from that of all: the same one where there is but one."""
+    if tokens == 1:
+        return [block]
+    (qkv, qkv_stride, out, out_stride) = _WHERE.unpack_from(block, _QKV)
+    steps = []
+    for token in range(tokens):
+        steps.append(ctypes.create_string_buffer(block.raw, len(block)))
+        _WHERE.pack_into(steps[-1], _QKV, qkv + token * qkv_stride, qkv_stride, out + token * out_stride, out_stride)
+        _pack(steps[-1], ATTEND.offset("tokens"), 1)
+    return steps
+
+
+def _point_each(blocks: Sequence[Buffer], block: Buffer, width: int) -> None:
+    """Point the steps of attention of single tokens to where that of all is pointed to; width: bytes from a token's cosines to the next."""
+    if len(blocks) == 1:
+        return
+    first, last = ATTEND.offset("cos"), ATTEND.offset("length")
+    changing = block.raw[first:last]
+    for token, one in enumerate(blocks):
+        ctypes.memmove(ctypes.addressof(one) + first, changing, len(changing))
+        _ROTARY.pack_into(one, first, *(at + token * width for at in _ROTARY.unpack_from(block, first)))
+
+
+def _with(plan: Plan, attention: Sequence[Buffer]) -> Iterator[Buffer]:
+    """A layer's steps, with these in the place of its attention."""
+    for block in plan.blocks:
+        yield from attention if block is plan.attention[0] else (block,)
 
 
 def _looked_up(table: tuple[Geometry, int] | None, factor: float, rows: int, width: int, ids: int, out: int) -> list[Buffer]:
