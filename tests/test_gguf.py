@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from llama_server import LlamaCpp, needs_llama_cpp
-from samples import random_codes
+from samples import random_codes, same_codes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -196,6 +196,24 @@ def test_tensors_longer_than_a_chunk(tmp_path: Path) -> None:
     assert isinstance(back, Codes)
     assert torch.equal(back.data, codes.data)
     assert torch.equal(back.scale, codes.scale)
+
+
+@pytest.mark.parametrize("kernel", [ggml.extract, extract], ids=["torch", "kernel"])
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_1", "q8_0", "q4_K", "tq1_0", "mxfp4"])
+def test_tensors_in_chunks(name: str, kernel: ggml.Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types with fields, whose codes are extracted into their place, and others; the last chunk is a shorter one."""
+    number = ggml.NUMBERS[name]
+    shape = (5, 256)
+    torch.manual_seed(0)
+    blocks = torch.randint(60, (5, ggml.TYPES[number].row_bytes(256)), dtype=torch.uint8)  # of which no float16 is infinite
+    writer = gguf.Writer(tmp_path / "a.gguf", {}, {"w": (number, shape)})
+    writer.write("w", blocks)
+    writer.finish()
+    entry = gguf.read_header(tmp_path / "a.gguf").entries["w"]
+    monkeypatch.setattr(gguf, "_CHUNK_WEIGHTS", 512)
+    back = gguf.read(entry, kernel)
+    assert isinstance(back, Codes)
+    assert same_codes(back, ggml.decode(ggml.TYPES[number], shape, blocks))
 
 
 def parts_of(source: Path, folder: Path, count: int, **changes: Any) -> Path:

@@ -136,3 +136,11 @@ def peak_memory() -> int | None:
             return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
     except OSError:
         return None
+
+
+def size_text(count: int) -> str:
+    """A human-readable number of bytes, in powers of 1000: "90.9 MB"."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.95 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -209,7 +209,7 @@ def _lines_gpus(gpus: dict[str, Any]) -> list[str]:
 
 
 def _lines_cache(cache: dict[str, Any]) -> list[str]:
-    from halfbyte.nn.report import size_text
+    from halfbyte.memory import size_text
 
     return [f"{cache['folder'] or 'none'}: {cache['files']} files, {size_text(cache['bytes'])}", *filter(None, [cache["trouble"]])]
 

@@ -13,7 +13,7 @@ from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
 from halfbyte.cli.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 from halfbyte.io.files import is_file, is_there
-from halfbyte.memory import peak_memory
+from halfbyte.memory import peak_memory, size_text
 
 if TYPE_CHECKING:
     from halfbyte.language.generate import Generation
@@ -96,7 +96,9 @@ def open_own(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
         from halfbyte.language.generation_defaults import TOP_K, sampling_defaults
         from halfbyte.language.model import LanguageModel
         from halfbyte.language.sampling import Sampling
-        from halfbyte.nn.config import Config
+
+        if args.format is not None:  # the modules that quantize take long to import
+            from halfbyte.nn.config import Config
 
     try:
         if args.device == "cpu" and args.dtype not in (None, "float32"):
@@ -287,8 +289,6 @@ def _peak(device: str) -> int | None:
 
 def in_words(facts: dict[str, Any]) -> str:
     """One human-readable line."""
-    from halfbyte.nn.report import size_text
-
     parts = [
         f"prompt {facts['prompt_tokens']} tokens, {facts['prompt_tokens_per_second']:.1f}/s",
         f"{facts['new_tokens']} new, {facts['decode_tokens_per_second']:.1f}/s",

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.checkpoint.files import weight_files
     from halfbyte.checkpoint.loading import open_model
     from halfbyte.io.safetensors import Reader
-    from halfbyte.nn.report import size_text
+    from halfbyte.memory import size_text
 
     model = open_model(args.path, floats=True) if _is_described(args.path) else None
     if model is not None:
@@ -88,7 +88,7 @@ def _cells(row: dict[str, Any], otherwise: bool) -> tuple[str, ...]:
 
 def _sizes(row: dict[str, Any], key: str) -> tuple[str, str]:
     """Bytes, and bits of an element."""
-    from halfbyte.nn.report import size_text
+    from halfbyte.memory import size_text
 
     elements = math.prod(row["shape"])
     return size_text(row[key]), f"{8 * row[key] / elements:.2f}" if elements else ""

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -86,15 +87,19 @@ class BlockType:
         return k // self.weights * self.nbytes
 
 
-# The codes of blocks [B, nbytes] of a type with fields, as Codes store them.
-Extract = Callable[[BlockType, Tensor], Tensor]
+class Extract(Protocol):
+    """Computes the codes of blocks [B, nbytes] of a type with fields, as Codes store them."""
+
+    def __call__(self, kind: BlockType, blocks: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the codes [B, weights * bits / 8]: `out`, contiguous, where it is given."""
 
 
-def extract(kind: BlockType, blocks: Tensor) -> Tensor:
+def extract(kind: BlockType, blocks: Tensor, out: Tensor | None = None) -> Tensor:
     """An Extract; `kernels/cpu/extract.py` does the same faster."""
     parts = (_fields(blocks[:, f.at : f.at + f.size], f.run, f.bits) << f.place for f in kind.fields)
     q = reduce(torch.bitwise_or, parts) + kind.added
-    return pack_nibbles(q) if kind.format.bits == 4 else q.view(torch.int8) if kind.format.signed else q
+    codes = pack_nibbles(q) if kind.format.bits == 4 else q.view(torch.int8) if kind.format.signed else q
+    return codes if out is None else out.copy_(codes)
 
 
 def decode(kind: BlockType, shape: tuple[int, ...], data: Tensor, extract: Extract = extract) -> Codes:

@@ -25,6 +25,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -389,8 +390,11 @@ def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Ext
     parts = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in flat.items()}
     for first in range(0, count, step):
         last = min(count, first + step)
-        for name, tensor in _decoded(kind, last - first, file, entry.place.path, extract).tensors().items():
-            parts[name][first:last] = tensor
+        into = {name: tensor[first:last] for name, tensor in parts.items()}
+        codes = _decoded(kind, last - first, file, entry.place.path, partial(extract, out=into["data"]))
+        for name, tensor in codes.tensors().items():
+            if tensor.data_ptr() != into[name].data_ptr():  # types without fields have their codes elsewhere
+                into[name].copy_(tensor)
     return Codes.from_tensors(kind.format, (count, kind.weights), parts).reshape(entry.shape)
 
 

@@ -26,6 +26,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file
 from halfbyte.io.gguf import File, is_gguf, read_header
+from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.nn.described import Candidate
 from halfbyte.ops.layers import Weight
 
@@ -242,16 +243,24 @@ class PackedTensors:
             raise CheckpointError(f"{name} is {list(shape)} in the files, but config.json makes it {[*shape[:-1], other]}")
         try:
             parts = [self._source.codes(name) for name in names]
-            codes = _joined(parts, _ROWS)
+            if not self._is_packed_in_parts(parts):
+                parts = [_joined(parts, _ROWS)]
         except FormatError as e:
             raise UnsupportedError(f"{names[0]} cannot be {first.format}: {e}") from e
         biases = [self.tensor(name) for name in bias]
         joined = None if not biases else torch.cat(biases, -1)
-        if joined is not None and joined.shape[-1] != codes.shape[-2]:
-            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {codes.shape[-2]} rows: not of one layer")
+        rows = sum(part.shape[-2] for part in parts)
+        if joined is not None and joined.shape[-1] != rows:
+            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
         with self._packing:
-            packed = ops.pack(codes, self._device, sparse=self._sparse)
-        return Weight(packed, joined, first.compute, first.activation)  # type: ignore[arg-type]
+            packed = [ops.pack(part, self._device, sparse=self._sparse) for part in parts]
+        whole = packed[0] if len(packed) == 1 else ops.join(packed)
+        return Weight(whole, joined, first.compute, first.activation)  # type: ignore[arg-type]
+
+    def _is_packed_in_parts(self, parts: Sequence[Codes]) -> bool:
+        """Whether weights are packed one by one into memory side by side, which takes no copy of their codes: on a CPU, where each fills
+        whole panels."""
+        return self._device.type == "cpu" and all(len(part.shape) == 2 and part.shape[0] % PANEL == 0 for part in parts)
 
     def tensor(self, name: str) -> Tensor:
         self._check(name)

@@ -29,11 +29,12 @@ from torch.nn import functional
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.sharding import Ranges, narrowed, take
+from halfbyte.memory import size_text
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import PART, QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.parallel_plan import Cut, Plan, holders, make_plan, without_numbers
 from halfbyte.nn.parallel_sum import all_reduce, prepare
-from halfbyte.nn.report import size_text, table
+from halfbyte.nn.report import table
 from halfbyte.nn.weight_view import pack_like
 from halfbyte.ops.library import differentiated
 

@@ -15,6 +15,7 @@ from halfbyte.formats.dense import stored_bytes
 from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.sparse import SPARSITY
+from halfbyte.memory import size_text
 from halfbyte.nn.candidates import candidates, own_tensors
 from halfbyte.nn.config import Config, decide
 from halfbyte.nn.expanded import expanded
@@ -215,14 +216,6 @@ def _zeros_left_out(model: nn.Module) -> Iterator[str]:
     weights = _weights(model)
     if sparse := [packed for packed in weights if packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE)]:
         yield f"{SPARSITY}: half of the codes, zeros, are left out of {len(sparse)} of {len(weights)} weights in memory"
-
-
-def size_text(count: int) -> str:
-    """A human-readable number of bytes, in powers of 1000: "90.9 MB"."""
-    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.95 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -63,11 +63,12 @@ def _part(field: Field, source: Value, first: int, type_: str) -> Value:
     return (found & (1 << field.bits) - 1) << field.place
 
 
-def extract(kind: BlockType, blocks: Tensor) -> Tensor:
-    """`formats.ggml.extract(kind, blocks)`, fast."""
+def extract(kind: BlockType, blocks: Tensor, out: Tensor | None = None) -> Tensor:
+    """`formats.ggml.extract(kind, blocks, out)`, fast."""
     fmt, blocks = kind.format, blocks.contiguous()
-    dtype = torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8
-    out = torch.empty(len(blocks), kind.weights * fmt.bits // 8, dtype=dtype, device="cpu")
+    if out is None:
+        dtype = torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8
+        out = torch.empty(len(blocks), kind.weights * fmt.bits // 8, dtype=dtype, device="cpu")
     spec = ExtractSpec(kind.weights, kind.nbytes, fmt.bits, kind.added, kind.fields)
     values = {"data": blocks.data_ptr(), "out": out.data_ptr(), "blocks": len(blocks)}
     block = EXTRACT.struct().pack(compiled(build, spec, current()), 0, runtime.openmp_address(), 0, *values.values())
