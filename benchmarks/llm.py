@@ -8,7 +8,7 @@
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte halfbyte-compiled
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte llama-bench --gguf model.gguf
     python benchmarks/llm.py --device cuda --size 8b --batch 128 --contenders halfbyte halfbyte-int8-cache    a step of many sequences
-    python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-fused     what shorten_ gains
+    python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-fused     what replaced forwards gain
 
 "llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
 for this CPU (--llama-bench names it).
@@ -287,7 +287,7 @@ class Torch:
         opening = {} if self.model is None else {"open_seconds": time.perf_counter() - begin}
         if self.model is None:
             form = args.format if args.worker.startswith("halfbyte") else None
-            how = {"sparse": args.worker.endswith("2:4"), "shortened": not args.worker.endswith("fused")}
+            how = {"sparse": args.worker.endswith("2:4"), "optimized": not args.worker.endswith("fused")}
             self.model = make_model(config(args), args.device, form, **how)
         if "int4" in args.worker:
             with_int4pack(self.model)

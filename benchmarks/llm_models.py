@@ -158,13 +158,13 @@ def make_config(family: str, size: str, longest: int = 2048, layers: int | None 
 
 
 def make_model(
-    config: Any, device: str = "cpu", format: str | None = None, *, sparse: bool = False, shortened: bool = True, mesh: Any = None
+    config: Any, device: str = "cpu", format: str | None = None, *, sparse: bool = False, optimized: bool = True, mesh: Any = None
 ) -> Any:
     """A causal model with random weights on the device, made layer by layer, the same for every contender.
 
     format     of the linear layers, and of an embedding that is not tied to the head, else q8_0, as in files of llama.cpp; None: floats
     sparse     linear layers are pruned first, to 2:4
-    shortened  `shorten_` is called, as `optimize_` does
+    optimized  forwards are replaced, as `optimize_` does
     mesh       of processes that share it
     """
     import torch
@@ -202,7 +202,7 @@ def make_model(
                 model.set_submodule(name, made)
     if mesh is not None:
         parallelize_(model, mesh)
-    if not shortened:
+    if not optimized:
         generate_fast(fuse_(model))
         return model.eval()
     model = ready(model, device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from language_model import make_decoder
-from shortened_models import native_calls, step_calls
+from optimized_models import native_calls, step_calls
 from torch import nn
 from transformers import BertConfig, BertModel, DynamicCache
 
@@ -19,10 +19,10 @@ import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.integrations import embedding, encoder_stack, encoding, model_step, stack
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE, any_value, bind, cache_name, is_true, parameters_of, unset, why_unknown
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.live_layers import LAYER_ARGUMENTS
-from halfbyte.integrations.shortened import Shortened
+from halfbyte.integrations.replaced import ReplacedForward
 
 KNOWN = {"x": any_value, CACHE: any_value, "mask": any_value, "output_attentions": unset, "is_causal": is_true}
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -120,8 +120,8 @@ def test_every_encoder_stack_has_a_known_signature_and_output(name: str) -> None
 def test_a_replaced_forward_tells_the_signature_of_the_original(llama: Any) -> None:
     """transformers and peft look there for what a model takes."""
     names = parameters_of(type(llama.model).forward)
-    shorten_(hb.fuse_(llama))
-    assert isinstance(llama.model, Shortened)
+    replace_forwards_(hb.fuse_(llama))
+    assert isinstance(llama.model, ReplacedForward)
     assert parameters_of(llama.model.forward) == names
 
 
@@ -129,7 +129,7 @@ def test_a_replaced_forward_tells_the_signature_of_the_original(llama: Any) -> N
 def test_a_stack_takes_the_cache_by_both_names(llama: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name not in (KV_CACHE, OLD_CACHE):
         pytest.skip("the installed version has no such argument")
-    shorten_(hb.fuse_(llama))
+    replace_forwards_(hb.fuse_(llama))
     calls, cache = native_calls(monkeypatch), DynamicCache(config=llama.config)
     with torch.no_grad():
         llama.model(IDS, use_cache=True, **{name: cache})
@@ -150,7 +150,7 @@ def test_what_is_not_understood_goes_to_the_original(llama: Any, call: Callable[
     hb.fuse_(llama)
     with torch.no_grad():
         expected = call(llama)
-        shorten_(llama)
+        replace_forwards_(llama)
         calls = native_calls(monkeypatch)
         assert torch.equal(call(llama), expected)
         assert not calls
@@ -159,7 +159,7 @@ def test_what_is_not_understood_goes_to_the_original(llama: Any, call: Callable[
 
 
 def test_a_token_with_an_argument_that_is_not_understood(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_(hb.fuse_(llama))
+    replace_forwards_(hb.fuse_(llama))
     calls = step_calls(monkeypatch)
     with torch.no_grad():
         past = llama(IDS, use_cache=True)[KV_CACHE]
@@ -182,7 +182,7 @@ def changed_forward(self: Any, hidden_states: Any, attention_mask: Any = None, t
 def test_a_signature_that_is_not_known_is_not_replaced(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hb.fuse_(llama)
     monkeypatch.setattr(type(llama.model.layers[0]), "forward", changed_forward)
-    shorten_(llama)
+    replace_forwards_(llama)
     assert not stack.is_compiled_stack(llama.model)
     assert any("its forward takes tilt, which this version of halfbyte does not know" in note for note in hb.report(llama).notes)
 
@@ -190,15 +190,15 @@ def test_a_signature_that_is_not_known_is_not_replaced(llama: Any, monkeypatch: 
 def test_an_encoder_whose_signature_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hb.fuse_(hb.quantize_(BertModel(BertConfig(vocab_size=40, **SMALL)).eval(), "q4_0"))
     monkeypatch.setattr(type(model.encoder), "forward", changed_forward)
-    shorten_(model)
-    assert not any(isinstance(module, Shortened) for module in model.encoder.modules())  # type: ignore[union-attr]
+    replace_forwards_(model)
+    assert not any(isinstance(module, ReplacedForward) for module in model.encoder.modules())  # type: ignore[union-attr]
     assert any("its forward takes tilt" in note for note in hb.report(model).notes)
 
 
 def test_private_methods_of_generate_that_changed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.GenerationMixin, "_prefill", lambda self, input_ids, everything: None)
     generate_fast(llama)
-    assert not isinstance(llama, Shortened)
+    assert not isinstance(llama, ReplacedForward)
     assert any("other parameters of _prefill" in note for note in hb.report(llama).notes)
 
 
@@ -209,7 +209,7 @@ def test_a_class_with_a_loop_of_its_own(llama: Any) -> None:
 
     llama.__class__ = Own
     generate_fast(llama)
-    assert not isinstance(llama, Shortened)
+    assert not isinstance(llama, ReplacedForward)
 
 
 def test_an_attention_argument_that_is_not_understood() -> None:

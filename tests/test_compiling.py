@@ -33,7 +33,7 @@ class Elsewhere(nn.Module):
         self.seen.append(tuple(input_ids.shape))
 
 
-def test_models_of_shortened_layers_are_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_compiled_layers_are_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for a prompt and once for a token, in which nothing is launched; others, in which results may be addresses, are not."""
     monkeypatch.setattr("halfbyte.integrations.compiling.triton_trouble", lambda: None)
     monkeypatch.setattr(relaunch, "broken", lambda _: None)

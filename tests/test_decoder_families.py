@@ -15,12 +15,12 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from shortened_models import beside, close, layer_calls
+from optimized_models import beside, close, layer_calls
 from transformers import DynamicCache, StaticCache
 
-from halfbyte.integrations import decoding, decoding_gpu
+from halfbyte.integrations import forwards, decoding_gpu
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.explain_model import explain_model
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.config import Config
@@ -196,9 +196,9 @@ def test_inputs_that_are_given(calls: list[bool]) -> None:
 def test_experts_of_gemma4_are_left() -> None:
     config = gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
     model = quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), Config("q4_0"))
-    short = shorten_(fuse_(model))
+    short = replace_forwards_(fuse_(model))
     for device in ("cpu", "cuda"):
-        assert decoding.why_not_native(short.model.layers[0], device) == "its config has enable_moe_block = True"
+        assert forwards.why_not_native(short.model.layers[0], device) == "its config has enable_moe_block = True"
 
 
 @torch.no_grad()
@@ -240,10 +240,10 @@ def test_of_hybrids_layers_with_attention(more: dict[str, Any], reason: str | No
     config = transformers.GraniteMoeHybridConfig(**WITHOUT | HYBRID | {"num_local_experts": 0} | more)
     torch.manual_seed(3)
     plain = quantize_(transformers.AutoModelForCausalLM.from_config(config).eval(), Config("q4_0", compute="float"))
-    short = shorten_(fuse_(copy.deepcopy(plain)))
+    short = replace_forwards_(fuse_(copy.deepcopy(plain)))
     taken = reason is None
     assert is_compiled_stack(short.model) == taken
-    assert decoding.why_not_native(plain.model.layers[1], "cpu") == (None if taken else f"its config has {reason}")
+    assert forwards.why_not_native(plain.model.layers[1], "cpu") == (None if taken else f"its config has {reason}")
     ids = torch.randint(3, 99, (1, 9), generator=torch.Generator().manual_seed(1))
     kept = [transformers.DynamicCache(config=config) for _ in range(2)]
     for piece in (ids, ids[:, :1], ids[:, 1:2]):
@@ -300,8 +300,8 @@ def test_integers(kind: str, calls: list[bool]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_gpus_leave_to_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair(kind)
-    reason = decoding.why_not_native(short.model.layers[0], "cuda")
-    assert reason == decoding.why_not_native(plain.model.layers[0], "cuda") == LEFT.get(kind)
+    reason = forwards.why_not_native(short.model.layers[0], "cuda")
+    assert reason == forwards.why_not_native(plain.model.layers[0], "cuda") == LEFT.get(kind)
     if reason is None:  # `test_decoding.py` has these
         return
     assert explain_model(short, "sm_90").groups[0].reason == reason
@@ -333,7 +333,7 @@ def test_text_with_images(kind: str, calls: list[bool]) -> None:
         if "norm" in one or "bias" in one:
             torch.nn.init.normal_(parameter, 0.5, 0.3)
     fuse_(quantize_(plain, Config("q4_0", compute="float")))
-    short = shorten_(copy.deepcopy(plain))
+    short = replace_forwards_(copy.deepcopy(plain))
     assert is_compiled_stack(short)
     x, places, found = torch.randn(1, 10, 48), torch.randint(0, 20, (3, 1, 10)).sort(-1).values, []
     added = {"visual_pos_masks": torch.arange(9)[None] % 3 > 1, "deepstack_visual_embeds": [torch.ones(3, 48)]} if "3" in kind else {}

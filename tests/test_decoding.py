@@ -21,8 +21,8 @@ from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
-from halfbyte.integrations import decoding, decoding_gpu
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations import forwards, decoding_gpu
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -42,13 +42,13 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def is_native(model: Any) -> bool:
-    """Whether the stack's forward is replaced after `shorten_`."""
-    assert shorten_(model) is model
+    """Whether the stack's forward is replaced after `replace_forwards_`."""
+    assert replace_forwards_(model) is model
     return is_compiled_stack(model.model)
 
 
 def pair(kind: str) -> tuple[Any, Any]:
-    """(plain, shortened)"""
+    """(plain, with native calls)"""
     torch.manual_seed(5)
     model = KINDS[kind]().eval()
     for name, parameter in model.named_parameters():
@@ -137,7 +137,7 @@ def test_other_layers_stay() -> None:
     quantize_(other, Config("int8_channel", compute="int8"))
     fuse_(other)
     layer = other.model.layers[0]
-    assert decoding.why_not_native(layer) == "its q_proj is to compute in int8", "integers were asked for, on a GPU"
+    assert forwards.why_not_native(layer) == "its q_proj is to compute in int8", "integers were asked for, on a GPU"
     assert is_native(other), "on a CPU they are no reason"
 
 
@@ -221,7 +221,7 @@ def test_the_report_says_which_layers_are_left_and_why() -> None:
     model = KINDS["qwen2"]().eval()
     quantize_(model, Config("q4_0", compute="float", skip=["lm_head", "model.layers.1.mlp.down_proj"]))
     fuse_(model)
-    shorten_(model)
+    replace_forwards_(model)
     text = str(report(model))
     assert "model: 1 of 2 layers take native calls; layer 1: its down_proj is a Linear, which is not quantized" in text
 
@@ -241,12 +241,12 @@ def test_why_a_layer_is_left(change: Callable[[Any], object], reason: str) -> No
     model = KINDS["llama"]()
     quantize_(model, Config("q4_0", compute="float", skip=["lm_head"]))
     layer = model.model.layers[0]
-    assert "are not computed together" in (decoding.why_not_native(layer) or "")
+    assert "are not computed together" in (forwards.why_not_native(layer) or "")
     fuse_(model)
-    assert decoding.why_not_native(layer) is None
+    assert forwards.why_not_native(layer) is None
     change(layer)
-    assert decoding.why_not_native(layer) == reason
-    assert "is none of" in (decoding.why_not_native(torch.nn.Linear(2, 2)) or "")
+    assert forwards.why_not_native(layer) == reason
+    assert "is none of" in (forwards.why_not_native(torch.nn.Linear(2, 2)) or "")
 
 
 def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,13 @@ pytest.importorskip("transformers")
 
 import decoder_parts
 from language_model import make_decoder
-from shortened_models import Shifted, beside, close, native_calls
+from optimized_models import Shifted, beside, close, native_calls
 from transformers import DynamicCache, StaticCache
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import why_not_native
+from halfbyte.integrations.forwards import why_not_native
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_

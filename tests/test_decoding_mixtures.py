@@ -13,14 +13,14 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
-from shortened_models import beside, close, native_calls
+from optimized_models import beside, close, native_calls
 from tiny_decoders import MIXTURE_SIZES, MIXTURES, SPARSE
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from halfbyte.integrations import decoding
+from halfbyte.integrations import forwards
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.explain_model import explain_model
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.integrations.token_step import TokenStep
@@ -227,14 +227,14 @@ def test_hooks_are_called(calls: list[tuple[int, int, int]]) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["phimoe", "gpt-oss"])
 def test_experts_of_other_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where layers are not one call the experts alone are, of few tokens, and where `shorten_` was called."""
+    """Where layers are not one call the experts alone are, of few tokens, and where `replace_forwards_` was called."""
     found: list[tuple[int, ...]] = []
     call = Mixture.__call__
     monkeypatch.setattr(Mixture, "__call__", lambda self, x, *args: (found.append(tuple(x.shape)), call(self, x, *args))[1])
     torch.manual_seed(7)
     plain = MIXTURES[kind]().eval() if kind in MIXTURES else make_decoder("Phimoe", **SPARSE, pad_token_id=0).eval()
     quantize_(plain, Config("q4_0", compute="float", skip=["*.o_proj"]))
-    short = shorten_(copy.deepcopy(plain))
+    short = replace_forwards_(copy.deepcopy(plain))
     assert not is_compiled_stack(short.model)
     widths = (3, 1, 40, 1)
     logits = [steps(model, DynamicCache(config=plain.config), widths) for model in (short, plain)]
@@ -351,7 +351,7 @@ def test_factors_and_groups_are_seen(calls: list[tuple[int, int, int]]) -> None:
 def test_olmoe_that_clips_is_left() -> None:
     torch.manual_seed(7)
     model = MIXTURES["olmoe"](clip_qkv=3.0).eval()
-    shorten_(fuse_(quantize_(model, "q4_0")))
+    replace_forwards_(fuse_(quantize_(model, "q4_0")))
     assert not is_compiled_stack(model.model)
     assert any("its config has clip_qkv" in note for note in report(model).notes)
 
@@ -372,18 +372,18 @@ def test_what_is_said() -> None:
     for step in ("shared_expert", "experts", "gate"):
         assert f"{step}" in said
     layer = short.model.layers[0]
-    assert decoding.why_not_native(layer, "cpu") is None
-    assert decoding.why_not_native(layer) is decoding.why_not_native(plain.model.layers[0]) is None
+    assert forwards.why_not_native(layer, "cpu") is None
+    assert forwards.why_not_native(layer) is forwards.why_not_native(plain.model.layers[0]) is None
     layer.mlp.shared_expert.down_proj.compute = "int8"
-    assert decoding.why_not_native(layer) == "its experts are to compute in int8"
+    assert forwards.why_not_native(layer) == "its experts are to compute in int8"
     oss = pair("gpt-oss")[1].model.layers[0]
-    assert decoding.why_not_native(oss) is None
+    assert forwards.why_not_native(oss) is None
     oss.self_attn.config._attn_implementation = "sdpa"
-    assert decoding.why_not_native(oss) == "its attention is not transformers' eager one, which alone has its sinks"
+    assert forwards.why_not_native(oss) == "its attention is not transformers' eager one, which alone has its sinks"
     torch.manual_seed(7)
     model = make_decoder("Mixtral", **{**MIXTURE_SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
-    shorten_(fuse_(quantize_(model, "q4_0")))
+    replace_forwards_(fuse_(quantize_(model, "q4_0")))
     assert any("72 gates are not whole panels of 32" in note for note in report(model).notes)
     kept = make_decoder("Mixtral", **MIXTURE_SIZES, num_local_experts=4, num_experts_per_tok=2).eval()
-    shorten_(fuse_(quantize_(kept, Config("q4_0", skip=["*.experts.*"]))))
+    replace_forwards_(fuse_(quantize_(kept, Config("q4_0", skip=["*.experts.*"]))))
     assert any("its experts are not quantized" in note for note in report(kept).notes)

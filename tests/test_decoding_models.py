@@ -13,12 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from shortened_models import close, step_calls
+from optimized_models import close, step_calls
 from tiny_decoders import KINDS, from_kind, vary_
 from transformers import DynamicCache
 
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.stack import compiled
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -32,7 +32,7 @@ def pair(kind: str, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any
     model = from_kind(kind).eval()
     vary_(model)
     quantize_(model.to(dtype), Config("q4_0", **{"compute": "float"} | how))
-    return model, shorten_(copy.deepcopy(fuse_(model)))
+    return model, replace_forwards_(copy.deepcopy(fuse_(model)))
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
-from shortened_models import close, step_calls
+from optimized_models import close, step_calls
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from halfbyte.errors import ArgumentError
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.growing import Growing
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -36,7 +36,7 @@ def pair(kind: str = "Llama", compute: str = "float", **more: Any) -> tuple[Any,
     model = make_decoder(kind, **SIZES, **more).eval()
     model.set_attn_implementation("sdpa")
     fuse_(quantize_(model, Config("q4_0", compute=compute)))
-    return model, shorten_(copy.deepcopy(model))
+    return model, replace_forwards_(copy.deepcopy(model))
 
 
 @pytest.fixture

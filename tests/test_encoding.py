@@ -23,7 +23,7 @@ from halfbyte.cli import main
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoder_stack
 from halfbyte.integrations.calls import parameters_of
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.explain_model import explain_model
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -31,7 +31,7 @@ from halfbyte.nn.fused import fuse_
 from halfbyte.nn.report import remarks
 
 
-def pair(kind: str = "bert", *, shortened: bool = True, fused: bool = True, **more: Any) -> tuple[Any, Any]:
+def pair(kind: str = "bert", *, optimized: bool = True, fused: bool = True, **more: Any) -> tuple[Any, Any]:
     """(as transformers computes it, in one call)"""
     torch.manual_seed(7)
     model = make_encoder(kind, **more)
@@ -40,7 +40,7 @@ def pair(kind: str = "bert", *, shortened: bool = True, fused: bool = True, **mo
     if fused:
         fuse_(model)
     short = copy.deepcopy(model)
-    return model, shorten_(short) if shortened else short
+    return model, replace_forwards_(short) if optimized else short
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -214,17 +214,17 @@ def test_weights_that_change(calls: list[int]) -> None:
 
 def test_what_stays_as_it_is() -> None:
     def reason(model: Any) -> str:
-        (text,) = [text.partition("layer 0: ")[2].partition("; ")[0] for text in remarks(shorten_(model)) if "layer 0: " in text]
+        (text,) = [text.partition("layer 0: ")[2].partition("; ")[0] for text in remarks(replace_forwards_(model)) if "layer 0: " in text]
         return text
 
-    assert reason(pair(shortened=False, fused=False)[1]).startswith("query+key+value are not computed together")
-    assert reason(pair(shortened=False, hidden_act="relu")[1]).startswith("its intermediate.dense has no GELU")
-    assert reason(pair(shortened=False, is_decoder=True)[1]) == "it is a decoder"
-    eager = pair(shortened=False)[1]
+    assert reason(pair(optimized=False, fused=False)[1]).startswith("query+key+value are not computed together")
+    assert reason(pair(optimized=False, hidden_act="relu")[1]).startswith("its intermediate.dense has no GELU")
+    assert reason(pair(optimized=False, is_decoder=True)[1]) == "it is a decoder"
+    eager = pair(optimized=False)[1]
     eager.set_attn_implementation("eager")
     assert reason(eager) == "its attn_implementation is \"eager\", not 'sdpa' or 'halfbyte'"
     assert "is a Linear, which is not quantized" in reason(CASES["bert"]())
-    odd = pair(shortened=False, hidden_size=24, num_attention_heads=4)[1]  # found where weights are looked at, as they may move
+    odd = pair(optimized=False, hidden_size=24, num_attention_heads=4)[1]  # found where weights are looked at, as they may move
     assert reason(odd) == "heads of 6 are not a multiple of 4"
     assert states(odd, inputs(odd, 3)).shape == (3, 24)
 
@@ -235,7 +235,7 @@ def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CASES[kind]().eval()
     torch.nn.init.normal_(model.embeddings.LayerNorm.bias)
     quantize_(model, Config("int4_g32", compute="float"))
-    plain, short = model.embeddings, shorten_(copy.deepcopy(model)).embeddings
+    plain, short = model.embeddings, replace_forwards_(copy.deepcopy(model)).embeddings
     assert (text := short.halfbyte_remark) == embedding.ONE_CALL
     assert text in "".join(remarks(short))
     calls: list[object] = []
@@ -280,6 +280,6 @@ def test_what_computes_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [step.name for step in layers.steps][2:] == ["attention.output.dense", "intermediate.dense", "output.dense"]
     assert pooler.names == ("pooler.dense",)
     reasons = [explain_model(model, device).groups[1].reason for model, device in ((plain, "cpu"), (short, "sm_90"))]
-    assert reasons == ["shorten_ has not been called", "one call is for CPUs"]
+    assert reasons == ["optimize_ has not been called", "one call is for CPUs"]
     other = hb.quantize_(tf.AlbertModel(tf.AlbertConfig(embedding_size=16, **SIZES)), "q8_0")
     assert (explain_model(other).groups[0].reason or "").startswith("a AlbertLayerGroup is none of BertLayer, ")

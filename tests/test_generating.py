@@ -34,8 +34,9 @@ import halfbyte
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import generating, graphs, text
 from halfbyte.integrations.calls import cache_name
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.generating import generate_fast
-from halfbyte.integrations.shortened import original
+from halfbyte.integrations.replaced import original
 from halfbyte.integrations.steps import Inputs, Step
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 512}
@@ -420,6 +421,6 @@ def test_the_model_is_still_itself(model: Any, tmp_path: Path) -> None:
     settings = {**prompt(9), "max_new_tokens": 12}
     expected = model.generate(**settings)
     pickled = pickle.loads(pickle.dumps(model))  # noqa: S301
-    for other in (copy.deepcopy(model), pickled, halfbyte.shorten_(copy.deepcopy(model))):
+    for other in (copy.deepcopy(model), pickled, replace_forwards_(copy.deepcopy(model))):
         assert type(other) is type(model)
         assert torch.equal(other.generate(**settings), expected)

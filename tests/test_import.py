@@ -43,7 +43,7 @@ def test_import_needs_no_optional_package() -> None:
 
 def test_the_whole_face_needs_llvmlite_at_most() -> None:
     """The CPU's kernels are the one part of the face that may import something big, but for what changes models of transformers."""
-    names = "".join(f"halfbyte.{name}\n" for name in PUBLIC if name not in ("HalfbyteConfig", "Int8Cache", "shorten_"))
+    names = "".join(f"halfbyte.{name}\n" for name in PUBLIC if name not in ("HalfbyteConfig", "Int8Cache"))
     assert _new_modules(f"import halfbyte\n{names}") <= {"llvmlite"}
 
 

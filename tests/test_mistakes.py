@@ -250,7 +250,6 @@ ANYTHING: Any = hb  # the same functions, of which no type is checked
         (lambda: ANYTHING.Config("q4_0", threads=2), "Config has no setting threads, got threads=2: the settings are format, method"),
         (lambda: ANYTHING.fuse_(model()), "fuse_ takes a quantized model, got a Sequential without quantized layers: call quantize_ first"),
         (lambda: ANYTHING.fuse_("a/path"), "fuse_ takes a model, a torch.nn.Module, got str"),
-        (lambda: ANYTHING.shorten_("a/path"), "shorten_ takes a model, a torch.nn.Module, got str"),
         (lambda: ANYTHING.load(None), "a model is named by its folder or file, a str or a Path, got None: pass its path"),
         (lambda: ANYTHING.load(b"a/path"), "a str or a Path, got bytes: pass its path"),
         (lambda: hb.load("a\0b"), r"a str or a Path, got 'a\\x00b': pass its path"),

@@ -15,6 +15,7 @@ from transformers import BertConfig, BertModel
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError
+from halfbyte.integrations.forwards import replace_forwards_
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}
 
@@ -29,7 +30,7 @@ def test_a_language_model(llama: Any) -> None:
     other = copy.deepcopy(llama)
     assert hb.optimize_(llama) is llama
     other.set_attn_implementation("halfbyte")
-    hb.shorten_(hb.fuse_(other))
+    replace_forwards_(hb.fuse_(other))
     assert llama.config._attn_implementation == "halfbyte"
     assert hb.report(llama).notes == hb.report(other).notes
     ids = torch.arange(5)[None]

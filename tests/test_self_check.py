@@ -18,7 +18,7 @@ import halfbyte as hb
 from halfbyte.integrations import encoder_stack, self_check, stack
 from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.self_check import SelfCheck, relative_difference, tolerance
-from halfbyte.integrations.shortened import Shortened
+from halfbyte.integrations.replaced import ReplacedForward
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -59,7 +59,7 @@ def forgets_the_prompt(module: Any, call: dict[str, Any], run: Callable[..., Any
 def test_a_model_that_is_right_is_optimized(compute: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = counted(monkeypatch)
     model = hb.optimize_(llama(compute, dtype))
-    assert isinstance(model, Shortened)
+    assert isinstance(model, ReplacedForward)
     assert len(calls) == 2
     hb.optimize_(llama(compute, dtype))
     assert len(calls) == 2, "the verdict is remembered"
@@ -101,7 +101,7 @@ def test_a_model_that_forgets_its_prompt_is_left_plain(monkeypatch: pytest.Monke
 def assert_plain(model: nn.Module, plain: nn.Module) -> None:
     """Whether a model has the classes of modules, the weights and the attention of another one."""
     assert [(name, type(module)) for name, module in model.named_modules()] == [(name, type(m)) for name, m in plain.named_modules()]
-    assert not any(isinstance(module, (Shortened, FusedLinear, GeluLinear)) for module in model.modules())
+    assert not any(isinstance(module, (ReplacedForward, FusedLinear, GeluLinear)) for module in model.modules())
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert model.config._attn_implementation == plain.config._attn_implementation  # type: ignore[union-attr]
@@ -148,13 +148,13 @@ def test_an_image_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ViTConfig(**SMALL, image_size=16, patch_size=8)
     model = hb.optimize_(hb.quantize_(ViTModel(config).eval(), hb.Config("q4_0", compute="float")))
     assert len(calls) == 2
-    assert any(isinstance(module, Shortened) for module in model.modules())
+    assert any(isinstance(module, ReplacedForward) for module in model.modules())
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_CHECK", "0")
     calls = counted(monkeypatch)
-    assert isinstance(hb.optimize_(llama()), Shortened)
+    assert isinstance(hb.optimize_(llama()), ReplacedForward)
     assert not calls
 
 
@@ -184,7 +184,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
         monkeypatch.setattr(self_check, "_path", lambda key, path=path: path)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert isinstance(hb.optimize_(llama()), Shortened)
+            assert isinstance(hb.optimize_(llama()), ReplacedForward)
 
 
 def test_differences() -> None:
@@ -208,5 +208,5 @@ def test_a_model_that_it_cannot_call_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(self_check, "_outputs", refuses)
     model = hb.optimize_(llama())
-    assert isinstance(model, Shortened)
+    assert isinstance(model, ReplacedForward)
     assert any("not compared with the plain model" in note for note in hb.report(model).notes)

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 import halfbyte as hb
 from halfbyte import versions
-from halfbyte.integrations.shortened import Shortened
+from halfbyte.integrations.replaced import ReplacedForward
 from halfbyte.machine import GPUS
 from halfbyte.versions import TESTED, why_untested
 
@@ -72,7 +72,7 @@ def test_a_model_of_an_untested_version_stays_plain(monkeypatch: pytest.MonkeyPa
     pretend(monkeypatch, "transformers", "5.99.0")
     with pytest.warns(RuntimeWarning, match="without halfbyte's fused decoder and encoder layers"):
         hb.optimize_(model)
-    assert not any(isinstance(module, Shortened) for module in model.modules())
+    assert not any(isinstance(module, ReplacedForward) for module in model.modules())
     assert any("transformers 5.99.0 is newer" in note for note in hb.report(model).notes)
     assert model.generate(torch.arange(3)[None], max_new_tokens=2).shape == (1, 5)
 

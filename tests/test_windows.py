@@ -16,12 +16,12 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
-from shortened_models import close, native_calls
+from optimized_models import close, native_calls
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations import growing
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -50,7 +50,7 @@ def pair(kind: str) -> tuple[Any, Any]:
     model = make_decoder(family, **SIZES, **settings).eval()
     model.set_attn_implementation("sdpa")
     fuse_(quantize_(model, Config("q4_0", compute="float")))
-    return model, shorten_(copy.deepcopy(model))
+    return model, replace_forwards_(copy.deepcopy(model))
 
 
 @pytest.fixture

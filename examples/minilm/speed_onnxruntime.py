@@ -84,7 +84,7 @@ def runner(name: str, folder: Path) -> Callable[[Tensor], object]:
     if runtime == "halfbyte":
         hb.quantize_(model, hb.Config(kind))
         fuse_(model)
-        hb.shorten_(model)
+        hb.optimize_(model)
     if name.endswith(" compiled"):
         model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
     return lambda ids: model(input_ids=ids, attention_mask=torch.ones_like(ids))

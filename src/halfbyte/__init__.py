@@ -4,7 +4,7 @@
     print(halfbyte.report(model))
     halfbyte.save(model, "small"); model = halfbyte.optimize_(halfbyte.load("small", device="cuda"))
 
-Models        quantize_, Config, report; optimize_: fuse_ and shorten_; fold_batch_norms_; for transformers HalfbyteConfig,
+Models        quantize_, Config, report; optimize_, fuse_; fold_batch_norms_; for transformers HalfbyteConfig,
               Int8Cache
 Text          LanguageModel, Sampling: text without transformers
 Files         save, load, load_tensors, load_gguf; convert and export, file to file
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from halfbyte.formats.spec import Format as Format
     from halfbyte.formats.spec import as_format as as_format
     from halfbyte.integrations.cache import Int8Cache as Int8Cache
-    from halfbyte.integrations.decoding import shorten_ as shorten_
     from halfbyte.integrations.gguf import load_gguf as load_gguf
     from halfbyte.integrations.optimizing import optimize_ as optimize_
     from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
@@ -114,7 +113,6 @@ _HOMES = {
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.integrations.gguf": ("load_gguf",),
     "halfbyte.integrations.cache": ("Int8Cache",),
-    "halfbyte.integrations.decoding": ("shorten_",),
     "halfbyte.integrations.optimizing": ("optimize_",),
     "halfbyte.language.model": ("LanguageModel",),
     "halfbyte.language.sampling": ("Sampling",),

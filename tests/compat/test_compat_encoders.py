@@ -17,7 +17,7 @@ from halfbyte.integrations import encoder_stack
 from halfbyte.integrations.embedding import TABLES
 from halfbyte.integrations.encoder_stack import STACKS
 from halfbyte.integrations.encoding import LAYERS
-from halfbyte.integrations.shortened import Shortened, name_in_transformers
+from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers
 from halfbyte.nn.modules import QuantModule
 
 # By compute, as in test_compat_families.py.
@@ -60,7 +60,7 @@ def test_every_layer_has_a_case() -> None:
 
 
 def test_modules_are_replaced(case: str, models: Models) -> None:
-    replaced = [name_in_transformers(module) for module in models.optimized.modules() if isinstance(module, Shortened)]
+    replaced = [name_in_transformers(module) for module in models.optimized.modules() if isinstance(module, ReplacedForward)]
     wanted = [name_in_transformers(module) for module in models.plain.modules() if name_in_transformers(module) in STACKS | TABLES]
     assert replaced == wanted, str(hb.report(models.optimized))
     assert len(wanted) == 1 + any(name.startswith(f"{case}.") for name in TABLES)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from shortened_models import native_calls
+from optimized_models import native_calls
 from tiny_decoders import CASES, vary_
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.integrations.families import NAMES
-from halfbyte.integrations.shortened import name_in_transformers
+from halfbyte.integrations.replaced import name_in_transformers
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantModule

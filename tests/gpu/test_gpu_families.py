@@ -17,12 +17,12 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from shortened_models import Shifted, close
+from optimized_models import Shifted, close
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.decoder import gpu_layer
-from halfbyte.integrations import decoding, decoding_gpu, layer_gpu, prompt_gpu
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations import forwards, decoding_gpu, layer_gpu, prompt_gpu
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.graphs import static_cache
 from halfbyte.integrations.rings import Ring
 from halfbyte.integrations.stack import is_compiled_stack
@@ -129,9 +129,9 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     model.to(device)
     model.set_attn_implementation("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
-    short = shorten_(copy.deepcopy(fuse_(model)))
+    short = replace_forwards_(copy.deepcopy(fuse_(model)))
     assert is_compiled_stack(short.model)
-    assert {decoding.why_not_native(layer) for layer in short.model.layers} == {None}
+    assert {forwards.why_not_native(layer) for layer in short.model.layers} == {None}
     return model, short
 
 
@@ -333,7 +333,7 @@ def test_what_changes_attention_is_left_to_transformers(device: torch.device, pr
     with torch.no_grad():
         assert close(short(ids).logits, plain(ids).logits)
     assert not any(prompts)
-    assert decoding.why_not_native(short.model.layers[0]) == "its attention is of_ones_own, not sdpa or halfbyte or eager"
+    assert forwards.why_not_native(short.model.layers[0]) == "its attention is of_ones_own, not sdpa or halfbyte or eager"
 
 
 def of_ones_own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> tuple[Tensor, None]:
@@ -558,7 +558,7 @@ def test_what_is_left(device: torch.device) -> None:
     _, short = pair("granite", device)
     layer = short.model.layers[0]
     layer.mlp.down_proj.bias = torch.nn.Parameter(torch.zeros(192, device=device))
-    assert decoding.why_not_native(layer) == "what it adds has a factor and a bias"
+    assert forwards.why_not_native(layer) == "what it adds has a factor and a bias"
 
 
 # Rings

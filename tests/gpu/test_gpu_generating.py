@@ -30,9 +30,9 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def quantized() -> Any:
-    """Of shortened layers."""
+    """With compiled layers."""
     model = make(num_hidden_layers=3, hidden_size=256, intermediate_size=512).cuda()
-    hb.shorten_(hb.fuse_(hb.quantize_(model, "q4_0")))
+    hb.optimize_(hb.quantize_(model, "q4_0"))
     assert is_compiled_stack(model.model)
     return model
 
@@ -71,7 +71,7 @@ def test_tokens_are_transformers_own(model: Any, lengths: tuple[int, ...], asked
 
 @pytest.mark.parametrize("lengths", [(9,), (9, 5, 1)])
 @pytest.mark.parametrize("name", ["greedy", "sampled", "penalty", "ends"])
-def test_shortened_layers(quantized: Any, lengths: tuple[int, ...], name: str, captures: list[int]) -> None:
+def test_compiled_layers(quantized: Any, lengths: tuple[int, ...], name: str, captures: list[int]) -> None:
     found, expected = both(quantized, {**there(*lengths), "max_new_tokens": 60, "eos_token_id": None, **ASKED[name]})
     assert torch.equal(found, expected)
     assert len(captures) == (found.shape[1] - max(lengths) > 2)

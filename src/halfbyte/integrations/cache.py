@@ -3,7 +3,7 @@
     model.generate(**inputs, past_key_values=halfbyte.Int8Cache(model.config))
 
 `layouts/records.py` has the bytes. A layer of the cache is transformers' own, whose tensors [B, Hkv, T, D] hold records in the place of D
-elements: so what moves whole tokens (cropping, beams, windows) is transformers' code. Decoder layers that `shorten_` has changed read
+elements: so what moves whole tokens (cropping, beams, windows) is transformers' code. Decoder layers of optimized models read
 the codes on a CPU; other layers get all of the cache as floats whenever tokens enter it.
 """
 

@@ -12,7 +12,7 @@ import torch
 from halfbyte import env
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.calls import KV_CACHE
-from halfbyte.integrations.decoding import why_not_native
+from halfbyte.integrations.forwards import why_not_native
 from halfbyte.integrations.mixtures import routed_of
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.experts import MixtureOfExperts

@@ -1,4 +1,4 @@
-"""Decoder layers that `shorten_` has changed, on a GPU: one new token of each sequence, with a static cache, by the kernels of
+"""Decoder layers of optimized models on a GPU: one new token of each sequence, with a static cache, by the kernels of
 `decoder/gpu_layer.py`.
 
 What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
@@ -23,7 +23,7 @@ from halfbyte.integrations.kv_place import SharedStates
 from halfbyte.integrations.layer_gpu import Parts, halves, is_eager, own_input, routed
 from halfbyte.integrations.live_layers import all_norms, groups_of, third_of
 from halfbyte.integrations.rings import Later, Ring
-from halfbyte.integrations.shortened import products_of
+from halfbyte.integrations.replaced import products_of
 from halfbyte.integrations.static_codes import IN_CODES, scales_or_none
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
@@ -130,7 +130,7 @@ def _fits(x: Tensor, layers: list[Any], index: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A product or the attention of a layer that `shorten_` has changed. `kernel` computes it; a `reason` tells why torch's operations do
+    """A product or the attention of a layer of an optimized model. `kernel` computes it; a `reason` tells why torch's operations do
     (partly)."""
 
     name: str
@@ -144,7 +144,7 @@ def remarks(layer: Any, here: Gpu) -> list[str]:
 
 
 def steps(layer: Any, here: Gpu, rows: int = 1) -> tuple[Step, ...]:
-    """How a shortened layer computes one new token of each of `rows` sequences with a static cache on a GPU, which need not be present."""
+    """How a layer computes one new token of each of `rows` sequences with a static cache on a GPU, which need not be present."""
     first, second = halves(layer)
     dtype = all_norms(layer)[0].weight.dtype
     qkv, gates = groups_of(layer)

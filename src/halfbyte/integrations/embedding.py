@@ -1,4 +1,4 @@
-"""Embeddings of BERT and its like that `shorten_` has changed: on a CPU a batch takes one call of `ops.embed`.
+"""Embeddings of BERT and its like in optimized models: on a CPU a batch takes one call of `ops.embed`.
 
     y = norm(words(ids) + types(type ids) + positions(position ids))        DistilBERT and MPNet have no types
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from halfbyte.integrations.calls import Understood, any_value, bind, unset, why_unknown
 from halfbyte.integrations.frozen import Frozen
 from halfbyte.integrations.hooked import is_capturing, why_hooked
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten
+from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers, original, replace_class
 from halfbyte.nn.modules import QuantEmbedding
 from halfbyte.ops.embed import NormedEmbeddings, ids_fit
 from halfbyte.ops.layers import LayerNorm, why_not_packed
@@ -50,14 +50,14 @@ ARGUMENTS: Understood = {
 
 
 def tables_of(module: nn.Module) -> tuple[str, ...] | None:
-    """The tables of a module that `shorten` may change; None for any other module."""
+    """The tables of a module whose forward may be replaced; None for any other module."""
     return TABLES.get(name_in_transformers(module))
 
 
-def shorten_embeddings(module: nn.Module) -> None:
+def compile_embeddings(module: nn.Module) -> None:
     """Lets a module that has `tables_of` take a batch in one call, in place, or says why it does not."""
     if not isinstance(module, _OneCall):
-        shorten(module, _OneCall, APART, why_not(module))
+        replace_class(module, _OneCall, APART, why_not(module))
 
 
 def why_not(module: Any) -> str | None:
@@ -76,7 +76,7 @@ def why_not(module: Any) -> str | None:
     return why_hooked(module) or why_not_packed([table.packed for table in tables.values()])
 
 
-class _OneCall(Shortened):
+class _OneCall(ReplacedForward):
     """Comes before the class of the module."""
 
     @property

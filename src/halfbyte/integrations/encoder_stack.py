@@ -22,7 +22,7 @@ from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, is_t
 from halfbyte.integrations.encoding import compiled_layer
 from halfbyte.integrations.frozen import Frozen
 from halfbyte.integrations.hooked import is_capturing
-from halfbyte.integrations.shortened import Shortened, name_in_transformers, original, shorten
+from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers, original, replace_class
 from halfbyte.integrations.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
 from halfbyte.nn.modules import has_global_hooks
 from halfbyte.ops.encoder import EncoderLayer, run_layers
@@ -174,7 +174,7 @@ def compile_encoder(stack: nn.Module) -> None:
     """Replace the forward of a stack that has a `kind_of`, in place, or note for the report why it is not replaced."""
     kind, cls = _kind(stack), original(stack)
     if not isinstance(stack, EncoderStack):
-        shorten(stack, EncoderStack, LAYER_BY_LAYER, why_unknown(cls, kind.arguments) or why_unknown_output(cls))
+        replace_class(stack, EncoderStack, LAYER_BY_LAYER, why_unknown(cls, kind.arguments) or why_unknown_output(cls))
 
 
 def _kind(stack: nn.Module) -> Kind:
@@ -183,7 +183,7 @@ def _kind(stack: nn.Module) -> Kind:
     return kind
 
 
-class EncoderStack(Shortened):
+class EncoderStack(ReplacedForward):
     """Precedes the class of a stack."""
 
     keeps_name = True

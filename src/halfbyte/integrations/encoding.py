@@ -16,7 +16,7 @@ from torch import nn
 
 from halfbyte.integrations.calls import CACHE, Understood, any_value, unset, why_unknown
 from halfbyte.integrations.hooked import watched, why_hooked
-from halfbyte.integrations.shortened import name_in_transformers, original, why_not_fused
+from halfbyte.integrations.replaced import name_in_transformers, original, why_not_fused
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of

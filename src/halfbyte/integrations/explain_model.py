@@ -15,10 +15,10 @@ from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
-from halfbyte.integrations.decoding import is_decoder_layer, one_call, why_not_native
+from halfbyte.integrations.forwards import is_decoder_layer, one_call, why_not_native
 from halfbyte.integrations.decoding_gpu import Step, steps
 from halfbyte.integrations.encoder_stack import EncoderStack
-from halfbyte.integrations.shortened import Shortened
+from halfbyte.integrations.replaced import ReplacedForward
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.problem import Problem
@@ -30,7 +30,7 @@ from halfbyte.ops.functions import sparse_on
 
 _CPU = "the CPU"
 _FOR_CPUS = "one call is for CPUs"
-_NOT_CALLED = "shorten_ has not been called"
+_NOT_CALLED = "optimize_ has not been called"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _encoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _embedding(module: nn.Module, here: Gpu | None) -> tuple[tuple[Step, ...], str | None]:
     reason = _FOR_CPUS if here is not None else embedding.why_not(module)
-    if reason is None and not isinstance(module, Shortened):
+    if reason is None and not isinstance(module, ReplacedForward):
         reason = _NOT_CALLED
     return () if reason else (Step("", "tables and norm in one call"),), reason
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from halfbyte.decoder.families import FAMILIES, family_of_layer
 from halfbyte.decoder.family import Family
-from halfbyte.integrations.shortened import name_in_transformers
+from halfbyte.integrations.replaced import name_in_transformers
 
 NAMES = sorted(family.layer_class for family in FAMILIES.values())
 
 
 def family_of(layer: Any) -> Family | None:
-    """Return the family of a decoder layer, shortened or not; None where it is in none."""
+    """Return the family of a decoder layer; None where it is in none."""
     return family_of_layer(name_in_transformers(layer))
 
 

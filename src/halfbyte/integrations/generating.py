@@ -1,4 +1,4 @@
-"""`generate` of models that `shorten_` has seen, where transformers would sample or decode greedily: transformers prepares the cache, the
+"""`generate` of optimized models, where transformers would sample or decode greedily: transformers prepares the cache, the
 logits processors and the stopping criteria and reads the prompt; then the tokens are written by a loop of this file, with the same result.
 
 On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
@@ -29,7 +29,7 @@ from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.calls import KV_CACHE, cache_name, parameters_of
 from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.rings import Ring, make_rings
-from halfbyte.integrations.shortened import Shortened, shorten
+from halfbyte.integrations.replaced import ReplacedForward, replace_class
 from halfbyte.integrations.static_codes import IN_CODES
 from halfbyte.integrations.steps import Choice, Step
 from halfbyte.layouts.base import round_up
@@ -63,7 +63,7 @@ def check_tokens(ids: Tensor) -> None:
 def generate_fast(model: nn.Module) -> None:
     """Puts the loop of this file into a model of transformers that generates text, in place; nothing for any other module."""
     if isinstance(model, GenerationMixin) and not isinstance(model, _Generating):
-        shorten(model, _Generating, "`generate` is transformers' own", _why_unknown_methods(type(model)))
+        replace_class(model, _Generating, "`generate` is transformers' own", _why_unknown_methods(type(model)))
 
 
 def _why_unknown_methods(cls: Any) -> str | None:
@@ -74,7 +74,7 @@ def _why_unknown_methods(cls: Any) -> str | None:
     return None if changed is None else f"this version of transformers has other parameters of {changed}"
 
 
-class _Generating(Shortened):
+class _Generating(ReplacedForward):
     """Mixin that precedes the class of a model."""
 
     keeps_name = True  # config.json has it

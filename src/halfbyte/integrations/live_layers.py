@@ -13,7 +13,7 @@ from halfbyte.integrations.calls import CACHE, Understood, any_value, is_true, u
 from halfbyte.integrations.families import NAMES, added_by, borrows, family_of, known, lender, made_of, mlp_of, other, per_layer_of, turned
 from halfbyte.integrations.hooked import why_hooked
 from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
-from halfbyte.integrations.shortened import original, products_of, why_not_fused
+from halfbyte.integrations.replaced import original, products_of, why_not_fused
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.ops.decoder import Attention, Dense, FeedForward, Heads, Norm, PerLayer, why_not
@@ -170,6 +170,8 @@ def why_not_known(layer: Any) -> str | None:
         return f"a {original(layer).__name__} is none of {', '.join(NAMES)}"
     if (reason := why_unknown(original(layer), LAYER_ARGUMENTS)) is not None:
         return reason
+    if not hasattr(layer, "self_attn") or layer.self_attn is None:
+        return "it has no self_attn"
     attention, mlp, routed = layer.self_attn, mlp_of(layer), routed_of(layer)
     if (name := other(layer)) is not None:
         return f"its config has {name}"

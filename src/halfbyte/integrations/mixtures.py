@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.decoder.family import MoEFamily
 from halfbyte.integrations.families import added_by, known, mlp_of
-from halfbyte.integrations.shortened import products_of, why_not_fused
+from halfbyte.integrations.replaced import products_of, why_not_fused
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.ops.decoder import Norm

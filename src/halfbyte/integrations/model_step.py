@@ -16,7 +16,7 @@ from halfbyte.decoder.family import Family
 from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, is_true, unset
 from halfbyte.integrations.hooked import why_hooked
 from halfbyte.integrations.mixtures import weight_of
-from halfbyte.integrations.shortened import name_in_transformers
+from halfbyte.integrations.replaced import name_in_transformers
 from halfbyte.integrations.stack import compiled, is_compiled_stack
 from halfbyte.integrations.token_step import Logits, TokenStep
 from halfbyte.nn.modules import QuantLinear, has_global_hooks

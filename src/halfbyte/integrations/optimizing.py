@@ -13,7 +13,9 @@ from halfbyte.nn.fused import fuse_
 def optimize_(model: nn.Module) -> nn.Module:
     """Lets a quantized model compute in fewer steps, in place, and returns it: the last call before it is used.
 
-    It is `fuse_` and, for models of transformers or with parts of them, `shorten_` and halfbyte's attention in the place of torch's.
+    It is `fuse_` and, for models of transformers or with parts of them, native calls in place of the forwards of decoder and encoder
+    stacks, a lean loop of `generate`, and halfbyte's attention in place of torch's. A module that is replaced, changed, hooked or moved
+    afterwards is noticed at the next call: its stack is compiled again, and what has no kernel is computed by transformers.
     Weights stay as they are, and the model is saved as before; results change by rounding, as these functions describe. The notes of
     `report(model)` name the layers that were left as they are, and why. `parallelize_`, `prune_` and adapters, which replace layers, come
     before.
@@ -27,7 +29,7 @@ def optimize_(model: nn.Module) -> nn.Module:
     if "transformers" not in sys.modules:  # then no part of the model is of transformers
         return fuse_(model)
     from halfbyte.integrations.attention import use_
-    from halfbyte.integrations.decoding import shorten_
+    from halfbyte.integrations.forwards import replace_forwards_
     from halfbyte.integrations.self_check import SelfCheck, warn
 
     check = SelfCheck.start(model)
@@ -36,7 +38,7 @@ def optimize_(model: nn.Module) -> nn.Module:
         return model
     fuse_(model)
     use_(model)
-    shorten_(model)
+    replace_forwards_(model)
     if check is not None:
         check.finish(model)
     return model

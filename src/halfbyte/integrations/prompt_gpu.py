@@ -1,4 +1,4 @@
-"""Decoder layers that `shorten_` has changed, on a GPU: many tokens of each sequence, as in prompts, by the kernels of
+"""Decoder layers of optimized models on a GPU: many tokens of each sequence, as in prompts, by the kernels of
 `decoder/gpu_layer.py`.
 
 With any cache, or none: others than static ones take keys and values by their `update`; layers that read those of an earlier one (Gemma 4)

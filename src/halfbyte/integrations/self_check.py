@@ -32,7 +32,7 @@ from halfbyte.integrations.attention import NAME as ATTENTION
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE
 from halfbyte.integrations.compiling import compile_kernels
 from halfbyte.integrations.generating import new_cache
-from halfbyte.integrations.shortened import Shortened, restore_class
+from halfbyte.integrations.replaced import ReplacedForward, restore_class
 from halfbyte.nn.experts import MixtureOfExperts, QuantExperts
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule
@@ -114,7 +114,7 @@ class SelfCheck:
 
     def _restore(self, model: nn.Module) -> None:
         for module in list(model.modules()):
-            if isinstance(module, Shortened):
+            if isinstance(module, ReplacedForward):
                 restore_class(module)
             if isinstance(module, MixtureOfExperts):
                 module.few_in_one_call = False
@@ -190,7 +190,7 @@ def _is_callable(model: PreTrainedModel) -> bool:
     return (
         model.main_input_name in ("input_ids", "pixel_values")
         and any(isinstance(part, QuantModule) for part in parts)
-        and not any(isinstance(part, (Shortened, FusedLinear, GeluLinear)) for part in parts)
+        and not any(isinstance(part, (ReplacedForward, FusedLinear, GeluLinear)) for part in parts)
         and not any(tensor.is_meta for tensor in tensors)
         and not is_parallel(model)
         and not torch.compiler.is_compiling()

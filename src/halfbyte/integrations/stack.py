@@ -32,7 +32,7 @@ from halfbyte.integrations.gpu_run import GpuRun
 from halfbyte.integrations.hooked import is_capturing, watched
 from halfbyte.integrations.layer_gpu import Parts, parts_of, traced_parts_of
 from halfbyte.integrations.live_layers import why_not_known
-from halfbyte.integrations.shortened import Shortened, original, shorten
+from halfbyte.integrations.replaced import ReplacedForward, original, replace_class
 from halfbyte.integrations.token_step import Logits, TokenStep, why_no_step
 from halfbyte.machine import gpu
 from halfbyte.nn.modules import has_global_hooks
@@ -77,13 +77,13 @@ def compile_stack(stack: nn.Module) -> None:
     reasons = [why_not_known(layer) for layer in layers] if reason is None else []
     if reason is None and all(reasons):
         reason = "; ".join(why_left(reasons))
-    shorten(stack, _Stack, LAYER_BY_LAYER, reason)
+    replace_class(stack, _Stack, LAYER_BY_LAYER, reason)
     if isinstance(stack, _Stack):
         stack.halfbyte_known = tuple(reason is None for reason in reasons)
         stack.halfbyte_output = output_class(original(stack))
 
 
-class _Stack(Shortened):
+class _Stack(ReplacedForward):
     """Precedes the class of a stack."""
 
     keeps_name = True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.integrations import compiled_layers, stack
-from halfbyte.integrations.decoding import shorten_
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.fused import fuse_
@@ -19,7 +19,7 @@ from halfbyte.nn.fused import fuse_
 def beside(model: Any) -> tuple[Any, Any]:
     """A quantized model: (as transformers computes it, in one call)"""
     fuse_(model)
-    short = shorten_(copy.deepcopy(model))
+    short = replace_forwards_(copy.deepcopy(model))
     assert is_compiled_stack(short.model)
     return model, short
 

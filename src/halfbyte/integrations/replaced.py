@@ -1,4 +1,4 @@
-"""Classes that `shorten_` makes at run time: one of this package before one of transformers. Their modules can be pickled."""
+"""Classes of modules with replaced forwards, made at run time: one of this package before one of transformers. Their modules can be pickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfbyte.nn.report import REMARK
 _classes: dict[tuple[type, ...], Any] = {}
 
 
-class Shortened:
+class ReplacedForward:
     """Comes before the class of a module, which goes on where this one has no shorter way."""
 
     of_classes: tuple[type, ...]
@@ -30,16 +30,16 @@ class Shortened:
         return _empty, self.of_classes, self.__getstate__()
 
 
-def shorten(module: nn.Module, before: type[Shortened], otherwise: str, reason: str | None) -> None:
+def replace_class(module: nn.Module, before: type[ReplacedForward], otherwise: str, reason: str | None) -> None:
     """Puts `before` before the class of a module; with a reason not to, leaves it and notes both for the report."""
     if reason is None:
         module.__dict__.pop(REMARK, None)
-        module.__class__ = _shortened(before, *classes_of(module))
+        module.__class__ = _class_of(before, *classes_of(module))
     else:
         setattr(module, REMARK, f"{otherwise}: {reason}")
 
 
-def restore_class(module: Shortened) -> None:
+def restore_class(module: ReplacedForward) -> None:
     """Gives a module back the class that it had."""
     module.__class__ = original(module)
     module.__dict__.pop(REMARK, None)
@@ -47,15 +47,15 @@ def restore_class(module: Shortened) -> None:
 
 def classes_of(module: Any) -> tuple[type, ...]:
     """The classes that were put before a module's own, and that."""
-    return module.of_classes if isinstance(module, Shortened) else (type(module),)
+    return module.of_classes if isinstance(module, ReplacedForward) else (type(module),)
 
 
-def _shortened(*parts: type) -> Any:
+def _class_of(*parts: type) -> Any:
     """The class that has the methods of the first of some classes of this package, then of the next, and else those of the last."""
     if parts not in _classes:
         *before, last = parts
         cls: Any = last
-        keeps = any(issubclass(one, Shortened) and one.keeps_name for one in before)
+        keeps = any(issubclass(one, ReplacedForward) and one.keeps_name for one in before)
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
         about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
         if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
@@ -98,13 +98,13 @@ def products_of(names: str, linears: Sequence[nn.Module]) -> dict[str, QuantLine
 
 
 def original(module: Any) -> type:
-    """The class that a module had before it was shortened, or has."""
+    """The class that a module had before its forward was replaced, or has."""
     return classes_of(module)[-1]
 
 
 def name_in_transformers(module: Any) -> str:
     """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
-    if isinstance(module, Shortened):
+    if isinstance(module, ReplacedForward):
         return module.original_name
     cls: type = type(module)
     return _name(cls)
@@ -115,5 +115,5 @@ def _name(cls: type) -> str:
 
 
 def _empty(*parts: type) -> Any:
-    made = _shortened(*parts)
+    made = _class_of(*parts)
     return made.__new__(made)

@@ -1,8 +1,6 @@
-"""`shorten_`: decoder stacks are compiled on a CPU (`stack.py`), and decoder layers take few kernels on an NVIDIA GPU: one new token of
-each sequence with a static cache (`decoding_gpu.py`), and prompts (`prompt_gpu.py`); `families.py` says whose.
+"""Which forwards of a model of transformers `optimize_` replaces: those of decoder stacks (`stack.py`), encoder stacks
+(`encoder_stack.py`) and embeddings (`embedding.py`), and the loop of `generate` (`generating.py`); and why a layer is left.
 
-Training, on a GPU single tokens with other caches, and everything else goes the way of transformers' own layer. `halfbyte.report` says
-which layers were left and why, and where one of these steps is computed in torch's operations; `steps` says it for any GPU.
 The model's last norm remains an operation of torch: Inductor (2.11) prints the arguments of a custom op that it meets for the first time
 and of the ops that produced them, recursively, which after a chain of custom ops alone doubles with each layer.
 """
@@ -19,7 +17,7 @@ from halfbyte.integrations.decoding_gpu import Step
 from halfbyte.integrations.encoder_stack import compile_encoder, kind_of
 from halfbyte.integrations.generating import generate_fast
 from halfbyte.integrations.live_layers import groups_of, halves_of, third_of, why_not_compiled, why_not_known
-from halfbyte.integrations.shortened import products_of
+from halfbyte.integrations.replaced import products_of
 from halfbyte.integrations.stack import compile_stack, is_stack
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.report import add_notes
@@ -31,25 +29,24 @@ LONG = "one token takes the steps of transformers"
 ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
 
 
-def shorten_(model: nn.Module) -> nn.Module:
-    """Lets layers of a model on which `fuse_` was called compute in few calls, in place; returns `model`.
+def replace_forwards_(model: nn.Module) -> nn.Module:
+    """Replace forwards of a model of transformers by native calls, in place; return the model.
 
-    On a CPU a decoder layer takes tokens in one call, and most decoders take a new token in one call for the whole model; on a GPU a token
-    takes six to twelve kernels a layer, and so do the tokens of a prompt. Encoder layers like BERT's take whole sequences in one call, on a
-    CPU, and so do their embeddings.
-    `generate` of any language model writes tokens by a lean loop, on a GPU with a CUDA graph (`generating.py`).
     Less is rounded than before: the roots of the norms, silu(gate) * up, and rotated queries and keys and attention weights keep float32
-    precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are not changed; `report(model)` tells
-    which, and why. With versions of transformers that were not tested nothing is changed, with a warning.
+    precision, or nearly that, until they are multiplied. Layers with other parts, or with hooks, are computed by transformers;
+    `report(model)` tells which, and why. With versions of transformers that were not tested nothing is changed, with a warning.
+
+    Args:
+        model: What `fuse_` returned.
     """
-    check_type(model, nn.Module, "shorten_ takes a model, a torch.nn.Module", "pass the model that fuse_ returned")
+    check_type(model, nn.Module, "a model is a torch.nn.Module", "pass the model that fuse_ returned")
     if (reason := why_untested("transformers")) is not None:
         add_notes(model, [f"{LONG}: {reason}"])
         return model
     generate_fast(model)
     for module in model.modules():
         if embedding.tables_of(module) is not None:
-            embedding.shorten_embeddings(module)
+            embedding.compile_embeddings(module)
         elif kind_of(module) is not None:
             compile_encoder(module)
         elif isinstance(module, MixtureOfExperts):
@@ -61,7 +58,7 @@ def shorten_(model: nn.Module) -> nn.Module:
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
-    """Whether it has the structure of a decoder layer, supported by `shorten_` or not."""
+    """Whether it has the structure of a decoder layer, supported or not."""
     family = families.family_of(module)
     return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp" if family is None else family.mlp))
 
@@ -74,7 +71,7 @@ def why_not_native(layer: Any, device: str = "cuda") -> str | None:
 
 
 def one_call(layer: Any) -> tuple[Step, ...]:
-    """The steps of a shortened layer within its one call on a CPU."""
+    """The steps of a compiled layer on a CPU."""
     attention, second = halves_of(layer)
     heads = attention.heads
     entry = "the new entry of a float or 8-bit cache" if heads.made != "q" else "keys and values of another layer"
