@@ -63,11 +63,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         ids = plain.tokenizer.encode(inspect.getsource(import_module(name)))[200 : 200 + args.prompt]
         rates, counts = [], (0, 0)
         for _ in range(args.rounds):
-            batch = speculating.batch(1)
-            without = plain.generate(ids, max_new_tokens=args.new, ignore_eos=True)
-            generation = batch.submit(ids, without.sampling)
-            while batch.running:
-                batch.step()
+            (_, without), (batch, generation) = generated(plain, ids, args.new), generated(speculating, ids, args.new)
             if generation.ids != without.ids:
                 sys.exit(f"{name}: the text with speculation is another one")
             rates.append((without.decode_rate, generation.decode_rate))
@@ -83,6 +79,17 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
         )
     return results
+
+
+def generated(model: Any, ids: list[int], new: int) -> tuple[Any, Any]:
+    """Continue a prompt in a batch that has read nothing before: (batch, generation)."""
+    from halfbyte import Sampling
+
+    batch = model.batch(1)
+    generation = batch.submit(ids, Sampling(max_new_tokens=new, ignore_eos=True))
+    while batch.running:
+        batch.step()
+    return batch, generation
 
 
 if __name__ == "__main__":

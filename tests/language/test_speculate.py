@@ -157,6 +157,19 @@ def test_right_guesses_save_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert (model.calls, batch.guessed, batch.accepted) == (6, 16, 16)
 
 
+def test_an_end_among_the_guesses_leaves_the_cache_as_without(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = Repeating(opened(KINDS[0], "float", "q8_0", tmp_path))
+    assert tokenizer.eos_ids == (1,)
+    for speculate in (0, 4):
+        batch = Batch(cast(CpuModel, model), tokenizer, slots=1, speculate=speculate)
+        generation = batch.submit([0, 1, 2, 3, 4, 5, 6] * 2, Sampling(max_new_tokens=22))
+        while batch.running:
+            batch.step()
+        assert (generation.ids, generation.finish_reason, batch.guessed) == ([0, 1], "stop", 3 if speculate else 0)
+        assert batch._kept is not None
+        assert batch._kept[1].length == 15  # the end token is not read
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [

@@ -308,9 +308,11 @@ class Batch:
         guesser.checked(len(guesses), len(chosen) - 1)
         whole = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
         pieces = []
-        for token in chosen:
+        for count, token in enumerate(chosen, 1):
             pieces.append(self._accept(running, token))
             if running.generation.finish_reason is not None:
+                if count < len(chosen):  # the cache that stays is the one without speculation
+                    cache.cut(before + count)
                 return "".join(pieces)
         if not whole:
             self._read_again(running, cache)
