@@ -18,10 +18,10 @@ import transformers
 from optimized_models import beside, close, layer_calls
 from transformers import DynamicCache, StaticCache
 
-from halfbyte.integrations import forwards, decoding_gpu
+from halfbyte.integrations import decoding_gpu, forwards
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.explain_model import explain_model
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_

@@ -21,7 +21,7 @@ from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
-from halfbyte.integrations import forwards, decoding_gpu
+from halfbyte.integrations import decoding_gpu, forwards
 from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.config import Config

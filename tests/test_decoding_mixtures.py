@@ -20,8 +20,8 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from halfbyte.integrations import forwards
 from halfbyte.integrations.cache import Int8Cache
-from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.explain_model import explain_model
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config

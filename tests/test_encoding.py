@@ -23,8 +23,8 @@ from halfbyte.cli import main
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoder_stack
 from halfbyte.integrations.calls import parameters_of
-from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.explain_model import explain_model
+from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_

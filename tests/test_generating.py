@@ -30,7 +30,6 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-import halfbyte
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import generating, graphs, text
 from halfbyte.integrations.calls import cache_name

@@ -17,8 +17,8 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 import halfbyte as hb
 from halfbyte.integrations import encoder_stack, self_check, stack
 from halfbyte.integrations.calls import KV_CACHE
-from halfbyte.integrations.self_check import SelfCheck, relative_difference, tolerance
 from halfbyte.integrations.replaced import ReplacedForward
+from halfbyte.integrations.self_check import SelfCheck, relative_difference, tolerance
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}

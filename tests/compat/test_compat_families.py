@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from optimized_models import native_calls
+from packaging.version import Version
 from tiny_decoders import CASES, vary_
 from torch import Tensor
 from transformers import DynamicCache, StaticCache

@@ -21,7 +21,7 @@ from optimized_models import Shifted, close
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.decoder import gpu_layer
-from halfbyte.integrations import forwards, decoding_gpu, layer_gpu, prompt_gpu
+from halfbyte.integrations import decoding_gpu, forwards, layer_gpu, prompt_gpu
 from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.graphs import static_cache
 from halfbyte.integrations.rings import Ring

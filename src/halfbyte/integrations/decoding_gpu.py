@@ -22,8 +22,8 @@ from halfbyte.integrations.families import borrows, known, lender, lends, mlp_of
 from halfbyte.integrations.kv_place import SharedStates
 from halfbyte.integrations.layer_gpu import Parts, halves, is_eager, own_input, routed
 from halfbyte.integrations.live_layers import all_norms, groups_of, third_of
-from halfbyte.integrations.rings import Later, Ring
 from halfbyte.integrations.replaced import products_of
+from halfbyte.integrations.rings import Later, Ring
 from halfbyte.integrations.static_codes import IN_CODES, scales_or_none
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu

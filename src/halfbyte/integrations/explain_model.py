@@ -15,9 +15,9 @@ from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
-from halfbyte.integrations.forwards import is_decoder_layer, one_call, why_not_native
 from halfbyte.integrations.decoding_gpu import Step, steps
 from halfbyte.integrations.encoder_stack import EncoderStack
+from halfbyte.integrations.forwards import is_decoder_layer, one_call, why_not_native
 from halfbyte.integrations.replaced import ReplacedForward
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.kernels.cpu.isas import current

@@ -28,8 +28,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.integrations.cache import Int8Cache
 from halfbyte.integrations.calls import KV_CACHE, cache_name, parameters_of
 from halfbyte.integrations.graphs import GraphStep, capacity, enlarge, keeping, static_cache
-from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.replaced import ReplacedForward, replace_class
+from halfbyte.integrations.rings import Ring, make_rings
 from halfbyte.integrations.static_codes import IN_CODES
 from halfbyte.integrations.steps import Choice, Step
 from halfbyte.layouts.base import round_up

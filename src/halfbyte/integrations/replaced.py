@@ -1,4 +1,4 @@
-"""Classes of modules with replaced forwards, made at run time: one of this package before one of transformers. Their modules can be pickled."""
+"""Classes of modules with replaced forwards, made at run time: one of this package before one of transformers. They can be pickled."""
 
 from __future__ import annotations
 
