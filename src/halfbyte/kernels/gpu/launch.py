@@ -74,7 +74,8 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **o
     Raises KernelError where Triton cannot compile the kernel for this GPU, or the GPU has not the shared memory for it; UnsupportedError
     where there is no C compiler, by which Triton makes what launches a kernel.
     """
-    options.setdefault("enable_fp_fusion", True)  # Triton 3.9 warns where it is not said, and will change what it is then
+    if hasattr(kernel, "fn"):  # Triton's, not torch's own
+        options.setdefault("enable_fp_fusion", True)  # Triton 3.9 warns where it is not said, and will change what it is then
     if early:
         options["launch_pdl"] = True  # which other backends than NVIDIA's do not know
     if _compiles.get():
