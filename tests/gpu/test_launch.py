@@ -48,7 +48,7 @@ def test_run_and_record(device: torch.device) -> None:
     with launch.recording(dry=True) as calls:
         launch.run(add, (2,), x, y, (None, None), 10, 9, BLOCK=8, num_warps=2)
     assert torch.equal(y, 2 * x + 1)
-    assert calls[0].options == {"BLOCK": 8, "num_warps": 2}
+    assert calls[0].options == {"BLOCK": 8, "num_warps": 2, "enable_fp_fusion": True}
     launch.run(add, (2,), x, y, (None, None), 10, 0, BLOCK=8)
     assert len(calls) == 1
 

@@ -39,11 +39,11 @@ class Frozen:
         """
         self._dicts, self._lists = list[dict[Any, Any]](), list[list[Any]]()
         self._tensor_dicts, self._parts = list[Mapping[str, Tensor | None]](), list[nn.Module]()
-        self._attributes = list[dict[str, Any]]()  # of modules
+        self._attributes = list[dict[str, Any]]()  # of modules and configurations
         self._seen = {id(module)}
         self._add(module, rewritten)
         self._sizes = list(map(len, self._attributes))
-        named = [(attributes, name) for attributes in self._attributes for name in attributes if name not in _OF_TORCH]
+        named = [(attributes, name) for attributes in self._attributes for name in attributes if name not in _NOT_COMPARED]
         self._owners, self._names = [owner for owner, _ in named], [name for _, name in named]
         self._values = list(map(_get, self._owners, self._names))
         self._empty = [entries for entries in (*self._dicts, *self._tensor_dicts) if not entries]
@@ -99,7 +99,7 @@ class Frozen:
                 self._look_into(value, rewritten)
             else:
                 entries = value if isinstance(value, dict) else vars(value)
-                self._dicts.append(entries)
+                (self._dicts if isinstance(value, dict) else self._attributes).append(entries)
                 self._look_into(entries.values(), rewritten)
 
 
@@ -117,3 +117,5 @@ def _are_equal(entries: Iterable[Any], copies: Iterable[Any]) -> bool:
 
 # Attributes of every module, such as `_parameters`.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+# `generate` sets how transformers' own experts are computed for decoding, and back: nothing that is compiled depends on it.
+_NOT_COMPARED = _OF_TORCH | {"_experts_implementation_internal"}
