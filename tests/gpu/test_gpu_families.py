@@ -396,7 +396,7 @@ def test_layers_are_alike_that_launch_the_same(kind: str, device: torch.device) 
     first, second = short.model.layers
     for index in (0, 1):
         found = [layer_gpu.parts_of(layer) for layer in (first, second)]
-        numbers = [part and part.alike for part in found]
+        numbers = [part and part.launch_id for part in found]
         assert None not in numbers
         assert (numbers[0] == numbers[1]) == (index == 0)
         owner, name = CHANGES[kind](second)

@@ -130,7 +130,7 @@ def test_graphs_and_chains_compute_the_same_bits(kind: str, int8: bool, tmp_path
 
     first = steps()
     chained = [key for key, chain in replay._wholes.items() if isinstance(key, tuple) and key[0] == "token" and chain is not None]
-    assert chained or gpu._layers[0].alike is None
+    assert chained or gpu._layers[0].launch_id is None
     assert torch.equal(steps(), first)
     monkeypatch.setattr(gpu_layer, "chain", lambda _name, _layer, steps, *_, **__: steps())
     assert torch.equal(steps(), first)

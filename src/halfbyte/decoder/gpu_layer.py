@@ -12,7 +12,7 @@ One new token of each sequence:
 
 Many tokens of each sequence: the same with norms and gates in kernels of their own, `turn` (qk norms, rope and the cache's new entries) and
 `attend_many`. An op that a GPU has no kernel for is that op in torch (`ops`). All launches of a layer are replayed by one call, once layers
-alike have made them twice (`chain`): one by one they take the host longer than the GPU.
+with the same launches have made them twice (`chain`): one by one they take the host longer than the GPU.
 
 Called by `lower_gpu.py` with layers of a specification, and by `integrations` with those of live modules.
 """
@@ -94,8 +94,8 @@ class GpuLayer:
         mlp: Its MLP or mixture of experts; None where the caller computes these.
         o_proj, down_proj: The linear layers that add to the residual stream; `down_proj` is None for experts.
         per_layer: What it does with an input of its own, and the linear layer that adds; None where it has none.
-        alike: Equal for layers that launch the same kernels; None: launches are not replayed as a chain.
-        operands: Tensors that kernels read, beside x, rope, mask and cache; of layers with `alike` alone.
+        launch_id: Equal for layers that launch the same kernels; None: launches are not replayed as a chain.
+        operands: Tensors that kernels read, beside x, rope, mask and cache; of layers with a `launch_id` alone.
     """
 
     attention: Attention
@@ -103,7 +103,7 @@ class GpuLayer:
     o_proj: Projection
     down_proj: Projection | None
     per_layer: tuple[PerLayer, Projection] | None = None
-    alike: int | None = None
+    launch_id: int | None = None
     operands: tuple[Tensor | None, ...] = ()
 
     @property
@@ -114,7 +114,7 @@ class GpuLayer:
         return [*self.attention.qkv, self.attention.o, *dense, *own]
 
     def linked(self) -> GpuLayer:
-        """Return the layer with `alike` and `operands`, which must not change from then on."""
+        """Return the layer with `launch_id` and `operands`, which must not change from then on."""
         attention, mlp, weights, heads = self.attention, self.mlp, self.weights, self.attention.heads
         of_heads = (heads.norms or ())[: 1 if heads.made == "q" else 2]  # where keys are another layer's, theirs is that of queries again
         norms = [attention.before, attention.after, *of_heads]
@@ -146,11 +146,11 @@ class GpuLayer:
         of_norms = [None if norm is None else norm[1:4] for norm in norms]
         names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
         kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
-        alike = _numbers.setdefault((numbers, *of_norms, *names, *kinds), len(_numbers))
-        return replace(self, alike=alike, operands=tuple(tensors))
+        launch_id = _numbers.setdefault((numbers, *of_norms, *names, *kinds), len(_numbers))
+        return replace(self, launch_id=launch_id, operands=tuple(tensors))
 
 
-_numbers: dict[Hashable, int] = {}  # of layers that are alike
+_numbers: dict[Hashable, int] = {}  # launch ids
 _chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether the launches of all products can be replayed
 
 
@@ -180,9 +180,9 @@ def chain(
 ) -> Sequence[Tensor]:
     """The results of steps that depend on x, others and settings, by one call where that is possible (`replay.whole`)."""
     operands = x, *others
-    if layer.alike is not None and x.is_cuda and plain(x) and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
+    if layer.launch_id is not None and x.is_cuda and plain(x) and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
         kinds = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
-        key = name, layer.alike, x.get_device(), *settings, *kinds
+        key = name, layer.launch_id, x.get_device(), *settings, *kinds
         if _is_chained(key, layer, x):
             with on(x):
                 return whole(key, steps, (*operands, *layer.operands), undo=undo)

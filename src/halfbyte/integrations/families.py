@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from halfbyte.decoder.families import FAMILIES, family_of_layer
 from halfbyte.decoder.family import Family
 from halfbyte.integrations.replaced import name_in_transformers
@@ -99,14 +96,6 @@ def nearest(layer: Any) -> int | None:
     """The position from which on queries have a factor; None where they have none."""
     near = known(layer).query_scale_from
     return None if near is None else int(layer.self_attn.config.rope_parameters[near])
-
-
-def is_near(layer: Any, positions: Tensor | None) -> bool:
-    """Whether queries of a layer on a CPU have no factor at these positions."""
-    most = nearest(layer)
-    if most is None:
-        return True
-    return positions is not None and not torch.compiler.is_compiling() and int(positions.max()) < most
 
 
 def turned(layer: Any) -> int:

@@ -25,8 +25,7 @@ from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.experts import CLAMPED, Experts
 from halfbyte.versions import why_untested
 
-LONG = "one token takes the steps of transformers"
-ONE_CALL, FEW_ONE_CALL = "tokens take one call", "few tokens take one call"
+PLAIN = "its forwards are those of transformers"
 
 
 def replace_forwards_(model: nn.Module) -> nn.Module:
@@ -41,7 +40,7 @@ def replace_forwards_(model: nn.Module) -> nn.Module:
     """
     check_type(model, nn.Module, "a model is a torch.nn.Module", "pass the model that fuse_ returned")
     if (reason := why_untested("transformers")) is not None:
-        add_notes(model, [f"{LONG}: {reason}"])
+        add_notes(model, [f"{PLAIN}: {reason}"])
         return model
     generate_fast(model)
     for module in model.modules():

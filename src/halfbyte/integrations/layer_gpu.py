@@ -48,13 +48,14 @@ class Parts:
     for_prompts: bool
 
     @property
-    def alike(self) -> int | None:
-        return self.layer.alike
+    def launch_id(self) -> int | None:
+        return self.layer.launch_id
 
 
 def traced_parts_of(layer: Any) -> Parts | None:
     """`parts_of` within torch.compile, for a layer that was known when it was optimized."""
-    return None if linears_of(layer) is None else _found(layer)
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
+    return None if hooked or linears_of(layer) is None else _found(layer)
 
 
 def parts_of(layer: Any) -> Parts | None:

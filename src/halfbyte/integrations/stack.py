@@ -139,9 +139,11 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     if given.device.type not in decoding_gpu.DEVICES:
         return None
     layers: Any = stack.layers
-    parts = [traced_parts_of(layer) if known else None for layer, known in zip(layers, stack.halfbyte_known, strict=True)]
     kinds = layer_kinds(stack)
-    if kinds is None or (prepared := prepare(stack, kinds, call, past)) is None:
+    if kinds is None or stack.config.num_hidden_layers != len(layers) or not all(kind in (FULL, SLIDING) for kind in kinds.masks):
+        return None
+    parts = [traced_parts_of(layer) if known else None for layer, known in zip(layers, stack.halfbyte_known, strict=True)]
+    if (prepared := prepare(stack, kinds, call, past)) is None:
         return None
     x, layer_call = prepared
     normed: Tensor = getattr(stack, kinds.family.final_norm)(GpuRun(parts, stack, layer_call)(x))
