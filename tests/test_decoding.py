@@ -155,6 +155,19 @@ def test_under_torch_compile(everywhere: None) -> None:
     assert kept.layers[0].cumulative_length.item() == 5 + 3
 
 
+def test_hooks_are_called_under_torch_compile(everywhere: None) -> None:
+    _, short = pair("llama")
+    plain, ids = steps(short, torch.tensor([[5, 6, 7]]), count=1), torch.tensor([[5, 6, 7]])
+    short.model.layers[1].register_forward_hook(lambda *args: args[2] + 1)
+    expected, kept = steps(short, ids, count=1), StaticCache(config=short.config, max_cache_len=24)
+    compiled: Any = torch.compile(short.forward, dynamic=False, backend="eager")
+    with torch.no_grad():
+        logits = short(input_ids=ids, past_key_values=kept, logits_to_keep=1).logits[:, -1]
+        found = compiled(input_ids=logits.argmax(-1, keepdim=True), past_key_values=kept).logits[:, -1]
+    assert torch.allclose(found, expected[1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected[1], plain[1], rtol=1e-2, atol=1e-2)
+
+
 # The operations
 
 
