@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer
 from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.ops.decoder import Attention, Dense, Heads, Norm, PerLayer
+from halfbyte.ops.decoder import Norm
 from halfbyte.ops.decoding_step import Inputs
-from halfbyte.ops.experts import Clamped, Experts, SharedExpert
+from halfbyte.ops.experts import Clamped
 from halfbyte.ops.layers import Weight
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
@@ -69,8 +70,11 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
     windows, sources = _windows(family, config, types), _kv_sources(family, config)
 
     def layer(index: int) -> LayerSpec:
-        place = _Place(index, rope_of[index], windows[index], sources[index])
-        return _Layer(family, config, tensors, place).spec(ropes)
+        place = Place(index, rope_of[index], windows[index], sources[index])
+        source = _StoredLayer(config, tensors, place, ropes[rope_of[index]])
+        spec = build_layer(source)
+        source.check(spec)
+        return spec
 
     reads: list[Callable[[], Any]] = [partial(tensors.table, "model.embed_tokens.weight")]  # the largest first
     reads.append(partial(_per_layer_inputs, family, config, tensors))
@@ -224,147 +228,113 @@ def projections(family: Family, config: TextConfig, index: int, kv_source: int |
     return "qk" if key is not None and config.layer_types[index] != SLIDING and config.truth(key) else "qkv"
 
 
-class _Place(NamedTuple):
-    """The number of a layer, and what follows from it, as `LayerSpec` has it."""
+class _StoredLayer:
+    """A layer of a checkpoint, as `build_layer` reads it."""
 
-    layer: int
-    rope: int
-    window: int | None
-    kv_source: int | None
-
-
-class _Layer:
-    """Reads one layer."""
-
-    def __init__(self, family: Family, config: TextConfig, tensors: Tensors, place: _Place) -> None:
-        self._family, self._config, self._tensors, self._place, self._index = family, config, tensors, place, place.layer
+    def __init__(self, config: TextConfig, tensors: Tensors, place: Place, rope: Rope) -> None:
+        self.family, self.place = config.family, place
+        self._config, self._tensors, self._rope = config, tensors, rope
         self._prefix = f"model.layers.{place.layer}"
-        self._factor = 1.0 if family.residual_multiplier is None else config.number(family.residual_multiplier)
+        name = self.family.residual_multiplier
+        self.residual_multiplier = 1.0 if name is None else config.number(name)
 
-    def spec(self, ropes: Sequence[Rope]) -> LayerSpec:
-        """Build the layer's specification."""
-        family, names, (_, rope, window, source) = self._family, self._family.norms, self._place
-        pre_attention, post_attention, pre_mlp, post_mlp = (None if name is None else self._norm(name) for name in names)
-        attention = self._attention(ropes[rope].rotary_dim, pre_attention, post_attention)
-        mlp = f"{self._prefix}.{family.mlp}"
-        if family.moe is not None and self._has_experts(mlp, family.moe):
-            if pre_mlp is None or post_mlp is not None:
-                raise UnsupportedError("its experts have a norm after them, or none before")
-            return LayerSpec(attention, self._experts(mlp, family.moe, pre_mlp), rope, window)
-        gate_up = self._weight([f"{mlp}.{name}" for name in family.gate_up], "gate and up")
-        down = self._weight([f"{mlp}.{family.down_proj}"], family.down_proj)
-        inner, stated = down.packed.shape[-1], self._config.get("intermediate_size")
-        if source is not None and family.kv_sharing is not None and self._config.get(family.kv_sharing.wide_mlp) is True:
-            stated = 2 * self._config.count("intermediate_size")
-        if family.moe is None and family.mlp == "mlp" and stated != inner:
-            raise CheckpointError(f"{mlp} has {inner} inner elements, but config.json says intermediate_size: {stated!r:.99}")
-        scale = None if family.layer_scalar is None else _vector(self._tensors, f"{self._prefix}.{family.layer_scalar}", 1)
-        own = self._per_layer_input(scale)
-        how = self._factor, self._config.activation, family.gated, family.parallel_residual, scale if own is None else None
-        return LayerSpec(attention, Dense(gate_up, down, pre_mlp, post_mlp, *how), rope, window, source, own)
+    @property
+    def activation(self) -> str:
+        return self._config.activation
 
-    def _per_layer_input(self, scale: Tensor | None) -> PerLayer | None:
-        """What the layer does with its own input, with the factor of its output; None where it has none."""
-        names = self._family.per_layer_input
-        if names is None or per_layer_size(self._family, self._config) == 0:
-            return None
-        gate, projection = (self._weight([f"{self._prefix}.{name}"], name) for name in names[:2])
-        return PerLayer(gate, projection, self._norm(names[2]), self._config.activation, scale)
-
-    def _norm(self, name: str) -> Norm:
-        return norm(self._family, self._config, self._tensors, f"{self._prefix}.{name}", self._config.hidden_size)
-
-    def _weight(self, modules: Sequence[str], what: str) -> Weight:
-        names = [f"{module}.weight" for module in modules]
-        biases = [f"{module}.bias" for module in modules]
-        there = [self._tensors.has(bias) for bias in biases]
-        if any(there) != all(there):
-            raise UnsupportedError(f"in layer {self._index} some of {what} have a bias, and some have none")
-        found = self._tensors.weight(names, biases if all(there) else ())
-        if found is None:
-            raise UnsupportedError(f"in layer {self._index} {what} are not quantized, or in formats that differ")
-        return found
-
-    def _qkv(self, modules: Sequence[str]) -> Iterator[Weight]:
-        """Queries, keys and values: together where their formats are the same, and otherwise one by one."""
-        names = [f"{module}.weight" for module in modules]
-        biases = [f"{module}.bias" for module in modules]
-        there = [self._tensors.has(bias) for bias in biases]
-        whole = self._tensors.weight(names, biases if all(there) else ()) if len(set(there)) == 1 else None
-        if whole is not None:
-            yield whole
-        else:
-            yield from (self._weight([module], module.rpartition(".")[2]) for module in modules)
-
-    def _attention(self, rotary_dim: int, before: Norm | None, after: Norm | None) -> Attention:
-        family, config, tensors = self._family, self._config, self._tensors
-        home, (dim, kv_heads) = f"{self._prefix}.self_attn", config.layer_sizes[self._index]
-        made = projections(family, config, self._index, self._place.kv_source)
-        norms: Any = None
-        if family.qk_norm is not None and tensors.has(f"{home}.{family.qk_norm[0]}.weight"):
-            sizes = [dim * count for count in ((config.num_attention_heads, kv_heads) if family.qk_norm_whole else (1, 1))]
-            names = family.qk_norm if made != "q" else family.qk_norm[:1]
-            norms = tuple(norm(family, config, tensors, f"{home}.{name}", size) for name, size in zip(names, sizes, strict=False))
-            norms = norms * 2 if made == "q" else norms  # `Heads` has two
-        heads = Heads(
-            query=config.num_attention_heads,
-            key=kv_heads,
-            dim=dim,
-            scale=config.attention_scale(self._index),
-            norms=norms,
-            rows=family.qk_norm_whole,
-            turned=rotary_dim if config.rotates(self._index) else 0,
-            cap=None if family.softcap is None or config.get(family.softcap) is None else config.positive(family.softcap),
-            sinks=None if family.sinks is None else _vector(tensors, f"{home}.{family.sinks}", config.num_attention_heads),
-            pairs=_PAIRS[family.rope_interleaved],
-            turned_first=family.norm_after_rope,
-            made=made,
-            values_normed=family.v_norm is not None and made != "q",
+    def head_settings(self) -> HeadSettings:
+        config, family, index = self._config, self.family, self.place.layer
+        has_cap = family.softcap is not None and config.get(family.softcap) is not None
+        return HeadSettings(
+            dim=config.layer_sizes[index].head_dim,
+            scale=config.attention_scale(index),
+            rotary_dim=self._rope.rotary_dim if config.rotates(index) else 0,
+            softcap=config.positive(family.softcap) if has_cap and family.softcap is not None else None,
+            projections=projections(family, config, index, self.place.kv_source),
+            interleaved=_PAIRS[family.rope_interleaved],
         )
-        qkv = tuple(self._qkv([f"{home}.{name}" for name in family.qkv[: len(made)]]))
-        o = self._weight([f"{home}.{family.o_proj}"], family.o_proj)
-        return Attention(qkv, o, before, heads, after, self._factor)
 
-    def _has_experts(self, mlp: str, moe: MoEFamily) -> bool:
-        return self._tensors.has(f"{mlp}.{moe.router}.{moe.router_weight}") or self._tensors.has(f"{mlp}.experts.gate_up_proj.weight")
+    def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
+        return self._config.num_attention_heads, self._config.layer_sizes[self.place.layer].num_key_value_heads
 
-    def _experts(self, mlp: str, moe: MoEFamily, before: Norm) -> Experts:
-        config, tensors = self._config, self._tensors
-        if self._family.sinks is None and config.activation != "silu":
-            raise UnsupportedError(f"the activation of its experts is {config.activation}, not silu")
+    def router_settings(self, moe: MoEFamily) -> RouterSettings:
+        config = self._config
         if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
             raise UnsupportedError("its router chooses among groups of experts")
-        stacks = []
-        for name in ("gate_up_proj", "down_proj"):
-            bias = f"{mlp}.experts.{name}_bias"
-            found = tensors.weight([f"{mlp}.experts.{name}.weight"], [bias] if tensors.has(bias) else ())
-            if found is None:
-                raise UnsupportedError(f"in layer {self._index} the experts are not quantized, or in formats that differ")
-            stacks.append(found)
-        shared = None
-        if moe.shared is not None:
-            expert, gate = (None if name is None else f"{mlp}.{name}" for name in moe.shared)
-            gate_up = self._weight([f"{expert}.gate_proj", f"{expert}.up_proj"], "gate and up of the shared expert")
-            row = None if gate is None else tensors.tensor(f"{gate}.weight").reshape(-1)
-            shared = SharedExpert(gate_up, self._weight([f"{expert}.down_proj"], "down_proj of the shared expert"), row)
-        router = f"{mlp}.{moe.router}"
-        correction = None if moe.correction is None else tensors.tensor(f"{mlp}.{moe.correction}").flatten()
-        scaling = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
-        gate_up_stack, down_stack = stacks
-        return Experts(
-            gate_up_stack,
-            down_stack,
-            router=tensors.tensor(f"{router}.{moe.router_weight}"),
-            chosen=config.count_of(moe.top_k, self._index),
-            normalized=moe.norm_topk is None or config.truth(moe.norm_topk),
-            before=before,
-            shared=shared,
-            bias=tensors.tensor(f"{router}.bias") if moe.router_bias else None,
-            clamped=_GPT_OSS_GATES if self._family.sinks is not None else None,
-            scores=moe.scores,
-            correction=correction,
-            factor=self._factor * scaling,
+        return RouterSettings(
+            config.count_of(moe.top_k, self.place.layer),
+            moe.norm_topk is None or config.truth(moe.norm_topk),
+            1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor),
         )
+
+    def has_experts(self) -> bool:
+        moe, mlp = self.family.moe, f"{self._prefix}.{self.family.mlp}"
+        names = [f"{mlp}.experts.gate_up_proj.weight", *([] if moe is None else [f"{mlp}.{moe.router}.{moe.router_weight}"])]
+        return any(map(self._tensors.has, names))
+
+    def has_per_layer_input(self) -> bool:
+        return per_layer_size(self.family, self._config) > 0
+
+    def has(self, name: str) -> bool:
+        return self._tensors.has(f"{self._prefix}.{name}.weight")
+
+    def linear(self, names: Sequence[str]) -> Weight:
+        weights, biases = self._tensors_of(names)
+        if not biases and any(map(self._tensors.has, self._biases(names))):
+            raise UnsupportedError(f"in layer {self.place.layer} some of {_joined(names)} have a bias, and some have none")
+        found = self._tensors.weight(weights, biases)
+        if found is None:
+            raise UnsupportedError(f"in layer {self.place.layer} {_joined(names)} are not quantized, or in formats that differ")
+        return found
+
+    def qkv(self, names: Sequence[str]) -> tuple[Weight, ...]:
+        weights, biases = self._tensors_of(names)
+        some_biased = not biases and any(map(self._tensors.has, self._biases(names)))
+        joined = None if some_biased else self._tensors.weight(weights, biases)
+        return (joined,) if joined is not None else tuple(self.linear([name]) for name in names)
+
+    def experts(self, name: str) -> tuple[Weight, Weight, Clamped | None]:
+        if self.family.sinks is None and self.activation != "silu":
+            raise UnsupportedError(f"the activation of its experts is {self.activation}, not silu")
+        gate_up, down = (self._expert_stack(f"{self._prefix}.{name}.{part}") for part in ("gate_up_proj", "down_proj"))
+        return gate_up, down, None if self.family.sinks is None else _GPT_OSS_GATES
+
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        wanted = self._config.hidden_size if size is None else size
+        return norm(self.family, self._config, self._tensors, f"{self._prefix}.{name}", wanted)
+
+    def tensor(self, name: str, size: int | None = None) -> Tensor:
+        whole = f"{self._prefix}.{name}"
+        return self._tensors.tensor(whole) if size is None else _vector(self._tensors, whole, size)
+
+    def check(self, spec: LayerSpec) -> None:
+        """Raise CheckpointError for an MLP of another width than the config says."""
+        sharing, stated = self.family.kv_sharing, self._config.get("intermediate_size")
+        if self.place.kv_source is not None and sharing is not None and self._config.get(sharing.wide_mlp) is True:
+            stated = 2 * self._config.count("intermediate_size")
+        inner = spec.mlp.down.packed.shape[-1]
+        if self.family.moe is None and self.family.mlp == "mlp" and stated != inner:
+            raise CheckpointError(f"{self._prefix}.mlp has {inner} inner elements, but config.json says intermediate_size: {stated!r:.99}")
+
+    def _biases(self, names: Sequence[str]) -> list[str]:
+        return [f"{self._prefix}.{name}.bias" for name in names]
+
+    def _tensors_of(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The names of the weights of linear layers, and of their biases where all have one."""
+        biases = self._biases(names)
+        return [f"{self._prefix}.{name}.weight" for name in names], biases if all(map(self._tensors.has, biases)) else []
+
+    def _expert_stack(self, name: str) -> Weight:
+        bias = [f"{name}_bias"] if self._tensors.has(f"{name}_bias") else []
+        found = self._tensors.weight([f"{name}.weight"], bias)
+        if found is None:
+            raise UnsupportedError(f"in layer {self.place.layer} the experts are not quantized, or in formats that differ")
+        return found
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Names of linear layers of one product, such as gate_proj+up_proj."""
+    return "+".join(name.rpartition(".")[2] for name in names)
 
 
 def _check_shapes(spec: DecoderSpec, config: TextConfig, tensors: Tensors) -> None:

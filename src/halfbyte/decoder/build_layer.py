@@ -1,0 +1,218 @@
+"""Builds the specification of a decoder layer, from a checkpoint (`build.py`) or from a live module (`integrations/live_layer.py`).
+
+Both are a `LayerSource`: tensors by the names that the family has for them, and the settings that no tensor tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from halfbyte.decoder.family import Family, MoEFamily
+from halfbyte.decoder.spec import LayerSpec
+from halfbyte.errors import UnsupportedError
+from halfbyte.ops.decoder import Attention, Dense, Heads, Norm, PerLayer
+from halfbyte.ops.experts import Clamped, Experts, SharedExpert
+from halfbyte.ops.layers import Weight
+
+
+class Place(NamedTuple):
+    """Where a layer stands in its model, as `LayerSpec` has it.
+
+    Attributes:
+        layer: Index of the layer.
+        rope: Index of its rotary embedding.
+        window: Its sliding window.
+        kv_source: Index of the layer whose keys and values it reuses.
+    """
+
+    layer: int
+    rope: int
+    window: int | None
+    kv_source: int | None
+
+
+class HeadSettings(NamedTuple):
+    """Settings of a layer's attention.
+
+    Attributes:
+        dim: Elements of a head.
+        scale: Factor of attention scores.
+        rotary_dim: Elements of a head that rope rotates; 0: none.
+        softcap: Soft cap of attention scores.
+        projections: "qkv"; "qk": values are what the keys' projection gives; "q": keys and values are those of another layer.
+        interleaved: As `Heads.pairs`.
+    """
+
+    dim: int
+    scale: float
+    rotary_dim: int
+    softcap: float | None
+    projections: str
+    interleaved: str
+
+
+class RouterSettings(NamedTuple):
+    """Settings of a mixture of experts.
+
+    Attributes:
+        top_k: Number of experts of a token.
+        normalized: Whether their weights are normalized to a sum of 1.
+        scaling_factor: Factor of their weights.
+    """
+
+    top_k: int
+    normalized: bool
+    scaling_factor: float
+
+
+class LayerSource(Protocol):
+    """A decoder layer: its tensors, by the names of modules within the layer, and its settings.
+
+    All methods raise UnsupportedError for what is missing, not quantized, or computed otherwise than the family says.
+    """
+
+    family: Family
+    place: Place
+    residual_multiplier: float
+
+    @property
+    def activation(self) -> str:
+        """The activation function of its MLP, as kernels name it."""
+
+    def head_settings(self) -> HeadSettings:
+        """Return the settings of attention."""
+
+    def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
+        """Return the numbers of query heads and of key-value heads that the layer computes with these projections."""
+
+    def router_settings(self, moe: MoEFamily) -> RouterSettings:
+        """Return the settings of the mixture of experts."""
+
+    def has_experts(self) -> bool:
+        """Whether its MLP is a mixture of experts."""
+
+    def has_per_layer_input(self) -> bool:
+        """Whether it has a per-layer input."""
+
+    def has(self, name: str) -> bool:
+        """Whether the layer has a module of that name."""
+
+    def linear(self, names: Sequence[str]) -> Weight:
+        """Return the weight of linear layers, joined along N."""
+
+    def qkv(self, names: Sequence[str]) -> tuple[Weight, ...]:
+        """Return the weights of queries, keys and values, joined where their formats are the same."""
+
+    def experts(self, name: str) -> tuple[Weight, Weight, Clamped | None]:
+        """Return the weights of all experts in a module, [E, 2 I, K] and [E, K, I], and their gates, where these are not SiLU."""
+
+    def norm(self, name: str, size: int | None = None) -> Norm:
+        """Return a norm, of `size` elements; None: of as many as hidden states have."""
+
+    def tensor(self, name: str, size: int | None = None) -> Tensor:
+        """Return a tensor in floating point, a vector where it has a `size`."""
+
+
+def build_layer(source: LayerSource) -> LayerSpec:
+    """Build the specification of a layer.
+
+    Raises:
+        UnsupportedError: The layer is not what its family says, or not quantized.
+    """
+    family, (_, rope, window, kv_source) = source.family, source.place
+    pre_attention, post_attention, pre_mlp, post_mlp = [None if name is None else source.norm(name) for name in family.norms]
+    attention = _attention(source, pre_attention, post_attention)
+    if family.moe is not None and source.has_experts():
+        if pre_mlp is None or post_mlp is not None:
+            raise UnsupportedError("its experts have a norm after them, or none before")
+        return LayerSpec(attention, _experts(source, family.moe, pre_mlp), rope, window, kv_source)
+    gate_up = source.linear([f"{family.mlp}.{name}" for name in family.gate_up])
+    down = source.linear([f"{family.mlp}.{family.down_proj}"])
+    scale = None if family.layer_scalar is None else source.tensor(family.layer_scalar, 1)
+    per_layer = _per_layer_input(source, scale)
+    mlp = Dense(
+        gate_up,
+        down,
+        before=pre_mlp,
+        after=post_mlp,
+        factor=source.residual_multiplier,
+        gates=source.activation,
+        gated=family.gated,
+        parallel=family.parallel_residual,
+        scale=scale if per_layer is None else None,
+    )
+    return LayerSpec(attention, mlp, rope, window, kv_source, per_layer)
+
+
+def _attention(source: LayerSource, before: Norm | None, after: Norm | None) -> Attention:
+    family, settings = source.family, source.head_settings()
+    names = family.qkv[: len(settings.projections)]
+    qkv = source.qkv([f"self_attn.{name}" for name in names])
+    o_proj = source.linear([f"self_attn.{family.o_proj}"])
+    query, key = source.head_counts(qkv, o_proj)
+    heads = Heads(
+        query=query,
+        key=key,
+        dim=settings.dim,
+        scale=settings.scale,
+        norms=_qk_norm(source, settings, query, key),
+        rows=family.qk_norm_whole,
+        turned=settings.rotary_dim,
+        cap=settings.softcap,
+        sinks=None if family.sinks is None else source.tensor(f"self_attn.{family.sinks}", query),
+        pairs=settings.interleaved,
+        turned_first=family.norm_after_rope,
+        made=settings.projections,
+        values_normed=family.v_norm is not None and settings.projections != "q",
+    )
+    return Attention(qkv, o_proj, before, heads, after, source.residual_multiplier)
+
+
+def _qk_norm(source: LayerSource, settings: HeadSettings, query: int, key: int) -> tuple[Norm, Norm] | None:
+    """The norms of queries and of keys, which some configs of a family leave out."""
+    names = source.family.qk_norm
+    if names is None or not source.has(f"self_attn.{names[0]}"):
+        return None
+    whole = source.family.qk_norm_whole
+    of_queries = source.norm(f"self_attn.{names[0]}", settings.dim * (query if whole else 1))
+    if settings.projections == "q":
+        return of_queries, of_queries
+    return of_queries, source.norm(f"self_attn.{names[1]}", settings.dim * (key if whole else 1))
+
+
+def _per_layer_input(source: LayerSource, scale: Tensor | None) -> PerLayer | None:
+    """What a layer does with its per-layer input, with the factor of its output; None where it has none."""
+    names = source.family.per_layer_input
+    if names is None or not source.has_per_layer_input():
+        return None
+    gate, projection = source.linear([names[0]]), source.linear([names[1]])
+    return PerLayer(gate, projection, source.norm(names[2]), source.activation, scale)
+
+
+def _experts(source: LayerSource, moe: MoEFamily, before: Norm) -> Experts:
+    mlp, settings = source.family.mlp, source.router_settings(moe)
+    gate_up_stack, down_stack, clamped = source.experts(f"{mlp}.experts")
+    router = source.tensor(f"{mlp}.{moe.router}.{moe.router_weight}")
+    shared = None
+    if moe.shared is not None:
+        expert, gate = moe.shared
+        gate_up = source.linear([f"{mlp}.{expert}.gate_proj", f"{mlp}.{expert}.up_proj"])
+        row = None if gate is None else source.tensor(f"{mlp}.{gate}.weight").reshape(-1).to(router.dtype)
+        shared = SharedExpert(gate_up, source.linear([f"{mlp}.{expert}.down_proj"]), row)
+    return Experts(
+        gate_up_stack,
+        down_stack,
+        router=router,
+        chosen=settings.top_k,
+        normalized=settings.normalized,
+        before=before,
+        shared=shared,
+        bias=source.tensor(f"{mlp}.{moe.router}.bias") if moe.router_bias else None,
+        clamped=clamped,
+        scores=moe.scores,
+        correction=None if moe.correction is None else source.tensor(f"{mlp}.{moe.correction}").flatten(),
+        factor=source.residual_multiplier * settings.scaling_factor,
+    )
