@@ -21,7 +21,7 @@ from halfbyte.integrations import embedding, encoder_stack, encoding, model_step
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE, any_value, bind, cache_name, is_true, parameters_of, unset, why_unknown
 from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.generating import generate_fast
-from halfbyte.integrations.live_layers import LAYER_ARGUMENTS
+from halfbyte.integrations.live_layer import LAYER_ARGUMENTS
 from halfbyte.integrations.replaced import ReplacedForward
 
 KNOWN = {"x": any_value, CACHE: any_value, "mask": any_value, "output_attentions": unset, "is_causal": is_true}

@@ -2,7 +2,7 @@
 
 KINDS     configs of models of three layers, by family
 MIXTURES  functions that make models with experts
-CASES     functions that make a model for each family of `halfbyte.integrations.families`, by the name of its decoder layer
+CASES     functions that make a model for each family of `halfbyte.decoder.families`, by the name of its decoder layer
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every family of `halfbyte.integrations.families` with the installed versions: quantized, fused and optimized models compute what
+"""Every family of `halfbyte.decoder.families` with the installed versions: quantized, fused and optimized models compute what
 transformers computes, with every cache, with padding, in `generate`, and from every loader."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.integrations.families import NAMES
+from halfbyte.integrations.live_layer import NAMES
 from halfbyte.integrations.replaced import name_in_transformers
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.experts import MixtureOfExperts

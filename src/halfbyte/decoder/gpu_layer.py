@@ -142,6 +142,8 @@ class GpuLayer:
             return self  # products that torch joins, and tensors that kernels copy first
         if any(weight.compute == "int8" for weight in weights):
             return self
+        if any(isinstance(one, PackedProjection) and one.factor != 1 for one in (self.o_proj, self.down_proj)):
+            return self  # which torch multiplies
         numbers = heads._replace(norms=None, sinks=None), attention.factor, of_mlp, of_own
         of_norms = [None if norm is None else norm[1:4] for norm in norms]
         names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
@@ -154,19 +156,18 @@ _numbers: dict[Hashable, int] = {}  # launch ids
 _chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether the launches of all products can be replayed
 
 
-def packed_layer(attention: Attention, mlp: Dense | Experts, own: PerLayer | None = None) -> GpuLayer:
-    """Make a layer of packed weights; `own`: what it does with an input of its own."""
+def packed_layer(attention: Attention, mlp: Dense | Experts | None, own: PerLayer | None = None) -> GpuLayer:
+    """Make a layer of packed weights, without `launch_id`; `own`: what it does with an input of its own."""
     o_factor, down_factor = 1.0, 1.0
     if attention.factor != 1 and attention.o.bias is not None:  # kernels multiply what the products read, which a bias does not follow
         attention, o_factor = attention._replace(factor=1.0), attention.factor
     o_proj = PackedProjection(attention.o, o_factor)
     if not isinstance(mlp, Dense):
-        return GpuLayer(attention, mlp, o_proj, None).linked()
+        return GpuLayer(attention, mlp, o_proj, None)
     if mlp.factor != 1 and mlp.down.bias is not None:
         mlp, down_factor = mlp._replace(factor=1.0), mlp.factor
     per_layer = None if own is None else (own, PackedProjection(own.projection))
-    layer = GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down, down_factor), per_layer)
-    return layer if o_factor != 1 or down_factor != 1 else layer.linked()
+    return GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down, down_factor), per_layer)
 
 
 def chain(

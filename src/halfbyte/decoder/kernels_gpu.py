@@ -6,7 +6,7 @@ it, and the reason says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,12 @@ def decode_kernels(program: Program, here: Gpu, rows: int = 1, dtype: torch.dtyp
     Raises:
         UnsupportedError: No kernel on this GPU multiplies the experts' weights, and torch's operations do not, either.
     """
-    return [lowered for _, ops in program.scopes() for lowered in _Scope(ops, here, rows, dtype).kernels()]
+    return [lowered for _, ops in program.scopes() for lowered in layer_kernels(ops, here, rows, dtype)]
+
+
+def layer_kernels(ops: Iterable[Op], here: Gpu, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[Lowered]:
+    """Say which kernel computes each op of one layer, as `decode_kernels` does."""
+    return [*_Scope(tuple(ops), here, rows, dtype).kernels()]
 
 
 class _Scope:

@@ -118,11 +118,12 @@ class GpuModel:
             if own is not None:
                 factor = None if own.scale is None else own.scale.to(self.dtype)
                 own = own._replace(after=self._cast_norm(own.after), scale=factor)
-            return packed_layer(attention, mlp._replace(before=before, after=after, scale=scale), own)
+            return packed_layer(attention, mlp._replace(before=before, after=after, scale=scale), own).linked()
         shared = mlp.shared
         if shared is not None and shared.gate is not None:
             shared = shared._replace(gate=shared.gate.to(self.dtype))
-        return packed_layer(attention, mlp._replace(before=self._cast_norm(mlp.before), router=mlp.router.to(self.dtype), shared=shared))
+        cast = mlp._replace(before=self._cast_norm(mlp.before), router=mlp.router.to(self.dtype), shared=shared)
+        return packed_layer(attention, cast).linked()
 
     def _norm_of_inputs(self, inputs: PerLayerInputs) -> tuple[Norm, Tensor]:
         """The norm of projected embeddings, and the factor of per-layer inputs [1]."""

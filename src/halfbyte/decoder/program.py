@@ -121,7 +121,7 @@ def program_of(spec: DecoderSpec, device: str = "cpu") -> Program:
     ops = [Op("embedding", "embed_tokens", None, ("ids",), *_form(table), settings, device, table)]
     ops += (replace(op, device=device) for op in _per_layer_inputs(spec))
     for index, layer in enumerate(spec.layers):
-        ops += (replace(op, layer=index, device=device) for op in _layer(spec, layer))
+        ops += (replace(op, layer=index, device=device) for op in layer_ops(layer, spec.ropes))
     ops += (replace(op, device=device) for op in _end(spec))
     return Program(spec, tuple(ops))
 
@@ -139,9 +139,10 @@ def _per_layer_inputs(spec: DecoderSpec) -> Iterator[Op]:
     yield Op("residual", "per_layer_inputs", None, (names[0], names[2]), settings=_settings(scale=inputs.scale))
 
 
-def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[Op]:
+def layer_ops(layer: LayerSpec, ropes: Sequence[Rope] = ()) -> Iterator[Op]:
+    """Yield the ops of a layer of a model with these rotary embeddings; none: what they are is not said."""
     attention, mlp = layer.attention, layer.mlp
-    yield from _attention(attention, spec, layer)
+    yield from _attention(attention, layer, ropes)
     if isinstance(mlp, Experts):
         yield from _experts(mlp)
     elif mlp.parallel:
@@ -162,7 +163,7 @@ def _own_input(last: PerLayer) -> Iterator[Op]:
     yield from _added(last, "per_layer_projection", "per_layer", "mlp_residual")
 
 
-def _attention(half: Attention, spec: DecoderSpec, layer: LayerSpec) -> Iterator[Op]:
+def _attention(half: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iterator[Op]:
     heads, read = half.heads, INPUT
     if half.before is not None:
         yield _norm("attn_norm", half.before, INPUT)
@@ -173,7 +174,7 @@ def _attention(half: Attention, spec: DecoderSpec, layer: LayerSpec) -> Iterator
     for name, weight in zip(names, half.qkv, strict=True):
         yield _linear(name, weight, read)
     reads: tuple[str, ...] = tuple(names)
-    for op in _positions(heads, spec, layer, reads):
+    for op in _positions(heads, layer, ropes, reads):
         yield op
         reads = (op.name,)
     settings = _settings(
@@ -191,7 +192,7 @@ def _attention(half: Attention, spec: DecoderSpec, layer: LayerSpec) -> Iterator
     yield from _added(half, "o_proj", "attn", INPUT)
 
 
-def _positions(heads: Heads, spec: DecoderSpec, layer: LayerSpec, reads: tuple[str, ...]) -> Iterator[Op]:
+def _positions(heads: Heads, layer: LayerSpec, ropes: Sequence[Rope], reads: tuple[str, ...]) -> Iterator[Op]:
     """The norms of queries and keys, and rope, in their order."""
     ops = []
     if heads.norms is not None:
@@ -200,9 +201,10 @@ def _positions(heads: Heads, spec: DecoderSpec, layer: LayerSpec, reads: tuple[s
         settings = _settings(over=over, eps=norm.eps, unit_offset=norm.plus_one, layer_norm=norm.centred, values=heads.values_normed)
         ops.append(Op("qk_norm", "qk_norm", None, reads, tuple(norm.weight.shape), _dtype(norm.weight), settings, part=heads))
     if heads.width:
-        rope = spec.ropes[layer.rope]
-        which = layer.rope if len(spec.ropes) > 1 else None
-        settings = _settings(rotary_dim=heads.width, interleaved=bool(heads.pairs), rope_parameters=which, longrope_beyond=rope.switch)
+        rope = ropes[layer.rope] if ropes else None
+        which = layer.rope if len(ropes) > 1 else None
+        switch = None if rope is None else rope.switch
+        settings = _settings(rotary_dim=heads.width, interleaved=bool(heads.pairs), rope_parameters=which, longrope_beyond=switch)
         ops.append(Op("rope", "rope", None, reads, settings=settings, part=rope))
     if heads.turned_first:
         ops.reverse()

@@ -15,46 +15,47 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.calls import KV_CACHE
-from halfbyte.integrations.families import added_by, borrows, known, lends, mlp_of, other, shared_as
 from halfbyte.integrations.hooked import watched
 from halfbyte.integrations.kv_place import Place, SharedStates, sees_what_it_should
-from halfbyte.integrations.live_layers import halves_of, is_eager, norms_of, third_of, why_not_compiled
-from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, run_layers
+from halfbyte.integrations.live_layer import SharedKV, family_of, is_distributed, needs_eager, shared_kv
+from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
 
 _FEW_ROWS = 64  # tokens that take several layers at once
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompiledLayer:
-    """A layer's weights, as `ops.decoder` takes them.
+    """A layer, lowered for a CPU.
 
     Attributes:
+        spec: Its specification.
         whole: The layer.
         attention: Its attention alone, where `whole` takes few rows: layers with experts.
-        eager: Whether eager attention alone computes its formula in transformers: soft caps of scores, and sinks.
-        reuses, provides: Whether it reads keys and values of an earlier layer, and whether others may read its own.
+        shared: How it shares keys and values with other layers.
     """
 
+    spec: LayerSpec
     whole: DecoderLayer
     attention: DecoderLayer | None
-    eager: bool
-    reuses: bool
-    provides: bool
+    shared: SharedKV
 
     @property
     def stands_alone(self) -> bool:
         """Whether it depends on more than other layers do, or others on more of it."""
-        return self.reuses or self.provides or self.whole.beside is not None
+        return self.shared.reuses or self.shared.provides or self.whole.beside is not None
 
 
-def compile_layers(stack: Any) -> list[CompiledLayer | str]:
-    """Compile each layer of a stack, or say why transformers computes it."""
-    return [_compiled(layer, index) for index, layer in enumerate(stack.layers)]
+def compile_layers(stack: Any, specs: Sequence[LayerSpec | str]) -> list[CompiledLayer | str]:
+    """Lower each layer of a stack, or say why transformers computes it."""
+    return [_compiled(layer, spec, index) for index, (layer, spec) in enumerate(zip(stack.layers, specs, strict=True))]
 
 
-def _compiled(layer: Any, index: int) -> CompiledLayer | str:
-    if (reason := why_not_compiled(layer)) is not None:
+def _compiled(layer: Any, spec: LayerSpec | str, index: int) -> CompiledLayer | str:
+    if isinstance(spec, str):
+        return spec
+    if (reason := why_not_lowered(layer, spec)) is not None:
         return reason
     if watched(layer):
         return "it has a hook"
@@ -63,12 +64,16 @@ def _compiled(layer: Any, index: int) -> CompiledLayer | str:
     attention = layer.self_attn
     if layer.training or not attention.is_causal or attention.layer_idx != index:
         return "it is in training, not causal, or of another place"
-    if (name := other(layer)) is not None:
-        return f"its config has {name}"
-    first, second = halves_of(layer)
-    whole = DecoderLayer(first, second, third_of(layer))
-    alone = None if whole.most_rows is None else DecoderLayer(first, None)
-    return CompiledLayer(whole, alone, is_eager(layer), borrows(layer), lends(layer))
+    whole = DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input)
+    alone = None if whole.most_rows is None else DecoderLayer(spec.attention, None)
+    return CompiledLayer(spec, whole, alone, shared_kv(layer))
+
+
+def why_not_lowered(layer: Any, spec: LayerSpec) -> str | None:
+    """Why native calls do not compute a layer on a CPU, or None."""
+    if is_distributed(layer):
+        return "its weights are distributed over processes"
+    return why_not(spec.attention, spec.mlp, spec.per_layer_input)
 
 
 class Call(NamedTuple):
@@ -111,7 +116,8 @@ class Run:
 
     def __init__(self, stack: Any, call: Call) -> None:
         self._modules, self._call = stack.layers, call
-        self._shares = known(stack.layers[0]).kv_sharing is not None
+        self._shared = [shared_kv(layer) for layer in stack.layers]
+        self._shares = any(shared.kind is not None for shared in self._shared)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the hidden states [B, t, K] after the last layer."""
@@ -142,7 +148,7 @@ class Run:
 
     def _may_cut(self, first: int, x: Tensor, keep: int) -> bool:
         """Whether the layers from one on need the last tokens alone, as they add no keys and values (Gemma 4)."""
-        if not 0 < keep < x.shape[1] or not all(borrows(module) for module in self._modules[first:]):
+        if not 0 < keep < x.shape[1] or not all(shared.reuses for shared in self._shared[first:]):
             return False
         # Without a mask torch's attention takes tokens for the first ones of a text, not for the last.
         known_places = all(mask is not None for mask in self._call.masks)
@@ -211,10 +217,7 @@ class CpuRun(Run):
         entries = [(place.keys, place.values, place.length)]
         (h,) = run_layers((layer.attention,), x, call.rotary[index], entries, self._shown(call.masks[index]))
         self._enter(index, place, x)
-        found = mlp_of(module)(norms_of(module)[2](h))
-        y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's returns its router's weights, too
-        factor = added_by(module)
-        return h + (y if factor == 1 else y * factor)
+        return add_mlp(module, layer.spec, h)
 
     def _place(self, layer: CompiledLayer, part: DecoderLayer, index: int, x: Tensor) -> Place | None:
         """Where the keys and values of tokens go, or lie; None where the layer is not to be computed natively."""
@@ -224,8 +227,8 @@ class CpuRun(Run):
             return None
         if (part.beside is None) != (call.per_layer is None) or not self._is_mask(layer, mask, seen):
             return None
-        if layer.reuses:
-            place = Place.reuse(module, x, seen, past, call.shared)
+        if layer.shared.reuses:
+            place = Place.reuse(module, layer.shared, x, seen, past, call.shared)
         elif past is not None and index >= len(past.layers):
             return None
         else:
@@ -238,12 +241,12 @@ class CpuRun(Run):
     def _enter(self, index: int, place: Place, x: Tensor) -> None:
         layer, call = self._compiled[index], self._call
         assert isinstance(layer, CompiledLayer)
-        if layer.reuses:
+        if layer.shared.reuses:
             return
         cache: Any = None if call.past is None else call.past.layers[index]
         place.enter(cache, x.shape[1])
-        if layer.provides:
-            call.shared[shared_as(self._modules[index])] = place.all_states(cache, x, layer.whole.heads.dim)
+        if layer.shared.provides:
+            call.shared[layer.shared.kind] = place.all_states(cache, x, layer.whole.heads.dim)
 
     def _shown(self, mask: Tensor | None) -> Tensor | None:
         if mask is None:
@@ -255,7 +258,7 @@ class CpuRun(Run):
     def _is_mask(self, layer: CompiledLayer, mask: Tensor | None, seen: Tensor | None) -> bool:
         """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, without which it is not
         causal."""
-        if layer.eager > self._eager or (self._eager and mask is None):
+        if needs_eager(layer.spec) > self._eager or (self._eager and mask is None):
             return False
         return seen is None or (seen.dtype == torch.bool and seen.dim() == 4 and seen.shape[1] == 1 and (self._eager or mask is seen))
 
@@ -267,6 +270,17 @@ class CpuRun(Run):
         if key not in self._later:
             self._later[key] = bool(mask.expand(-1, -1, tokens, -1).triu(length + 1).any())
         return self._later[key]
+
+
+def add_mlp(layer: Any, spec: LayerSpec, h: Tensor) -> Tensor:
+    """The output of a live layer from that of its attention half, h, by the modules of transformers."""
+    family = family_of(layer)
+    assert family is not None
+    assert family.norms[2] is not None
+    found = getattr(layer, family.mlp)(getattr(layer, family.norms[2])(h))
+    y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's returns its router's weights, too
+    factor = spec.attention.factor
+    return h + (y if factor == 1 else y * factor)
 
 
 def visible(mask: Tensor | None) -> Tensor | None:

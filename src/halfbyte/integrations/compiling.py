@@ -13,7 +13,7 @@ from halfbyte import env
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.integrations.calls import KV_CACHE
 from halfbyte.integrations.forwards import why_not_native
-from halfbyte.integrations.mixtures import routed_of
+from halfbyte.integrations.live_layer import has_experts
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.nn.experts import MixtureOfExperts
 
@@ -29,7 +29,7 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
     if model not in _done and not env.tune():
         _done.add(model)
         stacks = [module for module in model.modules() if is_compiled_stack(module)]
-        if stacks and all(why_not_native(layer) is None and routed_of(layer) is None for stack in stacks for layer in stack.layers):
+        if stacks and all(why_not_native(layer) is None and not has_experts(layer) for stack in stacks for layer in stack.layers):
             compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 

@@ -12,17 +12,13 @@ from typing import Any
 from torch import nn
 
 from halfbyte.errors import check_type
-from halfbyte.integrations import embedding, families, layer_gpu
-from halfbyte.integrations.decoding_gpu import Step
+from halfbyte.integrations import compiled_layers, embedding, layer_gpu
 from halfbyte.integrations.encoder_stack import compile_encoder, kind_of
 from halfbyte.integrations.generating import generate_fast
-from halfbyte.integrations.live_layers import groups_of, halves_of, third_of, why_not_compiled, why_not_known
-from halfbyte.integrations.replaced import products_of
+from halfbyte.integrations.live_layer import family_of, layer_spec
 from halfbyte.integrations.stack import compile_stack, is_stack
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.report import add_notes
-from halfbyte.ops.decoder import Attention, Dense
-from halfbyte.ops.experts import CLAMPED, Experts
 from halfbyte.versions import why_untested
 
 PLAIN = "its forwards are those of transformers"
@@ -58,51 +54,13 @@ def replace_forwards_(model: nn.Module) -> nn.Module:
 
 def is_decoder_layer(module: nn.Module) -> bool:
     """Whether it has the structure of a decoder layer, supported or not."""
-    family = families.family_of(module)
+    family = family_of(module)
     return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp" if family is None else family.mlp))
 
 
 def why_not_native(layer: Any, device: str = "cuda") -> str | None:
     """Why a decoder layer is left to transformers on a device of that type, or None."""
-    if device == "cpu":
-        return why_not_compiled(layer)
-    return why_not_known(layer) or layer_gpu.why_not_few_kernels(layer)
-
-
-def one_call(layer: Any) -> tuple[Step, ...]:
-    """The steps of a compiled layer on a CPU."""
-    attention, second = halves_of(layer)
-    heads = attention.heads
-    entry = "the new entry of a float or 8-bit cache" if heads.made != "q" else "keys and values of another layer"
-    seen = f"attend, with {'positions and ' if heads.turned else ''}{entry}"
-    qkv, (gates, _) = groups_of(layer)
-    normed = "with the norm" if attention.before else "alone"
-    first = [Step(name, normed) for name in products_of(*qkv) or {}]
-    if heads.rows and heads.norms:
-        first.append(Step("q_norm, k_norm", "norm, of whole rows"))
-    first += [Step("attention", seen), Step(families.known(layer).o_proj, _added(attention))]
-    if isinstance(second, Dense):
-        function = second.gates.removesuffix("_tanh")
-        gated = f"with {'the norm and ' if second.before else ''}{f'{function}(gate) * up' if second.gated else function}"
-        return *first, Step(gates, gated), Step(families.known(layer).down_proj, _added(second)), *_of_own_input(layer)
-    routed = families.known(layer).moe
-    assert routed is not None
-    shared = [] if routed.shared is None else [Step(routed.shared[0], "with the norm and silu(gate) * up, then down_proj")]
-    gates = "silu(gate) * up" if isinstance(second, Experts) and second.clamped is None else CLAMPED
-    experts = Step("experts", f"{gates}, then down_proj, both of the chosen ones, by their weights, with the residual added")
-    return *first, Step(routed.router, "with the norm"), *shared, experts
-
-
-def _of_own_input(layer: Any) -> tuple[Step, ...]:
-    """The steps of an input of the layer's own, if it has one."""
-    third, names = third_of(layer), families.known(layer).per_layer_input
-    if third is None or names is None:
-        return ()
-    gate = f"with {third.function.removesuffix('_tanh')}, times the layer's own input"
-    return Step(names[0], gate), Step(names[1], "and then the norm, with the residual added")
-
-
-def _added(half: Attention | Dense) -> str:
-    """How what a half gives is added."""
-    factor = "" if half.factor == 1 else f", times {half.factor:g}"
-    return f"{'and then the norm, ' if half.after else ''}with the residual added{factor}"
+    spec = layer_spec(layer)
+    if isinstance(spec, str):
+        return spec
+    return compiled_layers.why_not_lowered(layer, spec) if device == "cpu" else layer_gpu.why_not_decoded(layer, spec)

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from halfbyte.integrations import decoding_gpu, prompt_gpu
 from halfbyte.integrations.compiled_layers import Call, Run
-from halfbyte.integrations.layer_gpu import Parts
+from halfbyte.integrations.layer_gpu import LoweredLayer
 
 
 class GpuRun(Run):
     """A call through the layers that kernels of a GPU compute."""
 
-    def __init__(self, parts: Sequence[Parts | None], stack: Any, call: Call) -> None:
+    def __init__(self, layers: Sequence[LoweredLayer | None], stack: Any, call: Call) -> None:
         super().__init__(stack, call)
-        self._parts = parts
+        self._lowered = layers
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
-        parts, call, module = self._parts[first], self._call, self._modules[first]
+        lowered, call, module = self._lowered[first], self._call, self._modules[first]
         y: Tensor | None = None
-        if parts is not None:
+        if lowered is not None:
             own = None if call.per_layer is None else call.per_layer[:, :, first]
             rotary, past = call.rotary[first], call.past
             if past is not None and past.layers:
-                y = decoding_gpu.token(module, parts, x, call.masks[first], past.layers, rotary, own, call.shared)
+                y = decoding_gpu.token(module, lowered, x, call.masks[first], past.layers, rotary, own, call.shared)
             if y is None:
-                y = prompt_gpu.tokens(module, parts, x, call.masks[first], past, rotary, own, call.shared)
+                y = prompt_gpu.tokens(module, lowered, x, call.masks[first], past, rotary, own, call.shared)
         return self._by_transformers(x, first) if y is None else y, first + 1

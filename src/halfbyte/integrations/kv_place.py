@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from halfbyte.integrations import growing
-from halfbyte.integrations.families import lender, shared_as
+from halfbyte.integrations.live_layer import SharedKV
 from halfbyte.layouts.records import from_records
 
 _CACHES = (*growing.LAYERS, StaticLayer)
@@ -67,13 +67,13 @@ class Place:
         return cls(keys, values, grown.length - grown.first - begin)
 
     @classmethod
-    def reuse(cls, layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates) -> Place | None:
+    def reuse(cls, layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates) -> Place | None:
         """Find the keys and values of an earlier layer that a layer reads, those of the tokens x [B, t, K] included.
 
         Returns:
             None if they are not known, or lie in a cache of another kind.
         """
-        attention, index, found = layer.self_attn, lender(layer), shared.get(shared_as(layer))
+        attention, index, found = layer.self_attn, sharing.source, shared.get(sharing.kind)
         if found is None or index is None or (past is not None and index >= len(past.layers)):
             return None
         keys, values = found

@@ -1,29 +1,28 @@
-"""What the kernels of a live decoder layer read on a GPU (`decoder/gpu_layer.py`), and why they do not compute it."""
+"""Live decoder layers, lowered for a GPU (`decoder/gpu_layer.py`), and why kernels do not compute one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from halfbyte.decoder.family import MoEFamily
-from halfbyte.decoder.gpu_layer import GpuLayer
-from halfbyte.integrations.families import known, nearest, per_layer_of
+from halfbyte.decoder.gpu_layer import GpuLayer, packed_layer
+from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.hooked import watched
-from halfbyte.integrations.live_layers import halves_of, linears_of, third_of, why_not_known, why_not_shared
-from halfbyte.integrations.mixtures import parts_of as modules_of_experts
-from halfbyte.integrations.mixtures import routed_of
+from halfbyte.integrations.live_layer import SharedKV, family_of, is_distributed, is_eager, query_scale_from, shared_kv, traced_spec
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
 from halfbyte.ops.decoder import Attention, Dense
 from halfbyte.ops.experts import Experts
+from halfbyte.ops.layers import Weight
 
 _ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compute, and by which masks, is known
 
 
-class _LiveProjection(NamedTuple):
-    """`Projection` of a live module, which may be distributed over processes."""
+class _DistributedProjection(NamedTuple):
+    """`Projection` of a live module whose weight is distributed over processes."""
 
     module: QuantLinear
 
@@ -36,69 +35,74 @@ class _LiveProjection(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Of a layer, as they are now.
+class LoweredLayer:
+    """A live layer, lowered for a GPU.
 
-    layer        as kernels read it
-    for_token    whether one token takes few kernels; for_prompts: whether many do, unless `why_not_many` has a reason
+    Attributes:
+        spec: Its specification.
+        layer: As kernels read it.
+        shared: How it shares keys and values with other layers.
+        eager: Whether masks are added to scores.
+        decodes: Whether kernels compute one token of each sequence.
+        prefills: Whether they compute many tokens, unless `why_not_many` has a reason.
     """
 
+    spec: LayerSpec
     layer: GpuLayer
-    for_token: bool
-    for_prompts: bool
-
-    @property
-    def launch_id(self) -> int | None:
-        return self.layer.launch_id
+    shared: SharedKV
+    eager: bool
+    decodes: bool
+    prefills: bool
 
 
-def traced_parts_of(layer: Any) -> Parts | None:
-    """`parts_of` within torch.compile, for a layer that was known when it was optimized."""
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
-    return None if hooked or linears_of(layer) is None else _found(layer)
-
-
-def parts_of(layer: Any) -> Parts | None:
-    """What the kernels of a layer read; None where parts have hooks, or were replaced by what is computed otherwise."""
-    if any(map(_is_changed, layer.modules())) or why_not_known(layer) is not None or linears_of(layer) is None:
+def lower_layer(layer: Any, spec: LayerSpec | str) -> LoweredLayer | None:
+    """Lower a layer; None where it has no specification, or parts with hooks."""
+    if isinstance(spec, str) or any(map(_is_changed, layer.modules())):
         return None
-    found = _found(layer)
+    found = _lowered(layer, spec)
     return found if is_distributed(layer) else replace(found, layer=found.layer.linked())
+
+
+def lower_traced(layer: Any) -> LoweredLayer | None:
+    """`lower_layer` within torch.compile, for a layer that had a specification when it was optimized."""
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
+    return None if hooked else _lowered(layer, traced_spec(layer))
 
 
 def _is_changed(part: nn.Module) -> bool:
     return watched(part) or ("forward" in vars(part) and part_of(part) is None)
 
 
-def _found(layer: Any) -> Parts:
-    linears = linears_of(layer)
-    assert linears is not None
-    first, second = halves(layer)
-    of_attention = why_not_attention(layer, linears, first) is None
-    of_dense = not isinstance(second, Dense) or why_not_dense(first, second) is None
-    of_experts = isinstance(second, Dense) or _why_not_experts(layer, first, second) is None
-    for_token, for_prompts = of_attention and of_dense and of_experts, of_attention and of_dense and not is_distributed(layer)
-    third, own = third_of(layer), per_layer_of(layer)
-    computed = GpuLayer(
-        first._replace(heads=first.heads._replace(cap=None)),  # which transformers' sdpa does not have
-        second if of_experts else None,
-        _LiveProjection(linears[1]),
-        _LiveProjection(linears[2][-1]) if isinstance(second, Dense) else None,
-        None if third is None or own is None else (third, _LiveProjection(own[1])),
-    )
-    return Parts(computed, for_token, for_prompts)
+def _lowered(layer: Any, spec: LayerSpec) -> LoweredLayer:
+    attention, mlp, eager = spec.attention, spec.mlp, is_eager(layer)
+    attends = _why_no_attention(layer, spec) is None
+    has_mlp = _why_no_mlp(layer, spec) is None
+    if not eager:
+        attention = attention._replace(heads=attention.heads._replace(cap=None))  # which transformers' sdpa does not have
+    distributed = is_distributed(layer)
+    lowered = packed_layer(attention, mlp if has_mlp or isinstance(mlp, Dense) else None, spec.per_layer_input)
+    if distributed:
+        lowered = _with_modules(layer, spec, replace(lowered, attention=attention, mlp=mlp if lowered.mlp is not None else None))
+    prefills = attends and not distributed and (has_mlp or not isinstance(mlp, Dense))
+    return LoweredLayer(spec, lowered, shared_kv(layer), eager, attends and has_mlp, prefills)
 
 
-def is_distributed(layer: Any) -> bool:
-    """Whether a process has a part of its products' weights."""
-    qkv, o, second = linears_of(layer) or ((), None, ())
-    shared = () if routed_of(layer) is None else modules_of_experts(layer, routed(layer))
-    own = (per_layer_of(layer) or ())[:2]
-    return any(isinstance(part, QuantLinear) and part_of(part) is not None for part in (*qkv, o, *second, *shared, *own))
+def _with_modules(layer: Any, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
+    """A layer whose projections are those of its modules, which sum over processes."""
+    family = family_of(layer)
+    assert family is not None
+    o_proj = _DistributedProjection(getattr(layer.self_attn, family.o_proj))
+    down_proj, per_layer = lowered.down_proj, lowered.per_layer
+    if isinstance(spec.mlp, Dense):
+        down_proj = _DistributedProjection(getattr(getattr(layer, family.mlp), family.down_proj))
+    if per_layer is not None and family.per_layer_input is not None:
+        per_layer = per_layer[0], _DistributedProjection(getattr(layer, family.per_layer_input[1]))
+    return replace(lowered, o_proj=o_proj, down_proj=down_proj, per_layer=per_layer)
 
 
-def own_input(given: Tensor | None) -> Tensor | None:
-    """A layer's own input as kernels read it: its rows lie equally far apart."""
+def contiguous_rows(per_layer_input: Tensor | None) -> Tensor | None:
+    """A per-layer input as kernels read it: its rows lie equally far apart."""
+    given = per_layer_input
     if given is None or (given.stride(2) == 1 and given.stride(0) == given.stride(1) * given.shape[1]):
         return given
     return given.contiguous()
@@ -107,83 +111,75 @@ def own_input(given: Tensor | None) -> Tensor | None:
 # Reasons
 
 
-def why_not_few_kernels(layer: Any) -> str | None:
-    """Why one token does not take few kernels in a layer that has `linears_of`; None if it does."""
-    linears = linears_of(layer)
-    assert linears is not None
-    return _why_not(layer, linears, *halves(layer))
+def why_not_decoded(layer: Any, spec: LayerSpec) -> str | None:
+    """Why kernels do not compute one token of each sequence in a layer; None if they do."""
+    return _why_no_attention(layer, spec) or _why_no_mlp(layer, spec)
 
 
-def _why_not(layer: Any, linears: Any, first: Attention, last: Dense | Experts) -> str | None:
-    if (reason := why_not_attention(layer, linears, first)) is not None:
-        return reason
-    return why_not_dense(first, last) if isinstance(last, Dense) else _why_not_experts(layer, first, last)
-
-
-def why_not_attention(layer: Any, linears: Any, first: Attention) -> str | None:
-    """Of all linear layers, and of what comes before the mlp."""
-    qkv, o, second = linears
-    for linear in (*qkv, o, *second, *(per_layer_of(layer) or ())[:2]):
-        if linear.compute not in ("auto", "float"):
-            return f"its {_name_of(layer, linear)} is to compute in {linear.compute}"
-    kind = layer.self_attn.config._attn_implementation
+def _why_no_attention(layer: Any, spec: LayerSpec) -> str | None:
+    """Why kernels do not compute what comes before the MLP."""
+    for name, weight in _linears(spec):
+        if weight.compute not in ("auto", "float"):
+            return f"its {name} is to compute in {weight.compute}"
+    kind, heads = layer.self_attn.config._attn_implementation, spec.attention.heads
     if kind not in _ATTENTIONS:
         return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
-    if nearest(layer) is not None:
+    if query_scale_from(layer) is not None:
         return "queries of its attention have a factor that depends on their positions"
-    if is_eager(layer) and first.heads.cap is not None:
+    if is_eager(layer) and heads.cap is not None:
         return "scores of its attention, transformers' eager one, have a cap"
-    if first.heads.sinks is not None and not is_eager(layer):
+    if heads.sinks is not None and not is_eager(layer):
         return "its attention is not transformers' eager one, which alone has its sinks"
-    if any(norm.centred for norm in (first.after, *(first.heads.norms or ())) if norm is not None):
+    if any(norm.centred for norm in (spec.attention.after, *(heads.norms or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
-    if (reason := why_not_shared(layer)) is not None:
-        return reason
-    of_all = first.heads.rows or first.heads.sinks is not None  # what belongs to all heads
-    here = [part_of(linear) for linear in (*qkv, *second[:-1])]
-    if any(part is not None and (part.cut.before or part.cut.after or of_all) for part in here):
+    if is_distributed(layer) and _needs_whole_rows(layer, over_all_heads=heads.rows or heads.sinks is not None):
         return "its weights are distributed over processes in a way that takes steps between products"
     return None
 
 
-def why_not_dense(first: Attention, last: Dense) -> str | None:
-    if last.after is not None and last.after.centred:
+def _linears(spec: LayerSpec) -> Iterator[tuple[str, Weight]]:
+    """Yield the linear layers of a layer, without experts, by the names that programs have for them."""
+    yield from zip(["qkv"] if len(spec.attention.qkv) == 1 else [f"{part}_proj" for part in "qkv"], spec.attention.qkv, strict=False)
+    yield "o_proj", spec.attention.o
+    if isinstance(spec.mlp, Dense):
+        yield "gate_up" if spec.mlp.gated else "up_proj", spec.mlp.gate_up
+        yield "down_proj", spec.mlp.down
+    if spec.per_layer_input is not None:
+        yield "per_layer_input_gate", spec.per_layer_input.gate
+        yield "per_layer_projection", spec.per_layer_input.projection
+
+
+def _needs_whole_rows(layer: Any, *, over_all_heads: bool) -> bool:
+    """Whether processes exchange something before the last linear layers of attention and MLP."""
+    family = family_of(layer)
+    assert family is not None
+    mlp = getattr(layer, family.mlp)
+    linears = [getattr(layer.self_attn, name, None) for name in family.qkv] + [getattr(mlp, name, None) for name in family.gate_up]
+    parts = [part_of(linear) for linear in linears if linear is not None]
+    return any(part is not None and (part.cut.before or part.cut.after or over_all_heads) for part in parts)
+
+
+def _why_no_mlp(layer: Any, spec: LayerSpec) -> str | None:
+    """Why kernels do not compute the MLP, or the mixture of experts."""
+    if isinstance(spec.mlp, Experts):
+        return _why_no_experts(layer, spec.attention, spec.mlp)
+    if spec.mlp.after is not None and spec.mlp.after.centred:
         return "the norm of what its mlp adds is a layer norm"
-    if first.factor != 1 and (first.o.bias is not None or last.down.bias is not None):
+    if is_distributed(layer) and spec.attention.factor != 1 and (spec.attention.o.bias is not None or spec.mlp.down.bias is not None):
         return "what it adds has a factor and a bias"
     return None
 
 
-def _why_not_experts(layer: Any, first: Attention, last: Experts) -> str | None:
-    if last.before.centred:
+def _why_no_experts(layer: Any, attention: Attention, experts: Experts) -> str | None:
+    if experts.before.centred:
         return "the norm before its experts is a layer norm"
-    for weight in (last.gate_up, last.down, *([] if last.shared is None else last.shared[:2])):
+    for weight in (experts.gate_up, experts.down, *([] if experts.shared is None else experts.shared[:2])):
         if weight.compute not in ("auto", "float"):
             return f"its experts are to compute in {weight.compute}"
-    if any(isinstance(part, QuantLinear) and part_of(part) is not None for part in modules_of_experts(layer, routed(layer))):
+    family = family_of(layer)
+    assert family is not None
+    if is_distributed(getattr(layer, family.mlp)):
         return "the expert that its tokens share is distributed over processes"
-    if first.after is not None or (first.factor != 1 and first.o.bias is not None):
+    if attention.after is not None or (attention.factor != 1 and attention.o.bias is not None):
         return "what its attention adds has a norm, or a factor and a bias, and what follows are experts"
     return None
-
-
-def halves(layer: Any) -> tuple[Attention, Dense | Experts]:
-    first, second = halves_of(layer)
-    assert isinstance(second, Dense | Experts)
-    return first, second
-
-
-def routed(layer: Any) -> MoEFamily:
-    routed = known(layer).moe
-    assert routed is not None
-    return routed
-
-
-def _name_of(layer: Any, linear: QuantLinear) -> str:
-    names: list[str] = [name for name, part in layer.named_modules() if part is linear]
-    return names[0].rpartition(".")[2]
-
-
-def is_eager(layer: Any) -> bool:
-    """Whether masks are added to scores."""
-    return bool(layer.self_attn.config._attn_implementation == "eager")

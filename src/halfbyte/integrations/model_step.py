@@ -15,7 +15,7 @@ from halfbyte.decoder.families import family_of_model
 from halfbyte.decoder.family import Family
 from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, is_true, unset
 from halfbyte.integrations.hooked import why_hooked
-from halfbyte.integrations.mixtures import weight_of
+from halfbyte.integrations.live_layer import weight_of
 from halfbyte.integrations.replaced import name_in_transformers
 from halfbyte.integrations.stack import compiled, is_compiled_stack
 from halfbyte.integrations.token_step import Logits, TokenStep

@@ -16,12 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import Cache, StaticLayer
 
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, prefill, prefill_with
+from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations import decoding_gpu
-from halfbyte.integrations.compiled_layers import visible
-from halfbyte.integrations.families import borrows, lender, lends, mlp_of, shared_as
+from halfbyte.integrations.compiled_layers import add_mlp, visible
 from halfbyte.integrations.kv_place import SharedStates
-from halfbyte.integrations.layer_gpu import Parts, halves, is_distributed, is_eager, own_input
-from halfbyte.integrations.live_layers import all_norms, norms_of
+from halfbyte.integrations.layer_gpu import LoweredLayer, contiguous_rows
+from halfbyte.integrations.live_layer import SharedKV, is_distributed
 from halfbyte.integrations.static_codes import StaticInt8Layer
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.library import plain
@@ -32,7 +32,7 @@ _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of t
 
 def tokens(
     layer: Any,
-    found: Parts,
+    found: LoweredLayer,
     x: Tensor,
     mask: Tensor | None,
     past: Cache | None,
@@ -47,23 +47,22 @@ def tokens(
         x: The tokens' hidden states.
         past: The cache of all layers, or None.
     """
-    reads = borrows(layer)
-    if not _fits(layer, x, past, rotary) or not found.for_prompts or not found.layer.attention.heads.turns_by(rotary[0].shape[2]):
+    if not _fits(layer, found, x, past, rotary) or not found.prefills or not found.layer.attention.heads.turns_by(rotary[0].shape[2]):
         return None
     computed, heads = found.layer, found.layer.attention.heads
     if x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None:
         return None
-    seen = _seen(layer, mask, x.shape[1])
+    seen = _seen(layer, mask, x.shape[1], eager=found.eager)
     if isinstance(seen, str):
         return None
-    own = own_input(own)
+    own = contiguous_rows(own)
     if (own is None) != (computed.per_layer is None):
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
     turns = None if heads.turned == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
-    if reads:
-        place = _lent(layer, x, mask, past, shared)
+    if found.shared.reuses:
+        place = _lent(layer, found.shared, x, mask, past, shared)
         return None if place is None else prefill(computed, x, turns, KeyValues(*place), _of_tokens(seen), own, name="others")
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
         # A copy from the host would wait for the GPU.
@@ -75,26 +74,21 @@ def tokens(
         before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
         update = None if past is None else partial(past.update, layer_idx=index)
         y, kept = prefill_with(computed, x, turns, update, _of_tokens(seen), own, before)
-    if lends(layer):
-        shared[shared_as(layer)] = kept
-    if computed.mlp is not None:
-        return y
-    more = mlp_of(layer)(norms_of(layer)[2](y))
-    of_experts: Tensor = more[0] if isinstance(more, tuple) else more  # gpt-oss's tells its router's weights, too
-    factor = computed.attention.factor
-    return y + (of_experts if factor == 1 else of_experts * factor)
+    if found.shared.provides:
+        shared[found.shared.kind] = kept
+    return y if computed.mlp is not None else add_mlp(layer, found.spec, y)
 
 
 def _in_rows(table: Tensor) -> Tensor:
     return table if table.stride(-1) == 1 else table.contiguous()
 
 
-def _lent(layer: Any, x: Tensor, mask: Tensor | None, past: Cache | None, shared: Any) -> _Place | None:
+def _lent(layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: Any) -> _Place | None:
     """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
-    index = lender(layer)
-    if index is None or shared_as(layer) not in shared or (past is not None and index >= len(past.layers)):
+    index = sharing.source
+    if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):
         return None
-    keys, values = shared[shared_as(layer)]
+    keys, values = shared[sharing.kind]
     cache: Any = None if past is None else past.layers[index]
     tokens = x.shape[1]
     if keys.dtype != x.dtype or keys.device != x.device:
@@ -127,21 +121,27 @@ def _of_tokens(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask[:, 0]
 
 
-def why_not_prompts(layer: Any, here: Gpu) -> str | None:
-    """Why prompts take transformers' steps in a layer of which one token takes few kernels; None if they take few, too."""
+def why_not_prefilled(layer: Any, spec: LayerSpec, here: Gpu) -> str | None:
+    """Why kernels do not prefill a layer that they decode; None if they do."""
     if is_distributed(layer):
         return "its weights are distributed over processes"
-    return why_not_many(halves(layer)[0].heads, all_norms(layer)[0].weight.dtype, here)
+    return why_not_many(spec.attention.heads, dtype_of(spec), here)
+
+
+def dtype_of(spec: LayerSpec) -> torch.dtype:
+    """The dtype of a layer's activations, which its norms have."""
+    norms = spec.attention.before, spec.attention.after, *(spec.attention.heads.norms or ())
+    return next(norm.weight.dtype for norm in norms if norm is not None)
 
 
 _masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and the last layer that asked
 
 
-def _seen(layer: Any, mask: Tensor | None, tokens: int) -> Tensor | str | None:
+def _seen(layer: Any, mask: Tensor | None, tokens: int, *, eager: bool) -> Tensor | str | None:
     """The mask as `attend_many` takes it; or why it takes none like it."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens):
         return "its mask is not one of all heads for each token"
-    if not is_eager(layer):
+    if not eager:
         return mask if mask is None or mask.dtype == torch.bool else "its mask is not of booleans"
     if mask is None:
         return "eager attention without a mask is not causal"
@@ -154,11 +154,11 @@ def _seen(layer: Any, mask: Tensor | None, tokens: int) -> Tensor | str | None:
     return found if found.dtype == torch.bool else "its mask adds other numbers"
 
 
-def _fits(layer: Any, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor]) -> bool:
+def _fits(layer: Any, found: LoweredLayer, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor]) -> bool:
     """Whether the call is for many tokens, with nothing else than their results asked for."""
     return (
         x.device.type in decoding_gpu.DEVICES
-        and (x.shape[1] > 1 or borrows(layer))
+        and (x.shape[1] > 1 or found.shared.reuses)
         and plain(x)
         and rotary[0].dim() == 3
         and not getattr(past, "offloading", False)

@@ -23,15 +23,17 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import ModelOutput
 
 from halfbyte.decoder.family import SLIDING, Family
+from halfbyte.decoder.kernels_gpu import layer_kernels
+from halfbyte.decoder.program import layer_ops
+from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations import decoding_gpu, layer_gpu, prompt_gpu
 from halfbyte.integrations.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.compiled_layers import Call, CompiledLayer, CpuRun, Run, compile_layers
-from halfbyte.integrations.families import family_of, lender, nearest
 from halfbyte.integrations.frozen import Frozen
 from halfbyte.integrations.gpu_run import GpuRun
 from halfbyte.integrations.hooked import is_capturing, watched
-from halfbyte.integrations.layer_gpu import Parts, parts_of, traced_parts_of
-from halfbyte.integrations.live_layers import why_not_known
+from halfbyte.integrations.layer_gpu import LoweredLayer, lower_layer, lower_traced
+from halfbyte.integrations.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.replaced import ReplacedForward, original, replace_class
 from halfbyte.integrations.token_step import Logits, TokenStep, why_no_step
 from halfbyte.machine import gpu
@@ -74,7 +76,8 @@ def compile_stack(stack: nn.Module) -> None:
         return
     layers: Any = stack.layers
     reason = why_unknown(original(stack), ARGUMENTS) or why_unknown_output(original(stack))
-    reasons = [why_not_known(layer) for layer in layers] if reason is None else []
+    specs = [layer_spec(layer) for layer in layers] if reason is None else []
+    reasons = [spec if isinstance(spec, str) else None for spec in specs]
     if reason is None and all(reasons):
         reason = "; ".join(why_left(reasons))
     replace_class(stack, _Stack, LAYER_BY_LAYER, reason)
@@ -142,11 +145,11 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     kinds = layer_kinds(stack)
     if kinds is None or stack.config.num_hidden_layers != len(layers) or not all(kind in (FULL, SLIDING) for kind in kinds.masks):
         return None
-    parts = [traced_parts_of(layer) if known else None for layer, known in zip(layers, stack.halfbyte_known, strict=True)]
+    lowered = [lower_traced(layer) if known else None for layer, known in zip(layers, stack.halfbyte_known, strict=True)]
     if (prepared := prepare(stack, kinds, call, past)) is None:
         return None
     x, layer_call = prepared
-    normed: Tensor = getattr(stack, kinds.family.final_norm)(GpuRun(parts, stack, layer_call)(x))
+    normed: Tensor = getattr(stack, kinds.family.final_norm)(GpuRun(lowered, stack, layer_call)(x))
     return normed, past
 
 
@@ -281,20 +284,29 @@ class CompiledStack:
     def __init__(self, kinds: Kinds) -> None:
         """Make one for a stack for which `_why_not` has no reason."""
         self.kinds = kinds
+        self._specs: list[LayerSpec | str] | None = None
         self._on_cpu: list[CompiledLayer | str] | None = None
-        self._on_gpu: list[Parts | None] | None = None
+        self._on_gpu: list[LoweredLayer | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
+
+    def specs(self, stack: Any) -> list[LayerSpec | str]:
+        """The specifications of the layers, or the reason why transformers computes them."""
+        if self._specs is None:
+            kinds, ropes = self.kinds, sorted({*self.kinds.ropes})
+            places = zip(stack.layers, kinds.ropes, kinds.windows, strict=True)
+            self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in places]
+        return self._specs
 
     def on_cpu(self, stack: Any) -> list[CompiledLayer | str]:
         """The layers on a CPU: compiled, or the reason why transformers computes them."""
         if self._on_cpu is None:
-            self._on_cpu = compile_layers(stack)
+            self._on_cpu = compile_layers(stack, self.specs(stack))
         return self._on_cpu
 
-    def on_gpu(self, stack: Any) -> list[Parts | None]:
+    def on_gpu(self, stack: Any) -> list[LoweredLayer | None]:
         """The layers on a GPU: what kernels read, or None where transformers computes them."""
         if self._on_gpu is None:
-            self._on_gpu = [parts_of(layer) for layer in stack.layers]
+            self._on_gpu = [lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
         return self._on_gpu
 
     def remark(self, stack: Any, device: torch.device) -> str:
@@ -303,17 +315,26 @@ class CompiledStack:
         if device.type == "cpu":
             reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu(stack)]
         elif device.type in decoding_gpu.DEVICES:
-            reasons = [why_not_known(layer) or layer_gpu.why_not_few_kernels(layer) for layer in layers]
+            reasons = [
+                spec if isinstance(spec, str) else layer_gpu.why_not_decoded(layer, spec)
+                for layer, spec in zip(layers, self.specs(stack), strict=True)
+            ]
         else:
             return f"{LAYER_BY_LAYER}: kernels are for CPUs and NVIDIA GPUs, not for {device.type}"
         native = reasons.count(None)
         told, left = [f"{native} of {len(reasons)} layers take native calls"], why_left(reasons)
         if device.type != "cpu" and native:
-            first = next(layer for layer, reason in zip(layers, reasons, strict=True) if reason is None)
-            told += decoding_gpu.remarks(first, gpu(device.index or 0))
-            if (reason := prompt_gpu.why_not_prompts(first, gpu(device.index or 0))) is not None:
-                told.append(f"prompts: {reason}")
+            told += self._remarks_on_gpu(stack, reasons.index(None), device)
         return "; ".join([*told, *left])
+
+    def _remarks_on_gpu(self, stack: Any, index: int, device: torch.device) -> list[str]:
+        """Which ops of a layer torch computes, and why."""
+        spec, here = self.specs(stack)[index], gpu(device.index or 0)
+        assert not isinstance(spec, str)
+        kernels = layer_kernels(layer_ops(spec), here, dtype=prompt_gpu.dtype_of(spec))
+        told = [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
+        reason = prompt_gpu.why_not_prefilled(stack.layers[index], spec, here)
+        return told if reason is None else [*told, f"prompts: {reason}"]
 
     def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None, device: torch.device) -> Tensor | None:
         """Compute the normed hidden states; None if transformers has to."""
@@ -328,7 +349,7 @@ class CompiledStack:
         if prepared is None:
             return None
         x, layer_call = prepared
-        if native and (limit := nearest(stack.layers[0])) is not None and int(layer_call.rope_positions.max()) >= limit:
+        if native and (limit := query_scale_from(stack.layers[0])) is not None and int(layer_call.rope_positions.max()) >= limit:
             return None
         run: Run = CpuRun(self.on_cpu(stack), stack, layer_call) if native else GpuRun(self.on_gpu(stack), stack, layer_call)
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
@@ -350,28 +371,18 @@ class CompiledStack:
     def _new_step(self, stack: Any, head: Weight | None, logits: Logits) -> TokenStep | None:
         family, windows = self.kinds.family, self.kinds.windows
         layers = [layer for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
-        reuses = [layer.reuses for layer in layers]
+        reuses = [layer.shared.reuses for layer in layers]
         if len(layers) < len(windows) or reuses != sorted(reuses) or any(window is not None and window < 2 for window in windows):
             return None
-        if any(layer.eager for layer in layers) and stack.config._attn_implementation != "eager":
+        if any(needs_eager(layer.spec) for layer in layers) and stack.config._attn_implementation != "eager":
             return None
         per_layer = layers[0].whole.beside is not None
         if why_no_step(stack, family, per_layer=per_layer) is not None:
             return None
         if any(watched(part) or "forward" in vars(part) for part in stack.modules() if part is not stack):
             return None
-        sources = [index if not reuse else lender(stack.layers[index]) for index, reuse in enumerate(reuses)]
-        return TokenStep(
-            stack,
-            family,
-            [layer.whole for layer in layers],
-            windows=windows,
-            ropes=self.kinds.ropes,
-            sources=[index for index in sources if index is not None],
-            query_scale_from=nearest(stack.layers[0]),
-            head=head,
-            logits=logits,
-        )
+        limit = query_scale_from(stack.layers[0])
+        return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)
 
 
 def _per_layer_inputs(stack: Any, call: Mapping[str, Any], x: Tensor) -> Tensor | None:

@@ -17,12 +17,13 @@ from torch import Tensor
 from halfbyte.bounded import Bounded
 from halfbyte.decoder.family import Family
 from halfbyte.integrations import growing
-from halfbyte.integrations.live_layers import norm_of
+from halfbyte.integrations.compiled_layers import CompiledLayer
+from halfbyte.integrations.live_layer import norm_of
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.nn.scaled import Factor, factor_of
-from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer
+from halfbyte.ops.decoder import MOST_SEQUENCES
 from halfbyte.ops.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.layers import Weight, why_not_packed
 
@@ -43,11 +44,9 @@ class TokenStep:
         self,
         stack: Any,
         family: Family,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[CompiledLayer],
         *,
-        windows: Sequence[int | None],
         ropes: Sequence[str],
-        sources: Sequence[int],
         query_scale_from: int | None,
         head: Weight | None = None,
         logits: Logits = None,
@@ -58,30 +57,31 @@ class TokenStep:
             stack: The module of transformers.
             family: Its family.
             layers: Its layers.
-            windows: Sliding window of each layer.
-            ropes: Type of layers whose rope each layer has; "" where all have the same.
-            sources: Index of the layer whose keys and values each layer reads.
+            ropes: Type of layers that have each rotary embedding; "" where all have the same.
             query_scale_from: See the attribute.
             head: The output embedding; None: the step ends with the last norm.
             logits: Function of the logits.
         """
         embedding, self._rotary = stack.embed_tokens, stack.rotary_emb
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, QuantEmbedding) else embedding.weight.dtype
-        self.most_rows = min((layer.most_rows for layer in layers if layer.most_rows is not None), default=MOST_SEQUENCES)
-        self.query_scale_from, self._windows, self._sources = query_scale_from, windows, sources
-        self.count, self.kept = len(layers), sum(source == index for index, source in enumerate(sources))
-        self._kinds, self._mrope = sorted({*ropes}), family.mrope
+        whole, specs = [layer.whole for layer in layers], [layer.spec for layer in layers]
+        self.most_rows = min((layer.most_rows for layer in whole if layer.most_rows is not None), default=MOST_SEQUENCES)
+        self.query_scale_from, self._windows = query_scale_from, [spec.sliding_window for spec in specs]
+        self._sources = [index if spec.kv_source is None else spec.kv_source for index, spec in enumerate(specs)]
+        self.count, self.kept = len(layers), sum(spec.kv_source is None for spec in specs)
+        self._kinds, self._mrope = ropes, family.mrope
         # longrope has other frequencies for all tokens once the text is this long.
         longrope = self._rotary.rope_type == "longrope"
         self._switch: int | None = stack.config.rope_parameters["original_max_position_embeddings"] if longrope else None
         table, factor = _table(embedding, self.dtype)
         if family.embedding_multiplier is not None:
             factor *= getattr(stack, family.embedding_multiplier)
-        inputs = None if layers[0].beside is None else self._inputs(stack, family)
-        of_layers = [self._kinds.index(kind) for kind in ropes]
+        inputs = None if whole[0].beside is None else self._inputs(stack, family)
         norm = norm_of(getattr(stack, family.final_norm), family)
-        self._step = DecodingStep(layers, table, norm, head, windows, of_layers, factor=factor, logits=logits, inputs=inputs)
-        self._rotary_dim = max(layer.rotary for layer in layers)
+        self._step = DecodingStep(
+            whole, table, norm, head, self._windows, [spec.rope for spec in specs], factor=factor, logits=logits, inputs=inputs
+        )
+        self._rotary_dim = max(layer.rotary for layer in whole)
         self._blocks: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
         self._last = _LastCache()
 
