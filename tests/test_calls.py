@@ -16,6 +16,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, DynamicCache
 
 import halfbyte as hb
+from halfbyte.decoder.encoders import ENCODER_STACKS, ENCODERS
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.integrations import embedding, encoder_stack, encoding, model_step, stack
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE, any_value, bind, cache_name, is_true, parameters_of, unset, why_unknown
@@ -74,7 +75,7 @@ TABLES = {
         [f"{name}.modeling_{name}.{family.model_class}" for name, family in FAMILIES.items() if family.model_class],
         model_step.ARGUMENTS,
     ),
-    "encoder layers": ([*encoding.LAYERS], encoding.LAYER_ARGUMENTS),
+    "encoder layers": ([*ENCODERS], encoding.LAYER_ARGUMENTS),
     "embeddings": ([*embedding.TABLES], embedding.ARGUMENTS),
 }
 
@@ -109,11 +110,11 @@ def test_every_stack_has_a_known_signature_and_output(name: str) -> None:
     assert stack.why_unknown_output(found[0]) is None
 
 
-@pytest.mark.parametrize("name", encoder_stack.STACKS)
+@pytest.mark.parametrize("name", ENCODER_STACKS)
 def test_every_encoder_stack_has_a_known_signature_and_output(name: str) -> None:
     module, _, cls = name.rpartition(".")
     kind = getattr(importlib.import_module(f"transformers.models.{module}"), cls)
-    assert why_unknown(kind, encoder_stack.STACKS[name].arguments) is None
+    assert why_unknown(kind, encoder_stack.KINDS[ENCODER_STACKS[name].stack].arguments) is None
     assert stack.why_unknown_output(kind) is None
 
 

@@ -80,7 +80,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 LEFT = {
     "ministral3": "queries of its attention have a factor that depends on their positions",
     "gemma2": "scores of its attention, transformers' eager one, have a cap",
-    "granite": "what it adds has a factor and a bias",
 }
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
 
@@ -379,9 +378,9 @@ def test_what_is_said() -> None:
         assert short.model.halfbyte_remark == "2 of 2 layers take native calls"
         text = str(explain_model(short))
         assert "as transformers computes it" not in text
-        assert ("and then the norm" in text) == (kind.startswith(("gemma2", "gemma3", "gemma4", "olmo", "glm4", "exaone")))
-        assert ("times 0.3" in text) == (kind == "granite")
-        assert ("gelu(gate) * up" in text) == kind.startswith("gemma")
+        assert ("attn_post_norm" in text) == (kind.startswith(("gemma2", "gemma3", "gemma4", "olmo", "glm4", "exaone")))
+        assert ("multiplier 0.3" in text) == (kind == "granite")
+        assert ("gelu_tanh(gate) * up" in text) == kind.startswith("gemma")
 
 
 def test_what_changes_is_seen(calls: list[bool]) -> None:

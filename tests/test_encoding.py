@@ -270,16 +270,16 @@ def test_what_computes_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[
     hb.save(with_quantized_tables, tmp_path / "small")
     assert main(["explain", str(tmp_path / "small")]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(
-        "whole sequences, on the CPU\nembeddings\n  tables and norm in one call\nencoder.layer.0 and 2 more\n  attention.attn.q+k+v"
-    )
-    assert "attend_whole, with a bias" in said
+    assert said.startswith("whole sequences, on the CPU\nembeddings\n  tables, norm  embedding  embed\nencoder.layer.0 and 2 more\n  qkv ")
+    assert "bidirectional, position_bias" in said
     tables, layers, pooler = explain_model(short).groups
     assert "is not quantized" in (tables.reason or "")
     assert layers.reason is None
-    assert [step.name for step in layers.steps][2:] == ["attention.output.dense", "intermediate.dense", "output.dense"]
+    names = "qkv attention o_proj attn_residual attn_residual_norm up_proj activation down_proj mlp_residual mlp_residual_norm"
+    assert [lowered.op.name for lowered in layers.ops] == names.split()
+    assert {lowered.op.name: lowered.kernel for lowered in layers.ops}["attention"] == "attend_whole"
     assert pooler.names == ("pooler.dense",)
     reasons = [explain_model(model, device).groups[1].reason for model, device in ((plain, "cpu"), (short, "sm_90"))]
-    assert reasons == ["optimize_ has not been called", "one call is for CPUs"]
+    assert reasons == ["optimize_ has not been called", "native calls are for CPUs"]
     other = hb.quantize_(tf.AlbertModel(tf.AlbertConfig(embedding_size=16, **SIZES)), "q8_0")
     assert (explain_model(other).groups[0].reason or "").startswith("a AlbertLayerGroup is none of BertLayer, ")

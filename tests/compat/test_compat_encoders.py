@@ -13,10 +13,9 @@ from tiny_encoders import CASES, inputs, make_encoder, states
 from torch import Tensor
 
 import halfbyte as hb
+from halfbyte.decoder.encoders import ENCODER_STACKS, ENCODERS
 from halfbyte.integrations import encoder_stack
 from halfbyte.integrations.embedding import TABLES
-from halfbyte.integrations.encoder_stack import STACKS
-from halfbyte.integrations.encoding import LAYERS
 from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers
 from halfbyte.nn.modules import QuantModule
 
@@ -55,13 +54,13 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def test_every_layer_has_a_case() -> None:
-    assert set(CASES) == {name.partition(".")[0] for name in LAYERS} == {name.partition(".")[0] for name in STACKS}
+    assert set(CASES) == {name.partition(".")[0] for name in ENCODERS}
     assert set(CASES) >= {name.partition(".")[0] for name in TABLES}
 
 
 def test_modules_are_replaced(case: str, models: Models) -> None:
     replaced = [name_in_transformers(module) for module in models.optimized.modules() if isinstance(module, ReplacedForward)]
-    wanted = [name_in_transformers(module) for module in models.plain.modules() if name_in_transformers(module) in STACKS | TABLES]
+    wanted = [name_in_transformers(module) for module in models.plain.modules() if name_in_transformers(module) in ENCODER_STACKS | TABLES]
     assert replaced == wanted, str(hb.report(models.optimized))
     assert len(wanted) == 1 + any(name.startswith(f"{case}.") for name in TABLES)
 

@@ -1,7 +1,7 @@
 """Encoder layers, and what they are made of beside products, in float64, with bounds of what float32 may be off by."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,6 +18,7 @@ from halfbyte.kernels.cpu.chain import NORM, Step
 from halfbyte.kernels.cpu.exponential import BOUND
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import arguments, compiled
+from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
 from halfbyte.ops.encoder import EncoderLayer
 from halfbyte.ops.layers import LayerNorm, Weight
 
@@ -147,7 +148,17 @@ def parts_of(codes: list[Codes], compute: str, *, biased: bool = True) -> tuple[
 
 def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = True) -> tuple[EncoderLayer, list[Weight], list[LayerNorm]]:
     weights, norms = parts_of(codes, compute, biased=biased)
-    return EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=before), weights, norms  # type: ignore[arg-type]
+    return encoder_layer(weights, norms, before=before), weights, norms
+
+
+def encoder_layer(weights: Sequence[Weight], norms: Sequence[LayerNorm], *, before: bool, count: int = HEADS) -> EncoderLayer:
+    """A layer of the weights of qkv, o, up and down, and two norms."""
+    qkv, o, up, down = weights
+    first, second = (Norm(norm.weight, norm.eps, centred=True, shift=norm.bias) for norm in norms)
+    (before1, before2), (after1, after2) = ((first, second), (None, None)) if before else ((None, None), (first, second))
+    heads = Heads(count, count, o.packed.shape[1] // count, SCALE, turned=0)
+    attention = Attention((qkv,), o, before1, heads, residual_norm=after1)
+    return EncoderLayer(attention, Dense(up, down, before2, gates="gelu", gated=False, residual_norm=after2))
 
 
 def check_layer(running: Callable[[list[Tensor]], AbstractContextManager[None]], *, before: bool, masked: bool) -> None:
@@ -183,7 +194,7 @@ def check_layer(running: Callable[[list[Tensor]], AbstractContextManager[None]],
         y, e = norm(y, e, 1)
     made_of = [*(w.packed.data for w in weights), *(w.bias for w in weights), *(t for n in norms for t in n[:2]), x]
     with running(made_of if mask is None else [*made_of, mask]):
-        layer = EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=before)  # type: ignore[arg-type]
+        layer = encoder_layer(weights, norms, before=before)
         found, other = layer(x, mask).double(), layer(x * 1.001, mask).double()
     assert bool(((found - y).abs() <= e).all())
     assert float(e.max()) < 0.02 * float(y.abs().max()), "a bound that says nothing"

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from encoder_parts import HEADS, SCALE, SIZES, check_layer, check_norm, codes_of, layer_of, native
+from encoder_parts import HEADS, SCALE, SIZES, check_layer, check_norm, codes_of, encoder_layer, layer_of, native
 from encoder_parts import normed as run_norm
 from samples import random_codes
 from support import RUNNABLE, pairwise
@@ -18,7 +18,7 @@ from halfbyte.kernels.cpu import attend_whole, embed, encoder, runtime
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.ops.embed import NormedEmbeddings
-from halfbyte.ops.encoder import EncoderLayer, run_layers
+from halfbyte.ops.encoder import run_layers
 from halfbyte.ops.layers import LayerNorm, Weight
 
 
@@ -104,12 +104,12 @@ def test_small_floats_are_converted() -> None:
     codes, k = codes_of("q8_0"), SIZES["k"]
     weights = [Weight(ops.pack(c), torch.randn(c.shape[0]).bfloat16(), "float", "block") for c in codes]
     norms = [LayerNorm(torch.rand(k).bfloat16(), torch.randn(k).bfloat16(), 1e-5) for _ in range(2)]
-    layer = EncoderLayer(tuple(weights), tuple(norms), HEADS, SCALE, before=False)  # type: ignore[arg-type]
-    wide = EncoderLayer(
-        tuple(w._replace(bias=w.bias.float()) for w in weights),  # type: ignore[arg-type]
-        tuple(LayerNorm(n.weight.float(), n.bias.float(), n.eps) for n in norms),  # type: ignore[arg-type]
-        HEADS, SCALE, before=False,
-    )  # fmt: skip
+    layer = encoder_layer(weights, norms, before=False)
+    wide = encoder_layer(
+        [w._replace(bias=None if w.bias is None else w.bias.float()) for w in weights],
+        [LayerNorm(n.weight.float(), n.bias.float(), n.eps) for n in norms],
+        before=False,
+    )
     x = torch.randn(2, 5, k).bfloat16()
     assert torch.equal(layer(x), wide(x.float()).bfloat16())
     norms[0].weight.add_(1)  # what is copied is copied again
@@ -133,11 +133,11 @@ def test_arguments() -> None:
     with pytest.raises(ArgumentError, match="got 2 sizes"):
         run_layers([layer, other], x, None)
     with pytest.raises(ArgumentError, match="an encoder layer takes weights"):
-        EncoderLayer(tuple(weights[::-1]), tuple(norms), HEADS, SCALE, before=False)  # type: ignore[arg-type]
+        encoder_layer(weights[::-1], norms, before=False)
     with pytest.raises(ArgumentError, match="a divisor of 24 heads"):
-        EncoderLayer(tuple(weights), tuple(norms), 5, SCALE, before=False)  # type: ignore[arg-type]
+        encoder_layer(weights, norms, before=False, count=5)
     with pytest.raises(ArgumentError, match="heads of 2 are not a multiple of 4"):
-        EncoderLayer(tuple(weights), tuple(norms), 12, SCALE, before=False)  # type: ignore[arg-type]
+        encoder_layer(weights, norms, before=False, count=12)
 
 
 @pytest.mark.parametrize("names", [("q8_0",), ("int4_g20_zp", "q4_0"), ("int4_g64_offset_bf16", "int8_channel", "q4_1")])

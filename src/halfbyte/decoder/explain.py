@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from halfbyte.decoder import kernels_gpu, lower_cpu
-from halfbyte.decoder.program import Lowered, Program, columns_of, grouped, lines_of, program_of
+from halfbyte.decoder.program import Lowered, Program, grouped, kernel_columns, lines_of, program_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.errors import ArgumentError, UnsupportedError
@@ -60,17 +60,8 @@ class DecoderExplanation:
             others = any(lowered.call is None for lowered in self.kernels)
             lines.append(f"one native call ({', '.join(self.native_calls)}){', beside what torch computes' if others else ''}")
         for layers, group in self.groups:
-            rows = zip(columns_of([lowered.op for lowered in group]), group, strict=True)
-            lines += lines_of(layers, [_with_kernel(columns, lowered) for columns, lowered in rows])
+            lines += lines_of(layers, kernel_columns(group))
         return "\n".join(lines)
-
-
-def _with_kernel(columns: tuple[str, ...], lowered: Lowered) -> tuple[str, ...]:
-    """The columns of an op with its kernel, and why that is torch's, if it is."""
-    *first, settings = columns
-    kernel = lowered.kernel if lowered.fused_into is None else f"in {lowered.fused_into}"
-    reason = "" if lowered.reason is None else f"({lowered.reason})"
-    return *first, kernel, " ".join(filter(None, (settings, reason)))
 
 
 def explain_decoder(

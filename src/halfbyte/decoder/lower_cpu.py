@@ -307,10 +307,11 @@ def decode_kernels(program: Program) -> list[Lowered]:
         UnsupportedError: A part of it has no kernel on a CPU.
     """
     check_supported(program.spec)
-    return [lowered for _, ops in program.scopes() for lowered in _kernels_of(ops)]
+    return [lowered for _, ops in program.scopes() for lowered in layer_kernels(ops)]
 
 
-def _kernels_of(ops: Sequence[Op]) -> Iterator[Lowered]:
+def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
+    """Yield the kernel of each op of one layer, as `decode_kernels` does."""
     from halfbyte.dispatch.cpu import choose_linear
     from halfbyte.kernels.cpu.isas import current
 
@@ -323,7 +324,11 @@ def _kernels_of(ops: Sequence[Op]) -> Iterator[Lowered]:
         elif isinstance(op.part, Weight):
             yield Lowered(op, choose_linear(op.part.packed.format, torch.float32, op.part.compute, current()).taken.inner, call=_STEP)
         else:
-            yield Lowered(op, _OWN_STEPS[op.kind] if home is None else "", home, _STEP)
+            yield Lowered(op, _own_kernel(op) if home is None else "", home, _STEP)
+
+
+def _own_kernel(op: Op) -> str:
+    return "attend_whole" if op.setting("bidirectional") else _OWN_STEPS[op.kind]
 
 
 def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:
@@ -338,7 +343,8 @@ def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str
         return op.reads[0]
     if op.kind == "residual":
         return op.reads[1] if op.setting("multiplier") is None else None
-    if op.kind not in _NORMS or by_name.get(op.reads[0], op).kind == "linear":
+    is_residual = any(reader.kind == "residual" for reader in readers)
+    if op.kind not in _NORMS or by_name.get(op.reads[0], op).kind == "linear" or is_residual:
         return None
     return next((reader.name for reader in readers if reader.kind == "router" or isinstance(reader.part, Weight)), None)
 

@@ -133,7 +133,7 @@ def _per_layer_inputs(spec: DecoderSpec) -> Iterator[Op]:
         return
     names = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
     yield Op("embedding", names[0], None, ("ids",), *_form(inputs.table), _settings(multiplier=inputs.factor), part=inputs.table)
-    yield _linear(names[1], inputs.projection, "embed_tokens")
+    yield linear_op(names[1], inputs.projection, "embed_tokens")
     # norm(c * y), c a constant, is that of y with eps / c².
     yield _norm(names[2], inputs.norm._replace(eps=inputs.norm.eps / inputs.projected**2), names[1])
     yield Op("residual", "per_layer_inputs", None, (names[0], names[2]), settings=_settings(scale=inputs.scale))
@@ -143,23 +143,27 @@ def layer_ops(layer: LayerSpec, ropes: Sequence[Rope] = ()) -> Iterator[Op]:
     """Yield the ops of a layer of a model with these rotary embeddings; none: what they are is not said."""
     attention, mlp = layer.attention, layer.mlp
     yield from _attention(attention, layer, ropes)
+    read = "attn_residual"
+    if attention.residual_norm is not None:
+        yield _norm("attn_residual_norm", attention.residual_norm, read)
+        read = "attn_residual_norm"
     if isinstance(mlp, Experts):
         yield from _experts(mlp)
     elif mlp.parallel:
         is_same = attention.before is not None and mlp.before is not None and _is_same(attention.before, mlp.before)
         yield from _mlp(mlp, INPUT, normed="attn_norm" if is_same else None)
     else:
-        yield from _mlp(mlp, "attn_residual")
+        yield from _mlp(mlp, read)
     if layer.per_layer_input is not None:
         yield from _own_input(layer.per_layer_input)
 
 
 def _own_input(last: PerLayer) -> Iterator[Op]:
     """What a layer does with its per-layer input."""
-    yield _linear("per_layer_input_gate", last.gate, "mlp_residual")
+    yield linear_op("per_layer_input_gate", last.gate, "mlp_residual")
     settings = (("function", f"{last.function}(gate) * input"),)
     yield Op("gate", "per_layer_gate", None, ("per_layer_input_gate", PER_LAYER_INPUT), settings=settings)
-    yield _linear("per_layer_projection", last.projection, "per_layer_gate")
+    yield linear_op("per_layer_projection", last.projection, "per_layer_gate")
     yield from _added(last, "per_layer_projection", "per_layer", "mlp_residual")
 
 
@@ -172,7 +176,7 @@ def _attention(half: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iter
     if len(half.qkv) == 1 and len(names) > 1:
         names = [heads.made]
     for name, weight in zip(names, half.qkv, strict=True):
-        yield _linear(name, weight, read)
+        yield linear_op(name, weight, read)
     reads: tuple[str, ...] = tuple(names)
     for op in _positions(heads, layer, ropes, reads):
         yield op
@@ -182,13 +186,15 @@ def _attention(half: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iter
         kv_heads=heads.key,
         head_dim=heads.dim,
         scale=heads.scale,
+        bidirectional=layer.bidirectional,
+        position_bias=layer.position_bias,
         sliding_window=layer.sliding_window,
         kv_source=layer.kv_source,
         softcap=heads.cap,
         sinks=heads.sinks is not None,
     )
     yield Op("attention", "attention", None, reads, settings=settings, part=heads)
-    yield _linear("o_proj", half.o, "attention")
+    yield linear_op("o_proj", half.o, "attention")
     yield from _added(half, "o_proj", "attn", INPUT)
 
 
@@ -215,16 +221,19 @@ def _positions(heads: Heads, layer: LayerSpec, ropes: Sequence[Rope], reads: tup
 
 def _mlp(half: Dense, read: str, *, normed: str | None = None) -> Iterator[Op]:
     """The MLP. normed: the op that has computed the norm of what it reads."""
+    residual = "attn_residual" if half.parallel else read
     if normed is not None:
         read = normed
     elif half.before is not None:
         yield _norm("mlp_norm", half.before, read)
         read = "mlp_norm"
     name = "gate_up" if half.gated else "up_proj"
-    yield _linear(name, half.gate_up, read)
+    yield linear_op(name, half.gate_up, read)
     yield _gate("gate" if half.gated else "activation", half.gates, name, gated=half.gated)
-    yield _linear("down_proj", half.down, "gate" if half.gated else "activation")
-    yield from _added(half, "down_proj", "mlp", "attn_residual")
+    yield linear_op("down_proj", half.down, "gate" if half.gated else "activation")
+    yield from _added(half, "down_proj", "mlp", residual)
+    if half.residual_norm is not None:
+        yield _norm("mlp_residual_norm", half.residual_norm, "mlp_residual")
 
 
 def _experts(half: Experts) -> Iterator[Op]:
@@ -238,14 +247,14 @@ def _experts(half: Experts) -> Iterator[Op]:
         factor=None if half.factor == 1 else half.factor,
     )
     yield Op("router", "router", None, ("mlp_norm",), *_form(half.router), weights, part=half)
-    yield _linear("experts.gate_up", half.gate_up, "mlp_norm", "router", kind="experts")
+    yield linear_op("experts.gate_up", half.gate_up, "mlp_norm", "router", kind="experts")
     clamped = half.clamped
     if clamped is None:
         yield _gate("experts.gate", "silu", "experts.gate_up")
     else:
         settings = (("function", CLAMPED), ("alpha", clamped.alpha), ("limit", clamped.limit))
         yield Op("gate", "experts.gate", None, ("experts.gate_up",), settings=settings)
-    yield _linear("experts.down_proj", half.down, "experts.gate", "router", kind="experts")
+    yield linear_op("experts.down_proj", half.down, "experts.gate", "router", kind="experts")
     added = ["experts.down_proj", "router"]
     if half.shared is not None:
         yield from _shared_expert(half.shared)
@@ -254,9 +263,9 @@ def _experts(half: Experts) -> Iterator[Op]:
 
 
 def _shared_expert(shared: SharedExpert) -> Iterator[Op]:
-    yield _linear("shared_expert.gate_up", shared.gate_up, "mlp_norm")
+    yield linear_op("shared_expert.gate_up", shared.gate_up, "mlp_norm")
     yield _gate("shared_expert.gate", "silu", "shared_expert.gate_up")
-    yield _linear("shared_expert.down_proj", shared.down, "shared_expert.gate")
+    yield linear_op("shared_expert.down_proj", shared.down, "shared_expert.gate")
     if shared.gate is not None:  # down_proj times sigmoid(gate · x)
         reads = "shared_expert.down_proj", "mlp_norm"
         settings = (("function", "sigmoid(gate) * down"),)
@@ -267,7 +276,7 @@ def _end(spec: DecoderSpec) -> Iterator[Op]:
     yield _norm("norm", spec.norm, INPUT)
     head = spec.lm_head
     if isinstance(head, Weight):
-        yield _linear("lm_head", head, "norm")
+        yield linear_op("lm_head", head, "norm")
     else:
         settings = _settings(bias=spec.lm_head_bias is not None)
         yield Op("linear", "lm_head", None, ("norm",), *_form(head), settings, part=head)
@@ -297,7 +306,8 @@ def _norm(name: str, norm: Norm, read: str) -> Op:
     return Op(kind, name, None, (read,), tuple(norm.weight.shape), _dtype(norm.weight), settings, part=norm)
 
 
-def _linear(name: str, weight: Weight, *reads: str, kind: str = "linear") -> Op:
+def linear_op(name: str, weight: Weight, *reads: str, kind: str = "linear") -> Op:
+    """Return the op of a linear layer, or of those of all experts."""
     sparsity = SPARSITY if weight.packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE) else None
     settings = _settings(
         bias=weight.bias is not None,
@@ -373,6 +383,16 @@ def heading(layers: Sequence[int]) -> list[str]:
         else:
             ranges.append([layer])
     return [f"layer{'s' if len(layers) > 1 else ''} {', '.join('-'.join(map(str, part)) for part in ranges)}"] if layers else []
+
+
+def kernel_columns(kernels: Sequence[Lowered]) -> list[tuple[str, ...]]:
+    """Ops in a table, with their kernels, and why a kernel is torch's, if it is."""
+    rows = []
+    for (*first, settings), lowered in zip(columns_of([lowered.op for lowered in kernels]), kernels, strict=True):
+        kernel = lowered.kernel if lowered.fused_into is None else f"in {lowered.fused_into}"
+        reason = "" if lowered.reason is None else f"({lowered.reason})"
+        rows.append((*first, kernel, " ".join(filter(None, (settings, reason)))))
+    return rows
 
 
 def lines_of(layers: Sequence[int], rows: Sequence[tuple[str, ...]]) -> list[str]:

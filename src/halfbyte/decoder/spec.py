@@ -1,4 +1,4 @@
-"""The specification of a decoder-only language model: its weights and what is computed with them, for any device.
+"""The specification of a decoder-only language model, or of layers of an encoder: weights and what is computed with them, for any device.
 
     x      = embedding_multiplier * embedding[ids]                         [B, t, K]
     x      = layer(x)                                                      for each layer: attention, then MLP or experts
@@ -24,7 +24,7 @@ from halfbyte.ops.layers import Weight
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerSpec:
-    """A decoder layer.
+    """A layer of a decoder, or of an encoder.
 
     Attributes:
         attention: Projections, heads and norms of attention, with its residual connection.
@@ -33,6 +33,8 @@ class LayerSpec:
         sliding_window: How many tokens a token attends to, itself the last; None: all before it.
         kv_source: Index of the earlier layer whose keys and values it attends to; None: its own.
         per_layer_input: What it does with its per-layer input, after the MLP; None: it has none.
+        bidirectional: Whether a token attends to all tokens, also to those behind it, as in encoders.
+        position_bias: Whether a bias, which all layers have in common, is added to attention scores (MPNet).
     """
 
     attention: Attention
@@ -41,6 +43,8 @@ class LayerSpec:
     sliding_window: int | None
     kv_source: int | None = None
     per_layer_input: PerLayer | None = None
+    bidirectional: bool = False
+    position_bias: bool = False
 
     def check(self) -> None:
         """Raise ArgumentError for tensors that do not fit together."""

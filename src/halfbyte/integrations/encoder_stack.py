@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
+from halfbyte.decoder.encoders import ENCODER_STACKS, Stack
 from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, is_true, unset, why_unknown
-from halfbyte.integrations.encoding import compiled_layer
+from halfbyte.integrations.encoding import lowered_layer
 from halfbyte.integrations.frozen import Frozen
 from halfbyte.integrations.hooked import is_capturing
 from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers, original, replace_class
@@ -151,23 +152,18 @@ _WHISPER = Kind(
     _frames,
     _normed,
 )
-STACKS = {
-    "bert.modeling_bert.BertEncoder": _LAYERS_ALONE,
-    "camembert.modeling_camembert.CamembertEncoder": _LAYERS_ALONE,
-    "electra.modeling_electra.ElectraEncoder": _LAYERS_ALONE,
-    "roberta.modeling_roberta.RobertaEncoder": _LAYERS_ALONE,
-    "xlm_roberta.modeling_xlm_roberta.XLMRobertaEncoder": _LAYERS_ALONE,
-    "distilbert.modeling_distilbert.Transformer": _LAYERS_ALONE,
-    "deit.modeling_deit.DeiTModel": _VIT,
-    "mpnet.modeling_mpnet.MPNetEncoder": _MPNET,
-    "vit.modeling_vit.ViTModel": _VIT,
-    "whisper.modeling_whisper.WhisperEncoder": _WHISPER,
+KINDS: dict[Stack, Kind] = {
+    "layers": _LAYERS_ALONE,
+    "layers_with_position_bias": _MPNET,
+    "image": _VIT,
+    "spectrogram": _WHISPER,
 }
 
 
 def kind_of(module: nn.Module) -> Kind | None:
     """How a stack computes what is around its layers; None for any other module."""
-    return STACKS.get(name_in_transformers(module))
+    family = ENCODER_STACKS.get(name_in_transformers(module))
+    return None if family is None else KINDS[family.stack]
 
 
 def compile_encoder(stack: nn.Module) -> None:
@@ -213,7 +209,7 @@ def _compiled(stack: Any) -> list[EncoderLayer | str]:
     """The layers as they are now: compiled, or why transformers computes them."""
     held, layers = _stacks.get(stack), getattr(stack, _kind(stack).layers)
     if held is None or not held[1].is_unchanged():
-        held = _stacks[stack] = [compiled_layer(layer) for layer in layers], Frozen(layers)
+        held = _stacks[stack] = [lowered_layer(layer) for layer in layers], Frozen(layers)
     return held[0]
 
 

@@ -1,51 +1,67 @@
-"""What computes a language model's next token, or an encoder's sequences: kernel after kernel, and for each layer that is left to
-transformers the reason."""
+"""`explain` of a live model of transformers: the ops of its layers and the kernel of each, and for each layer that is left to transformers
+the reason.
+
+Called by `halfbyte explain` for encoders, and for language models that `LanguageModel` does not open.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from halfbyte.dispatch.cpu import choose_linear
+from halfbyte.decoder import kernels_gpu, lower_cpu
+from halfbyte.decoder.program import INPUT, Lowered, Op, kernel_columns, layer_ops, linear_op, lines_of
+from halfbyte.decoder.spec import LayerSpec
 from halfbyte.dispatch.explain_gpu import described_gpu
-from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations import embedding, encoding
-from halfbyte.integrations.decoding_gpu import Step, steps
 from halfbyte.integrations.encoder_stack import EncoderStack
-from halfbyte.integrations.forwards import is_decoder_layer, one_call, why_not_native
+from halfbyte.integrations.forwards import is_decoder_layer, why_not_native
+from halfbyte.integrations.live_layer import layer_spec, weight_of
 from halfbyte.integrations.replaced import ReplacedForward
 from halfbyte.integrations.stack import is_compiled_stack
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.ops.decoder import MOST_SEQUENCES
-from halfbyte.ops.functions import sparse_on
 
 _CPU = "the CPU"
-_FOR_CPUS = "one call is for CPUs"
+_FOR_CPUS = "native calls are for CPUs"
 _NOT_CALLED = "optimize_ has not been called"
+_TABLES = Op("embedding", "tables, norm", None, ("ids",))
 
 
 @dataclass(frozen=True)
 class Explained:
-    """Modules that are computed alike. `reason`: why a layer takes the steps of transformers; its products are in `steps` then."""
+    """Modules that are computed in the same way.
+
+    Attributes:
+        names: Of the modules.
+        ops: Their ops, with the kernel of each; of layers that transformers computes, their quantized linear layers alone.
+        reason: Why transformers computes what is around these.
+    """
 
     names: tuple[str, ...]
-    steps: tuple[Step, ...]
+    ops: tuple[Lowered, ...]
     reason: str | None
 
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What `explain_model` found. `machine` computes one new token of each of `rows` sequences, or, of an encoder, `rows` tokens. `notes`
-    are the caller's."""
+    """What computes a model.
+
+    Attributes:
+        machine: "the CPU", or the name of a GPU.
+        rows: Number of sequences, of each of which one new token is computed; of an encoder, number of tokens.
+        groups: Its modules.
+        encoder: Whether it is an encoder.
+        notes: What the caller says besides.
+    """
 
     machine: str
     rows: int
@@ -54,7 +70,10 @@ class ModelExplanation:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        groups = [asdict(group) for group in self.groups]
+        """Return what is said as a document of JSON."""
+        groups = [
+            {"names": [*group.names], "ops": [lowered.to_json() for lowered in group.ops], "reason": group.reason} for group in self.groups
+        ]
         return {"machine": self.machine, "encoder": self.encoder, "rows": self.rows, "groups": groups, "notes": [*self.notes]}
 
     def __str__(self) -> str:
@@ -64,11 +83,7 @@ class ModelExplanation:
             lines.append(f"{first}{f' and {len(more)} more' if more else ''}")
             if group.reason is not None:
                 lines.append(f"  as transformers computes it: {group.reason}")
-            width = max((len(step.name) for step in group.steps), default=0)
-            lines += [
-                f"  {step.name.ljust(width)}{'  ' if width else ''}{step.kernel}{f' ({step.reason})' if step.reason else ''}"
-                for step in group.steps
-            ]
+            lines += [f"  {line}" for line in lines_of((), kernel_columns(group.ops))] if group.ops else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _what(self) -> str:
@@ -79,30 +94,32 @@ class ModelExplanation:
 
 
 def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1, *, notes: Sequence[str] = ()) -> ModelExplanation:
-    """Say what computes one new token of each of `rows` sequences, or, of a model that writes no text, `rows` tokens.
+    """Say what computes one new token of each of several sequences, or, of a model that writes no text, several tokens.
 
-    model   as `integrations.text.ready` or `open_model` gave it; where its weights are does not matter
-    device  "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
-    notes   what the explanation is to say besides
+    Args:
+        model: As `integrations.text.open_model` returns it; where its weights are does not matter.
+        device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90".
+        rows: Number of sequences, or of tokens.
+        notes: What the explanation is to say besides.
     """
     if rows < 1:
         raise ArgumentError(f"a step is for 1 or more sequences, got {rows}: pass how many there are")
     here = None if device == "cpu" else described_gpu(device)
     encoder = not callable(getattr(model, "generate", None))
-    found: dict[tuple[tuple[Step, ...], str | None], list[str]] = defaultdict(list)
+    explain = _Explainer(here, rows, optimized=any(isinstance(m, EncoderStack) or is_compiled_stack(m) for m in model.modules()))
+    found: dict[tuple[tuple[Lowered, ...], str | None], list[str]] = defaultdict(list)
     if encoder:
         for name, module in model.named_modules():
             if embedding.tables_of(module) is not None:
-                found[_embedding(module, here)].append(name)
-    optimized = any(isinstance(module, EncoderStack) or is_compiled_stack(module) for module in model.modules())
+                found[explain.embedding(module)].append(name)
     layers = _encoder_layers(model) if encoder else [(name, part) for name, part in model.named_modules() if is_decoder_layer(part)]
     for name, layer in layers:
-        found[(_encoder_layer if encoder else _layer)(layer, here, rows, optimized=optimized)].append(name)
+        found[(explain.encoder_layer if encoder else explain.decoder_layer)(layer)].append(name)
     inside = tuple(f"{name}." for name, _ in layers)
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and not name.startswith(inside):
-            found[(Step("", _product(module, here, rows)),), None].append(name)
-    groups = tuple(Explained(tuple(names), parts, reason) for (parts, reason), names in found.items())
+            found[explain.kernels([linear_op("linear", weight_of(module), INPUT)]), None].append(name)
+    groups = tuple(Explained(tuple(names), ops, reason) for (ops, reason), names in found.items())
     return ModelExplanation(_CPU if here is None else here.name, rows, groups, encoder, tuple(notes))
 
 
@@ -112,82 +129,60 @@ def _encoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     listed = {id(part) for module in model.modules() if isinstance(module, nn.ModuleList) for part in module}
     for name, module in model.named_modules():
         layer = id(module) in listed and len([part for part in module.modules() if isinstance(part, QuantLinear)]) > 1
-        if (layer or encoding.parts_of(module) is not None) and not name.startswith(tuple(f"{outer}." for outer in found)):
+        if (layer or encoding.family_of(module) is not None) and not name.startswith(tuple(f"{outer}." for outer in found)):
             found[name] = module
     return list(found.items())
 
 
-def _embedding(module: nn.Module, here: Gpu | None) -> tuple[tuple[Step, ...], str | None]:
-    reason = _FOR_CPUS if here is not None else embedding.why_not(module)
-    if reason is None and not isinstance(module, ReplacedForward):
-        reason = _NOT_CALLED
-    return () if reason else (Step("", "tables and norm in one call"),), reason
+class _Explainer:
+    """Says what computes modules on a device: their ops with kernels, and why transformers computes what is around these."""
+
+    def __init__(self, here: Gpu | None, rows: int, *, optimized: bool) -> None:
+        self._here, self._rows, self._optimized = here, rows, optimized
+
+    def embedding(self, module: nn.Module) -> tuple[tuple[Lowered, ...], str | None]:
+        reason = _FOR_CPUS if self._here is not None else embedding.why_not(module)
+        if reason is None and not isinstance(module, ReplacedForward):
+            reason = _NOT_CALLED
+        return () if reason else (Lowered(_TABLES, "embed"),), reason
+
+    def encoder_layer(self, layer: nn.Module) -> tuple[tuple[Lowered, ...], str | None]:
+        spec = encoding.layer_spec(layer)
+        if isinstance(spec, str):
+            return self._linears(layer), spec
+        reason = _FOR_CPUS if self._here is not None else encoding.why_not_lowered(spec)
+        return self._layer(layer, spec, reason)
+
+    def decoder_layer(self, layer: nn.Module) -> tuple[tuple[Lowered, ...], str | None]:
+        spec = layer_spec(layer)
+        reason = why_not_native(layer, "cpu" if self._here is None else "cuda")
+        if reason is None and self._here is None and self._rows > MOST_SEQUENCES:
+            reason = f"native calls are for {MOST_SEQUENCES} sequences at most"
+        return self._layer(layer, spec, reason)
+
+    def _layer(self, layer: nn.Module, spec: LayerSpec | str, reason: str | None) -> tuple[tuple[Lowered, ...], str | None]:
+        if reason is None and not self._optimized:
+            reason = _NOT_CALLED
+        if reason is not None or isinstance(spec, str):
+            return self._linears(layer), reason
+        return self.kernels([replace(op, layer=0) for op in layer_ops(spec)], next(layer.parameters()).dtype), None
+
+    def kernels(self, ops: Iterable[Op], dtype: torch.dtype | None = None) -> tuple[Lowered, ...]:
+        """Which kernels compute ops that belong together."""
+        if self._here is None:
+            return tuple(lower_cpu.layer_kernels([*ops]))
+        return tuple(kernels_gpu.layer_kernels(ops, self._here, self._rows, dtype or torch.bfloat16))
+
+    def _linears(self, layer: nn.Module) -> tuple[Lowered, ...]:
+        """The quantized linear layers of a layer, those that are computed together as one."""
+        dtype = next((part.dtype for part in layer.modules() if isinstance(part, QuantLinear)), None)
+        return tuple(lowered for op in _linear_ops(layer) for lowered in self.kernels([op], dtype))
 
 
-def _encoder_layer(layer: nn.Module, here: Gpu | None, rows: int, *, optimized: bool) -> tuple[tuple[Step, ...], str | None]:
-    parts, products = encoding.parts_of(layer), _products(layer, here, rows, whole=True)
-    if parts is None:
-        kinds = sorted({name.rpartition(".")[2] for name in encoding.LAYERS})
-        return products, f"a {type(layer).__name__} is none of {', '.join(kinds)}"
-    reason = _FOR_CPUS if here is not None else encoding.why_not_whole(layer)
-    if reason is None and not optimized:
-        reason = _NOT_CALLED
-    if reason is not None:
-        return products, reason
-    kernels = {step.name: step.kernel for step in products}
-    qkv = f"{parts.attention}.{'+'.join(parts.qkv)}"
-    first, last = (", after the norm", "") if parts.before else ("", ", then the norm")
-    return (
-        Step(qkv, f"{kernels[qkv]}{first}"),
-        Step("attention", f"attend_whole{', with a bias' if parts.biased else ''}"),
-        Step(parts.o, f"{kernels[parts.o]}, with the residual added{last}"),
-        Step(parts.up, f"{kernels[parts.up]}{first}, with GELU"),
-        Step(parts.down, f"{kernels[parts.down]}, with the residual added{last}"),
-    ), None
-
-
-def _layer(layer: nn.Module, here: Gpu | None, rows: int, *, optimized: bool) -> tuple[tuple[Step, ...], str | None]:
-    reason = why_not_native(layer, "cpu" if here is None else "cuda")
-    if reason is None and not optimized:
-        reason = _NOT_CALLED
-    if reason is None and here is None and rows > MOST_SEQUENCES:
-        reason = f"one call is for {MOST_SEQUENCES} sequences at most"
-    if reason is not None:
-        return _products(layer, here, rows), reason
-    parts = one_call(layer) if here is None else steps(layer, here, rows)
-    products = {step.name: step for step in _products(layer, here, rows)}
-    # Products that keep their own kernel say which it is.
-    return tuple(_with_kernel(step, products) for step in parts), None
-
-
-def _with_kernel(step: Step, products: dict[str, Step]) -> Step:
-    own = products.get(step.name)
-    return step if own is None or step.kernel.startswith("skinny") else Step(step.name, f"{own.kernel}, {step.kernel}", step.reason)
-
-
-def _products(layer: nn.Module, here: Gpu | None, rows: int, *, whole: bool = False) -> tuple[Step, ...]:
-    """The quantized products of a layer, those that are computed together as one, by their last or `whole` names."""
-    found: list[Step] = []
-    groups: dict[int, list[tuple[str, FusedLinear]]] = defaultdict(list)
+def _linear_ops(layer: nn.Module) -> Iterator[Op]:
+    together: dict[int, list[tuple[str, QuantLinear]]] = defaultdict(list)
     for name, module in layer.named_modules():
-        if isinstance(module, FusedLinear):
-            groups[id(module.together[0])].append((name, module))
-        elif isinstance(module, QuantLinear):
-            found.append(Step(name if whole else name.rpartition(".")[2], _product(module, here, rows)))
-    together = []
-    for (name, first), *more in groups.values():
-        names = name if whole else name.rpartition(".")[2], *(n.rpartition(".")[2] for n, _ in more)
-        together.append(Step("+".join(names), _product(first, here, rows)))
-    return (*together, *found)
-
-
-def _product(linear: QuantLinear, here: Gpu | None, rows: int) -> str:
-    packed = linear.together[0]
-    n, k = packed.shape
-    if here is None:
-        return choose_linear(packed.format, linear.dtype, linear.compute, current()).taken.inner
-    activation: Any = linear.activation
-    sparse = sparse_on(packed, here)
-    problem = Problem("linear", rows, n, k, packed.format, linear.dtype, compute_of(linear.compute), activation, sparse=sparse)
-    taken = choose_gpu(problem, here).taken
-    return "torch, which dequantizes the whole weight at every call" if taken is None else taken.candidate.name
+        if isinstance(module, QuantLinear):
+            together[id(module.together[0]) if isinstance(module, FusedLinear) else id(module)].append((name, module))
+    for (name, first), *more in together.values():
+        yield linear_op("+".join([name, *(other.rpartition(".")[2] for other, _ in more)]), weight_of(first), INPUT)

@@ -130,8 +130,9 @@ def why_not_prefilled(layer: Any, spec: LayerSpec, here: Gpu) -> str | None:
 
 def dtype_of(spec: LayerSpec) -> torch.dtype:
     """The dtype of a layer's activations, which its norms have."""
-    norms = spec.attention.before, spec.attention.after, *(spec.attention.heads.norms or ())
-    return next(norm.weight.dtype for norm in norms if norm is not None)
+    norms = [norm for norm in (spec.attention.before, spec.attention.after, *(spec.attention.heads.norms or ())) if norm is not None]
+    dtype: torch.dtype = norms[0].weight.dtype
+    return dtype
 
 
 _masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and the last layer that asked

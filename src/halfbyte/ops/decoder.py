@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NORMED_SUM = "it has norms of sums with the residual, which are for encoders"
 PAIRS = "", "once", "twice"  # what `Heads.pairs` may be
 MADE = "qkv", "qk", "q"  # what `Heads.made` may be
 
@@ -86,6 +87,7 @@ class Attention(NamedTuple):
     o              [K, H * D]
     before, after  the norms of x and of what o gives, if any
     factor         1 where there is a norm after
+    residual_norm  the norm of h, if any (BERT): encoders alone have one
     """
 
     qkv: tuple[Weight, ...]
@@ -94,12 +96,15 @@ class Attention(NamedTuple):
     heads: Heads
     after: Norm | None = None
     factor: float = 1.0
+    residual_norm: Norm | None = None
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
         from halfbyte.kernels.cpu import attend
 
         heads, reason = self.heads, why_not_packed([weight.packed for weight in (*self.qkv, self.o)])
+        if self.residual_norm is not None:
+            return _NORMED_SUM
         if heads.norms is not None and heads.norms[0].centred:
             return "the norms of its heads are layer norms"
         if heads.rows and heads.turned_first:
@@ -163,10 +168,11 @@ class Dense(NamedTuple):
     down           [K, I]
     before, after  the norms of h and of what down gives, if any
     factor         1 where there is a norm after
-    gates          f: "silu", "gelu_tanh" or "relu2"
+    gates          f: "silu", "gelu_tanh" or "relu2"; "gelu", the exact one, in encoders
     gated          whether there are gates
     parallel       x, which the attention half reads, is read in the place of h: y = h + … norm(x) …
     scale          [1]: y is multiplied by it, where there is a norm after (Gemma 4); None: by nothing
+    residual_norm  the norm of y, if any (BERT): encoders alone have one
     """
 
     gate_up: Weight
@@ -178,6 +184,7 @@ class Dense(NamedTuple):
     gated: bool = True
     parallel: bool = False
     scale: Tensor | None = None
+    residual_norm: Norm | None = None
 
     @property
     def inner_width(self) -> int:
@@ -202,6 +209,8 @@ class Dense(NamedTuple):
             return f"{self.inner_width} gates are not whole panels of {PANEL}"
         if self.gates not in GATES:
             return f"its activation is {self.gates}, not {' or '.join(GATES)}"
+        if self.residual_norm is not None:
+            return _NORMED_SUM
         if self.scale is not None and self.after is None:
             return "what it gives is multiplied by a number without a norm before"
         return _why_not_added(self.after, self.factor)

@@ -9,39 +9,43 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.layers import Addresses, LayerNorm, Weight, exactly, given, why_not_packed
+from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
+from halfbyte.ops.layers import Addresses, exactly, given, why_not_packed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NORMS = 2  # of a layer
 
 
 class EncoderLayer:
-    """y = norms[1](h + down(gelu(up(h)))),  h = norms[0](x + o(attention(qkv(x))))
+    """y = norm(h + down(gelu(up(h)))),  h = norm(x + o(attention(qkv(x))))          with `residual_norm` of both halves
 
-    or, where norms come `before`,  y = h + down(gelu(up(norms[1](h)))),  h = x + o(attention(qkv(norms[0](x))))
+    or y = h + down(gelu(up(norm(h)))),  h = x + o(attention(qkv(norm(x))))          with the norms `before` both
 
-    weights  qkv [3 * H * D, K]: queries, keys and values, heads after heads; o [K, H * D]; up [I, K]; down [K, I]
-    heads    H; D follows
-    scale    what scores are multiplied by
+    Attention is to all tokens, GELU the exact one; norms are layer norms. Everything between the products is float32.
 
-    GELU is the exact one. Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that
-    `why_not` refuses.
+    Raises:
+        ArgumentError: The weights do not fit together, or `why_not` has a reason.
     """
 
-    def __init__(
-        self, weights: tuple[Weight, Weight, Weight, Weight], norms: tuple[LayerNorm, LayerNorm], heads: int, scale: float, *, before: bool
-    ) -> None:
+    def __init__(self, attention: Attention, mlp: Dense) -> None:
         from halfbyte.kernels.cpu import encoder
 
-        _check_weights(weights, norms, heads)
-        if (reason := why_not(weights, heads)) is not None:
-            raise ArgumentError(f"this layer is not computed in one call: {reason}")
-        qkv, o, up, down = weights
-        self.k, self.heads = qkv.packed.shape[1], heads
+        _check_weights(attention, mlp)
+        if (reason := why_not(attention, mlp)) is not None:
+            raise ArgumentError(f"native calls do not compute this layer: {reason}")
+        (qkv,), heads = attention.qkv, attention.heads
+        before, norms = _norms_of(attention, mlp)
+        self.k, self.heads = qkv.packed.shape[1], heads.query
         self._tensors = tensors = Addresses()
-        products = tensors.product(qkv), tensors.product(o), tensors.product(up, gelu=True), tensors.product(down)
-        first, second = (encoder.Norm(tensors.of(norm.weight), tensors.of(norm.bias), norm.eps) for norm in norms)
-        self._layer = encoder.Layer(*products, (first, second), before, heads, o.packed.shape[1] // heads, scale)
-        self.size = *(weight.packed.shape for weight in weights), heads, before
+        products = (
+            tensors.product(qkv),
+            tensors.product(attention.o),
+            tensors.product(mlp.gate_up, gelu=True),
+            tensors.product(mlp.down),
+        )
+        first, second = (encoder.Norm(tensors.of(norm.weight), tensors.of(_shift(norm)), norm.eps) for norm in norms)
+        self._layer = encoder.Layer(*products, (first, second), before, heads.query, heads.dim, heads.scale)
+        self.size = *(weight.packed.shape for weight in (qkv, attention.o, mlp.gate_up, mlp.down)), heads.query, before
 
     def __call__(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """x [B, T, K] -> y [B, T, K]. No gradients.
@@ -96,21 +100,42 @@ def _are_scores(scores: Tensor, x: Tensor, heads: int) -> bool:
     return scores.shape[0] in (1, batch) and scores.shape[1] in (1, heads) and scores.shape[2] in (1, tokens)
 
 
-def why_not(weights: Sequence[Weight], heads: int) -> str | None:
-    """Why `EncoderLayer` does not take these; None where it does."""
-    dim = weights[1].packed.shape[1] // heads
-    return f"heads of {dim} are not a multiple of 4" if dim % 4 else why_not_packed([weight.packed for weight in weights])
+def why_not(attention: Attention, mlp: Dense) -> str | None:
+    """Why `EncoderLayer` does not compute these; None where it does."""
+    heads = attention.heads
+    if len(attention.qkv) > 1 or heads._replace(scale=1.0) != Heads(heads.query, heads.query, heads.dim, 1.0, turned=0):
+        return "its attention has several products, or heads with norms or rope"
+    if mlp.gates != "gelu" or mlp.gated or mlp.parallel:
+        return "its MLP is no down(gelu(up(x)))"
+    if any(half.after is not None or half.factor != 1 for half in (attention, mlp)) or len(_norms_of(attention, mlp)[1]) != _NORMS:
+        return "it has other norms than two before its halves, or two of the sums with the residual"
+    if heads.dim % 4:
+        return f"heads of {heads.dim} are not a multiple of 4"
+    return why_not_packed([weight.packed for weight in (*attention.qkv, attention.o, mlp.gate_up, mlp.down)])
 
 
-def _check_weights(weights: Sequence[Weight], norms: Sequence[LayerNorm], heads: int) -> None:
+def _norms_of(attention: Attention, mlp: Dense) -> tuple[bool, list[Norm]]:
+    """Whether norms come before the products, and the layer norms of both halves."""
+    before = attention.before is not None
+    found = [attention.before, mlp.before] if before else [attention.residual_norm, mlp.residual_norm]
+    return before, [norm for norm in found if norm is not None and norm.centred and not norm.plus_one]
+
+
+def _shift(norm: Norm) -> Tensor:
+    return torch.zeros_like(norm.weight) if norm.shift is None else norm.shift
+
+
+def _check_weights(attention: Attention, mlp: Dense) -> None:
+    weights, count = [*attention.qkv, attention.o, mlp.gate_up, mlp.down], attention.heads.query
     shapes = [tuple(weight.packed.shape) for weight in weights]
-    k, width, inner = shapes[0][1], shapes[1][1], shapes[2][0]
+    k, width, inner = shapes[0][1], attention.o.packed.shape[1], mlp.gate_up.packed.shape[0]
     expected = [(3 * width, k), (k, width), (inner, k), (k, inner)]
-    small = [t for norm in norms for t in norm[:2]], [weight.bias for weight in weights if weight.bias is not None]
-    sizes = [(k,)] * 4, [(n,) for (n, _), weight in zip(expected, weights, strict=True) if weight.bias is not None]
-    got = [[tuple(t.shape) for t in some] for some in small]
-    if shapes != expected or got != list(sizes) or heads < 1 or width % heads or not all(t.is_cpu for some in small for t in some):
+    norms = [norm for half in (attention, mlp) for norm in (half.before, half.residual_norm) if norm is not None]
+    small = [(t, k) for norm in norms for t in (norm.weight, norm.shift) if t is not None]
+    small += [(weight.bias, n) for (n, _), weight in zip(expected, weights, strict=False) if weight.bias is not None]
+    fits = shapes == expected and count > 0 and width == count * attention.heads.dim
+    if not fits or any(t.shape != (size,) or not t.is_cpu for t, size in small):
         raise ArgumentError(
-            f"an encoder layer takes weights {expected}, norms and biases of {[size for some in sizes for (size,) in some]} elements on "
-            f"the CPU and a divisor of {width} heads, got {shapes}, {got[0] + got[1]} and {heads}"
+            f"an encoder layer takes weights {expected}, norms and biases of {[size for _, size in small]} elements on the CPU and a "
+            f"divisor of {width} heads, got {shapes}, {[tuple(t.shape) for t, _ in small]} and {count}"
         )
