@@ -20,10 +20,12 @@ import transformers
 from optimized_models import Shifted, close
 from transformers import DynamicCache, StaticCache
 
-from halfbyte.decoder import gpu_layer
+from halfbyte.decoder import gpu_layer, kernels_gpu
+from halfbyte.decoder.program import layer_ops
 from halfbyte.integrations import decoding_gpu, forwards, layer_gpu, prompt_gpu
 from halfbyte.integrations.forwards import replace_forwards_
 from halfbyte.integrations.graphs import static_cache
+from halfbyte.integrations.live_layer import layer_spec
 from halfbyte.integrations.rings import Ring
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.machine import GPUS
@@ -395,8 +397,8 @@ def test_layers_are_alike_that_launch_the_same(kind: str, device: torch.device) 
     _, short = pair(kind, device)
     first, second = short.model.layers
     for index in (0, 1):
-        found = [layer_gpu.parts_of(layer) for layer in (first, second)]
-        numbers = [part and part.launch_id for part in found]
+        found = [layer_gpu.lower_layer(layer, layer_spec(layer)) for layer in (first, second)]
+        numbers = [lowered and lowered.layer.launch_id for lowered in found]
         assert None not in numbers
         assert (numbers[0] == numbers[1]) == (index == 0)
         owner, name = CHANGES[kind](second)
@@ -495,71 +497,50 @@ def test_half_precision(device: torch.device, calls: list[bool]) -> None:
     assert calls == ([False] * 2 + [True] * 4) * len(kinds)
 
 
-def test_what_a_layer_takes(device: torch.device) -> None:
-    """The steps that `explain` tells."""
+def test_what_explain_says_of_a_layer(device: torch.device) -> None:
     found = {}
     kinds = "gemma3", "olmo2", "granite", "llama", "glm4", "stablelm", "cohere", "arcee", "starcoder2", "gpt_oss", "qwen2_moe", "glm4_moe"
     kinds += "gemma4", "gemma4, keys in common"
     for kind in kinds:
-        model, short = pair(kind, device)
-        del model
+        _, short = pair(kind, device)
         short.to(torch.bfloat16)
-        steps = decoding_gpu.steps(short.model.layers[-1], GPUS["sm_90"])
-        assert all(step.reason is None for step in steps)
-        found[kind] = {step.name: step.kernel for step in steps}
-    qkv, gates = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
-    assert "with the norm" in found["gemma3"][qkv]
-    assert list(found["gemma4"]) == ["q_proj+k_proj", "attention", "o_proj", gates, "down_proj"]
-    own = "per_layer_input_gate", "per_layer_projection"
-    assert list(found["gemma4, keys in common"]) == ["q_proj", "attention", "o_proj", gates, "down_proj", *own]
-    assert found["gemma4, keys in common"]["attention"] == "attend to keys and values of another layer"
-    assert found["gemma4, keys in common"][own[0]] == "the product alone, then a kernel of gelu, times the layer's own input"
-    assert found["gemma4, keys in common"][own[1]] == "before a kernel of the norm, with the residual added"
-    assert found["gemma3"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
-    assert found["gemma3"]["down_proj"] == "before a kernel of the norm, with the residual added"
-    assert "gelu(gate) * up" in found["gemma3"][gates]
-    assert "norm" not in found["gemma3"][gates], "it was computed already"
-    assert found["olmo2"][qkv] == "the product alone"
-    assert found["olmo2"]["attention"] == "attend, after a kernel of the norms"
-    assert found["olmo2"]["o_proj"] == "before a kernel of the norm, with the residual added"
-    assert found["granite"]["down_proj"] == "with the residual added, times 0.3"
-    assert found["llama"]["attention"] == "attend"
-    assert [*found["stablelm"].items()] == [
-        ("input_layernorm", "norm"),
-        (qkv, "the product alone"),
-        ("attention", "attend"),
-        ("o_proj", "with the residual added"),
-        ("post_attention_layernorm", "norm"),
-        (gates, "skinny with silu(gate) * up"),
-        ("down_proj", "with the residual added"),
+        spec = layer_spec(short.model.layers[-1])
+        assert not isinstance(spec, str), kind
+        kernels = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["sm_90"])
+        assert all(lowered.reason is None for lowered in kernels), kind
+        found[kind] = {lowered.op.name: lowered.kernel or f"in {lowered.fused_into}" for lowered in kernels}
+    assert found["llama"] == {
+        "attn_norm": "in qkv",
+        "qkv": "skinny",
+        "rope": "in attention",
+        "attention": "attend",
+        "o_proj": "skinny",
+        "attn_residual": "in o_proj",
+        "mlp_norm": "norm",
+        "gate_up": "skinny",
+        "gate": "gates",
+        "down_proj": "skinny",
+        "mlp_residual": "in down_proj",
+    }
+    assert [found["gemma3"][name] for name in ("attn_post_norm", "attn_residual", "mlp_norm")] == ["norm", *["in attn_post_norm"] * 2]
+    assert [*found["gemma4"]][:2] == ["attn_norm", "qk"]
+    shared = found["gemma4, keys in common"]
+    assert [*shared][:2] == ["attn_norm", "q_proj"]
+    assert [*shared.items()][-5:] == [
+        ("per_layer_input_gate", "skinny"),
+        ("per_layer_gate", "gates"),
+        ("per_layer_projection", "skinny"),
+        ("per_layer_post_norm", "norm"),
+        ("per_layer_residual", "in per_layer_post_norm"),
     ]
-    assert [*found["cohere"].items()] == [
-        ("input_layernorm", "norm"),
-        (qkv, "the product alone"),
-        ("attention", "attend"),
-        ("o_proj", "with the residual added"),
-        (gates, "skinny with silu(gate) * up"),
-        ("down_proj", "with the residual added"),
-    ]
-    assert list(found["gpt_oss"]) == [qkv, "attention", "o_proj", "router", "experts"]
-    assert found["gpt_oss"]["attention"] == "attend"
-    assert "before a kernel of (up + 1) * gate * sigmoid(alpha * gate), then down" in found["gpt_oss"]["experts"]
-    assert list(found["qwen2_moe"]) == [qkv, "attention", "o_proj", "gate", "shared_expert", "experts"]
-    assert found["qwen2_moe"]["gate"] == "with the norm and shared_expert_gate, which is dequantized before, then a kernel of the choice"
-    assert list(found["glm4_moe"]) == [qkv, "attention", "o_proj", "gate", "shared_experts", "experts"]
-    assert found["glm4_moe"]["gate"] == "with the norm, then a kernel of the choice"
-    assert found["qwen2_moe"]["shared_expert"] == "gate_proj+up_proj skinny with silu(gate) * up, then down_proj"
-    assert found["arcee"]["up_proj"] == "skinny with the norm, then a kernel of relu2"
-    assert found["starcoder2"]["c_fc"] == "the product alone, then a kernel of gelu"
-    assert found["glm4"]["attention"] == "attend"
-    assert found["glm4"]["o_proj"] == "before a kernel of the norm, with the residual added and the next norm"
-
-
-def test_what_is_left(device: torch.device) -> None:
-    _, short = pair("granite", device)
-    layer = short.model.layers[0]
-    layer.mlp.down_proj.bias = torch.nn.Parameter(torch.zeros(192, device=device))
-    assert forwards.why_not_native(layer) == "what it adds has a factor and a bias"
+    assert "attn_norm" not in found["olmo2"]
+    assert [found[kind]["qk_norm"] for kind in ("olmo2", "gemma3")] == ["norm", "in attention"]
+    assert [found[kind]["attn_norm"] for kind in ("stablelm", "cohere", "starcoder2")] == ["norm"] * 3
+    assert "mlp_norm" not in found["cohere"]
+    assert [found[kind]["activation"] for kind in ("arcee", "starcoder2")] == ["gates"] * 2
+    assert [found[kind]["experts.gate"] for kind in ("gpt_oss", "qwen2_moe")] == ["gates", "in experts.gate_up"]
+    assert found["qwen2_moe"]["shared_expert_gate"] == "in router"
+    assert found["glm4_moe"]["mlp_residual"] == "routing"
 
 
 # Rings
