@@ -383,6 +383,21 @@ def test_what_is_said() -> None:
         assert ("gelu_tanh(gate) * up" in text) == kind.startswith("gemma")
 
 
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "gemma4"])
+def test_a_replaced_activation_is_left_to_transformers(kind: str, calls: list[bool]) -> None:
+    plain, short = pair(kind)
+    cache = DynamicCache(config=plain.config)
+    logits(short, cache, (5, 1))
+    for model in (plain, short):
+        mlp = model.model.layers[1].mlp
+        name = next(name for name in ("act_fn", "act") if hasattr(mlp, name))
+        setattr(mlp, name, torch.nn.Tanh())
+    assert close(*(logits(model, DynamicCache(config=model.config), (5, 1)) for model in (short, plain)))
+    for device in ("cpu", "cuda"):
+        assert forwards.why_not_native(short.model.layers[1], device) == "its activation was replaced by a Tanh"
+    assert "its activation was replaced by a Tanh" in short.model.halfbyte_remark
+
+
 def test_what_changes_is_seen(calls: list[bool]) -> None:
     for kind, change in (
         ("granite", lambda layer: setattr(layer, "residual_multiplier", 0.7)),

@@ -12,13 +12,12 @@ attention.py        an implementation of attention for transformers; cache.py: a
 Forwards that `optimize_` replaces
   stack.py          compiled decoder stacks on a CPU; compiled_layers.py: a call through their layers; token_step.py: a decode step
   model_step.py     a decode step with the model's head; kv_place.py: where keys and values go; growing.py: growing caches
-  live_layers.py    what live decoder layers compute; frozen.py: whether a module has changed since; hooked.py: whether it has hooks
-  gpu_run.py        a call through the layers on a GPU; decoding_gpu.py: for a token, prompt_gpu.py: for prompts; layer_gpu.py: what both
-                    read; rings.py: windows
+  live_layer.py     specifications of live decoder layers; frozen.py: whether a module has changed since; hooked.py: whether it has hooks
+  gpu_run.py        a call through the layers on a GPU; decoding_gpu.py: for a token, prompt_gpu.py: for prompts; layer_gpu.py: lowers
+                    live layers; rings.py: windows
   forwards.py       replaces the forwards of a model
-  families.py       finds the parts of decoder layers (by decoder/families.py); mixtures.py: those that have experts
-  encoder_stack.py  compiled encoder stacks; encoding.py: their layers; embedding.py: what is before them
+  encoder_stack.py  compiled encoder stacks; encoding.py: specifications of their layers; embedding.py: what is before them
   generating.py     writes tokens; steps.py: a model's call for each, without transformers' preparation; graphs.py: as a CUDA graph
   replaced.py       their classes
-  explain_model.py  what computes each layer, and why
+  explain_model.py  the ops of each layer and their kernels
 """
