@@ -249,7 +249,7 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
     if name.endswith("kv_b_proj.weight") and not older:
         heads, layer = tensor.view(4, 64, 32), f"blk.{name.split('.')[2]}"
         return [(f"{layer}.attn_k_b.weight", heads[:, :32].mT), (f"{layer}.attn_v_b.weight", heads[:, 32:])]
-    if "qwen3" in architecture.name and (architecture.plus_one or "linear_attn" in name):
+    if "qwen3" in architecture.name and (architecture.family.unit_offset or "linear_attn" in name):
         return _of_qwen(architecture, name, tensor)
     places = architecture.to_gguf(name)
     if architecture.name == "granitehybrid":  # llama.cpp's conversion/mamba.py and granite.py
@@ -264,7 +264,7 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
             tensor = tensor[None] if tensor.dim() == 1 else tensor[:, 0]
         elif end in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
             tensor = tensor.view(4 if "q_proj" in end else 2, 2, 8, 64).transpose(1, 2).reshape(tensor.shape)
-    if architecture.turned and tensor.dim() == 2 and ".h." in name:
+    if architecture.gguf.inputs_first and tensor.dim() == 2 and ".h." in name:
         tensor = tensor.T
     if name.endswith("conv.conv.weight") or "moe_statics" in name:
         tensor = tensor.squeeze()

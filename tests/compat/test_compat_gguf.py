@@ -17,7 +17,7 @@ from halfbyte.checkpoint.gguf_names import ARCHITECTURES, Architecture
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.modules import QuantLinear, QuantModule
 
-WRITTEN = {architecture.model.removesuffix("ForCausalLM"): architecture for architecture in ARCHITECTURES if architecture.written}
+WRITTEN = {architecture.model.removesuffix("ForCausalLM"): architecture for architecture in ARCHITECTURES if architecture.gguf.written}
 CONFIG = hb.Config("q4_0", compute="float")
 IDS = torch.arange(2, 46).view(2, 22)  # longer than windows of 16 tokens
 SIZES: dict[str, Any] = {
@@ -77,7 +77,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
     kind: Any = getattr(transformers, architecture.model)
     torch.manual_seed(5)
     model = kind(kind.config_class(**settings, vocab_size=len(tokenizer))).eval()
-    assert model.config.model_type in architecture.types
+    assert model.config.model_type == architecture.model_type
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)

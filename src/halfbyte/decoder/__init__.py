@@ -1,6 +1,6 @@
 """What a decoder-only language model is, described once, and how it is computed.
 
-families.py    the table of model families: the only file that a new family touches; family.py: what it says of each
+families/      the table of model families: the only files that a new family touches; family.py: what it says of each
 config.py      config.json, checked; rope.py: rotary position embeddings
 spec.py        the specification of a model, with its tensors; build.py: makes it from a config and a checkpoint
 program.py     the specification as a list of ops; explain.py: prints it, with the kernel of each op

@@ -16,7 +16,7 @@ Forwards that `optimize_` replaces
   gpu_run.py        a call through the layers on a GPU; decoding_gpu.py: for a token, prompt_gpu.py: for prompts; layer_gpu.py: what both
                     read; rings.py: windows
   forwards.py       replaces the forwards of a model
-  families.py       finds the parts of decoder layers (by decoder/families.py); mixtures.py: those that have experts
+  families.py       finds the parts of decoder layers (by decoder/families/); mixtures.py: those that have experts
   encoder_stack.py  compiled encoder stacks; encoding.py: their layers; embedding.py: what is before them
   generating.py     writes tokens; steps.py: a model's call for each, without transformers' preparation; graphs.py: as a CUDA graph
   replaced.py       their classes

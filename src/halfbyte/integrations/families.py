@@ -1,4 +1,4 @@
-"""Parts of live decoder layers of transformers, found by the table of model families, `decoder/families.py`."""
+"""Parts of live decoder layers of transformers, found by the table of model families, `decoder/families/`."""
 
 from __future__ import annotations
 
