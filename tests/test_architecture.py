@@ -212,9 +212,9 @@ def _families(module: str, tree: ast.AST) -> Iterator[str]:
         return
     names = FAMILY_NAMES - TOKENIZERS.get(module, set())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
-            if (name := node.value.partition(".")[0]) in names:
-                yield f"line {node.lineno}: {name} is a family of models: what is special about it belongs into decoder/families"
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if " " not in text and (name := text.partition(".")[0]) in names:
+            yield f"line {node.lineno}: {name} is a family of models: what is special about it belongs into decoder/families"
 
 
 _LAZY = ("halfbyte", "halfbyte.checkpoint")

@@ -20,7 +20,6 @@ from halfbyte.ops.layers import Weight
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
 _PAIRS = {"": "", "half": "once", "repeated": "once"}  # tables of `Rope` have rotary_dim / 2 columns
-_GPT_OSS_GATES = Clamped(1.702, 7.0)  # constants of its experts, which no config has
 
 
 class Tensors(Protocol):
@@ -330,7 +329,7 @@ class _Layer:
 
     def _experts(self, mlp: str, moe: MoEFamily, before: Norm) -> Experts:
         config, tensors = self._config, self._tensors
-        if self._family.sinks is None and config.activation != "silu":
+        if moe.clamped is None and config.activation != "silu":
             raise UnsupportedError(f"the activation of its experts is {config.activation}, not silu")
         if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
             raise UnsupportedError("its router chooses among groups of experts")
@@ -360,7 +359,7 @@ class _Layer:
             before=before,
             shared=shared,
             bias=tensors.tensor(f"{router}.bias") if moe.router_bias else None,
-            clamped=_GPT_OSS_GATES if self._family.sinks is not None else None,
+            clamped=None if moe.clamped is None else Clamped(*moe.clamped),
             scores=moe.scores,
             correction=correction,
             factor=self._factor * scaling,

@@ -219,7 +219,7 @@ FAMILIES: dict[str, Family] = {
         "GptOss",
         sinks="sinks",
         sliding_window="layer_types",
-        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True),
+        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True, clamped=(1.702, 7.0)),
         router_output=True,
         defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
         gguf=GGUF(
