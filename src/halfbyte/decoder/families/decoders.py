@@ -140,6 +140,16 @@ FAMILIES: dict[str, Family] = {
     "exaone_moe": Family(
         "ExaoneMoe", qk_norm=_QK_NORM, rope_layers=_EXAONE_ROPE, sliding_window="layer_types", moe=_GLM_MOE, router_output=True
     ),
+    "flint": Family(
+        "Flint",
+        qk_norm=_QK_NORM,
+        sinks="sinks",
+        sliding_window="layer_types",
+        rope_layers=_COHERE2_ROPE,
+        moe=MoEFamily(scores="sigmoid", shared=("shared_expert", None)),
+        router_output=True,
+        defaults=_HEAD_DIM_128,
+    ),
     "gemma": Family(
         "Gemma",
         default_activation="gelu_pytorch_tanh",
