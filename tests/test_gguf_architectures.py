@@ -54,6 +54,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {}),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "phi2": ("Phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "olmo3": ("Olmo3", {"sliding_window": 16, "rope_parameters": OLMO3}),
     "hunyuan-dense": ("HunYuanDenseV1", {"head_dim": 16, "rope_parameters": HUNYUAN}),
     "command-r": ("Cohere", {"logit_scale": 0.25}),

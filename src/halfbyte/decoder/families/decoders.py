@@ -110,7 +110,14 @@ FAMILIES: dict[str, Family] = {
         gguf=GGUF("cohere2", settings={"attention_bias": False}),
     ),
     "cwm": Family("Cwm", sliding_window="layer_types", defaults=(*_HEAD_DIM_128, _SCALED_ROPE)),
-    "dots1": Family("Dots1", qk_norm=_QK_NORM, moe=_GLM_MOE, sliding_window="layer_types", router_output=True),
+    "dots1": Family(
+        "Dots1",
+        qk_norm=_QK_NORM,
+        moe=_GLM_MOE,
+        sliding_window="layer_types",
+        router_output=True,
+        gguf=GGUF("dots1", experts=gguf.ROUTED, written=False),
+    ),
     "ernie4_5": Family(
         "Ernie4_5",
         rope_interleaved="half",
@@ -292,7 +299,11 @@ FAMILIES: dict[str, Family] = {
         unsupported=("use_post_norm",),
     ),
     "jais2": Family("Jais2", gate_up=("up_proj",), gated=False, default_activation="relu2", layer_norm=True, norm_eps="layer_norm_eps"),
-    "llama": Family("Llama", gguf=GGUF("llama", row_order="interleaved", biases=gguf.BIASES)),
+    "llama": Family(
+        "Llama",
+        gguf=GGUF("llama", row_order="interleaved", biases=gguf.BIASES),
+        other_gguf=(GGUF("exaone", written=False), GGUF("internlm2", row_order="interleaved", written=False)),
+    ),
     "mellum": Family(
         "Mellum",
         qk_norm=_QK_NORM,
@@ -310,6 +321,7 @@ FAMILIES: dict[str, Family] = {
         moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION),
         router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 5_000_000.0)),
+        gguf=GGUF("minimax-m2", experts=gguf.LOCAL_EXPERTS, written=False),
     ),
     "ministral": Family("Ministral", sliding_window="layer_types"),
     "ministral3": Family(
@@ -382,6 +394,7 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         unsupported=("qk_layernorm",),
         defaults=(("partial_rotary_factor", 0.5),),
+        gguf=GGUF("phi2", settings={"qk_layernorm": False, "hidden_act": "gelu_new"}),
     ),
     "phi3": Family(
         "Phi3",
