@@ -63,7 +63,7 @@ OF_DELTA |= {"ssm.inner_size": 128, "attention.key_length": 64, "attention.value
 SHARING = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 OF_SHARING = {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32}
 GEMMA3N_BASES = {"sliding_attention": 1e4, "full_attention": 1e6}
-GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "final_logit_softcapping": 30.0, "num_hidden_layers": 4}
+GEMMA4 = {"head_dim": 24, "global_head_dim": 32, "sliding_window": 16, "final_logit_softcapping": 30.0, "num_hidden_layers": 4}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 GEMMA4 |= {
     "rope_parameters": {
@@ -71,9 +71,9 @@ GEMMA4 |= {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     }
 }
-OF_GEMMA4 = {"block_count": 4, "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16}
-OF_GEMMA4 |= {"attention.value_length_swa": 16, "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 2}
-OF_GEMMA4 |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 32, "rope.dimension_count_swa": 16}
+OF_GEMMA4 = {"block_count": 4, "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 24}
+OF_GEMMA4 |= {"attention.value_length_swa": 24, "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 2}
+OF_GEMMA4 |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 32, "rope.dimension_count_swa": 24}
 OF_GEMMA4 |= {"final_logit_softcapping": 30.0}
 GRANITE: dict[str, Any] = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 3.0}
 GRANITE |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "layer_types": ["mamba", "attention", "mamba"]}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.gguf_names import Architecture, of_config, of_file
 from halfbyte.checkpoint.gguf_tokenizer import end_tokens
-from halfbyte.decoder.family import GGUF
+from halfbyte.decoder.family import GGUF, SLIDING
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
 from halfbyte.io.gguf_metadata import Metadata
@@ -43,6 +43,7 @@ _YARN = {
     "attention.temperature_scale": "llama_4_scaling_beta",
 }
 _ROPE_BASE = 10_000.0
+_FULL = "full_attention"
 _NOT_ROTATED = 1e30  # factor of rotary frequencies
 
 
@@ -68,7 +69,8 @@ def to_config(values: Mapping[str, Value], names: Sequence[str], read: Callable[
         config["eos_token_id"] = last if len(last) > 1 else last[0]
     config["tie_word_embeddings"] = "output.weight" not in names
     present = {mine: tensor if "." in tensor else f"{tensor}.bias" for mine, tensor in gguf.biases.items()}
-    config |= {mine: f"blk.0.{tensor}" in names for mine, tensor in present.items()} | dict(gguf.settings)
+    config |= {mine: f"blk.0.{tensor}" in names for mine, tensor in present.items()}
+    config |= {**gguf.settings, **gguf.implied(config)}
     if not gguf.sliding_window:
         config["sliding_window"] = None
     if architecture.experts is not None:
@@ -137,7 +139,7 @@ def _rope(
     if architecture.family.rope_per_type:  # that of layers with a window is never scaled
         own = architecture.gguf.local_rope_base
         local = base if own is None else metadata.number("rope.freq_base_swa", float, needed=False) or own
-        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+        return {_FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": local}}
     if architecture.family.partial_rotary and rotary_dim:
         rope["partial_rotary_factor"] = rotary_dim / head_dim
     return rope
@@ -194,8 +196,6 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     """The metadata of a GGUF file for the model of a config.json, and the tensors that belong to it."""
     architecture = of_config(config)
     name, gguf = architecture.name, architecture.gguf
-    if reason := _no_place(architecture, config):
-        raise CheckpointError(f"GGUF has no place for a {architecture.model} {reason}")
     out: dict[str, Value] = {"general.architecture": name, "general.quantization_version": 2}
     if isinstance(title := config.get("_name_or_path"), str) and title:
         out["general.name"] = title.rstrip("/").rpartition("/")[2]
@@ -206,6 +206,8 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
             raise CheckpointError(f"config.json has no {theirs}, which GGUF needs")
         if value is not None:
             out[f"{name}.{key}"] = kind(value)
+    if reason := _no_place(architecture, config):
+        raise CheckpointError(f"GGUF has no place for a {architecture.model} {reason}")
     if gguf.write_config is not None:
         out |= {f"{name}.{key}": value for key, value in gguf.write_config(config).items()}
     heads = int(config["num_attention_heads"])
@@ -214,7 +216,7 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     out |= {f"{name}.attention.key_length": head_dim, f"{name}.attention.value_length": head_dim}
     out[f"{name}.vocab_size"] = int(config["vocab_size"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope)
+    rope = rope.get(_FULL, rope)
     base = float(rope.get("rope_theta") or config.get("rope_theta") or _ROPE_BASE)
     if gguf.rope_alpha and rope.get("rope_type") == "dynamic" and rope.get("alpha"):
         # transformers' ntk_alpha, which does not depend on the length.
@@ -226,11 +228,21 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
 
 def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | None:
     """The property of a model that GGUF's metadata cannot express, or None."""
-    gguf = architecture.gguf
-    if (odd := next((key for key, value in gguf.settings.items() if config.get(key, value) != value), None)) is not None:
-        return f"with {odd} {config[odd]}"
-    if gguf.why_not_written is not None and (why := gguf.why_not_written(config)) is not None:
-        return why
+    gguf, family = architecture.gguf, architecture.family
+    implied = {**gguf.settings, **gguf.implied(config)}
+    if isinstance(pattern := dict(family.defaults).get("sliding_window_pattern"), int):
+        implied["layer_types"] = [SLIDING if (i + 1) % pattern else _FULL for i, _ in enumerate(config.get("layer_types") or ())]
+    for key, value in implied.items():
+        got = config.get(key, value)
+        if got != value and not (got is None and isinstance(value, list)):
+            return f"with {key} {short(got)}, llama.cpp computes {short(value)}"
+    rope = config.get("rope_parameters") or {}
+    if family.rope_per_type and (local := rope.get(SLIDING)) is not None:
+        base = gguf.local_rope_base or rope[_FULL]["rope_theta"]
+        if (local.get("rope_type", "default"), local.get("rope_theta")) != ("default", base):
+            return f"whose sliding-window layers have rope_parameters {short(local)}, llama.cpp computes rope_theta {base:g}"
+    if "mscale" in gguf.yarn and (rope.get("rope_type"), rope.get("mscale")) != ("yarn", gguf.yarn["mscale"]):
+        return f"whose rope is not scaled by yarn with mscale {gguf.yarn['mscale']}"
     if architecture.experts is None:
         return None
     norms = "norm_topk_prob" in config and bool(config["norm_topk_prob"]) != architecture.normalized

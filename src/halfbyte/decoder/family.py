@@ -143,9 +143,10 @@ class GGUF:
         numbers, sizes: Further required keys, of floats and of integers.
         biases: Keys of config.json that follow from whether the first layer has a bias, or another tensor, of that name.
         settings: Keys of config.json and the only values that llama.cpp computes.
+        implied: The same from the other values of config.json.
         sliding_window: Whether llama.cpp computes sliding windows.
         local_rope_base: Base of the rope of layers with a window where files have none; None: that of all layers.
-        yarn: Parameters of yarn that files do not have.
+        yarn: Parameters of yarn that files do not have; with `mscale`, llama.cpp computes no rope but yarn with this one.
         rope_alpha: Whether rope of type "dynamic" has a constant factor `alpha`.
         merges_by_index: Whether a SentencePiece vocabulary was learned in the order of its tokens, not of their scores.
 
@@ -153,7 +154,6 @@ class GGUF:
             of lists in the metadata.
         read_config: From the metadata and the other values of config.json: further values.
         write_config: From config.json: further metadata.
-        why_not_written: From config.json: the property that llama.cpp does not compute, after "a model"; None where there is none.
     """
 
     architecture: str
@@ -182,6 +182,7 @@ class GGUF:
     sizes: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
+    implied: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     sliding_window: bool = True
     local_rope_base: float | None = None
     yarn: Mapping[str, object] = field(default_factory=dict)
@@ -191,7 +192,6 @@ class GGUF:
     read_layers: Callable[[Metadata, Sequence[str]], tuple[dict[str, Any], Mapping[str, int]]] | None = None
     read_config: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]] | None = None
     write_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    why_not_written: Callable[[Mapping[str, Any]], str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

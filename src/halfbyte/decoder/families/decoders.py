@@ -142,7 +142,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         rope_layers=_EXAONE_ROPE,
         sliding_window="layer_types",
-        gguf=GGUF("exaone4", read_config=gguf.window_by_depth(64), why_not_written=gguf.not_window_by_depth(64)),
+        gguf=GGUF("exaone4", implied=gguf.window_by_depth(64)),
     ),
     "exaone_moe": Family(
         "ExaoneMoe", qk_norm=_QK_NORM, rope_layers=_EXAONE_ROPE, sliding_window="layer_types", moe=_GLM_MOE, router_output=True
@@ -171,7 +171,7 @@ FAMILIES: dict[str, Family] = {
         **_GEMMA,
         softcap="attn_logit_softcapping",
         defaults=(("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
-        gguf=GGUF("gemma2", read_config=gguf.query_scalar(46), merges_by_index=True),
+        gguf=GGUF("gemma2", implied=gguf.query_scalar(46), merges_by_index=True),
     ),
     "gemma3": Family(
         "Gemma3",
@@ -179,7 +179,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         rope_per_type=True,
         defaults=(("head_dim", 256), ("sliding_window_pattern", 6), ("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
-        gguf=GGUF("gemma3", "gemma3_text", read_config=gguf.query_scalar(62), local_rope_base=1e4, merges_by_index=True),
+        gguf=GGUF("gemma3", "gemma3_text", implied=gguf.query_scalar(62), local_rope_base=1e4, merges_by_index=True),
     ),
     "gemma4": Family(
         "Gemma4",
@@ -329,7 +329,7 @@ FAMILIES: dict[str, Family] = {
         sliding_window="all",
         query_scale_from="original_max_position_embeddings",
         defaults=(*_HEAD_DIM_128, _SCALED_ROPE),
-        gguf=GGUF("mistral3", row_order="interleaved", yarn={"mscale": 1.0, "llama_4_scaling_beta": 0.0}, why_not_written=gguf.not_yarn),
+        gguf=GGUF("mistral3", row_order="interleaved", yarn={"mscale": 1.0, "llama_4_scaling_beta": 0.0}),
     ),
     "mistral": Family(
         "Mistral",
@@ -367,7 +367,9 @@ FAMILIES: dict[str, Family] = {
         rope_per_type=True,
         defaults=(("sliding_window_pattern", 4), ("rope_theta", 500_000.0)),
         gguf=GGUF(
-            "olmo2", known_by={"attention.sliding_window": None}, settings={"attention_bias": False}, why_not_written=gguf.not_three_of_four
+            "olmo2",
+            known_by={"attention.sliding_window": None},
+            settings={"attention_bias": False},
         ),
     ),
     "olmoe": Family(
@@ -456,7 +458,7 @@ FAMILIES: dict[str, Family] = {
             row_order="interleaved",
             sliding_window=False,
             settings={**gguf.NO_BIASES, "no_rope_layer_interval": 4, "use_sliding_window": False},
-            why_not_written=gguf.not_every_fourth,
+            implied=lambda config: {"no_rope_layers": gguf.every_fourth_is_0(config)},
         ),
     ),
     "solar_open": Family(

@@ -1,5 +1,5 @@
 """What GGUF files of several families have in common, and settings that they express in a way of their own: functions for
-`GGUF.read_layers`, `read_config`, `write_config` and `why_not_written`.
+`GGUF.implied`, `read_layers`, `read_config` and `write_config`.
 
 Source: llama.cpp, src/llama-model.cpp, and its converters.
 """
@@ -18,7 +18,7 @@ from halfbyte.layouts.base import round_up
 Config = Mapping[str, Any]
 Layers = tuple[dict[str, Any], Mapping[str, int]]
 _KV, _INNER = "attention.head_count_kv", "feed_forward_length"
-_WINDOWS, _WINDOW, _FULL = "attention.sliding_window_pattern", "sliding_window", "full_attention"
+_WINDOWS, _FULL = "attention.sliding_window_pattern", "full_attention"
 _LATENT = ("key_length_mla", "key_length", "value_length_mla", "value_length", "kv_lora_rank", "q_lora_rank")
 MOST_LAYERS = 10_000  # for which a list of layer types is made
 
@@ -60,59 +60,30 @@ IMAGES: dict[str, Any] = {"written": False, "note": "the model in the file also 
 # Attention
 
 
-def query_scalar(layers: int) -> Callable[[Metadata, Config], dict[str, Any]]:
+def query_scalar(layers: int) -> Callable[[Config], dict[str, Any]]:
     """No file has the scale of attention: llama.cpp recognizes the model of another one by its number of `layers`."""
 
-    def read(metadata: Metadata, config: Config) -> dict[str, Any]:
+    def implied(config: Config) -> dict[str, Any]:
         width = config["hidden_size"] // max(1, config["num_attention_heads"])
-        return {"query_pre_attn_scalar": width if config["num_hidden_layers"] == layers else config["head_dim"]}
+        return {"query_pre_attn_scalar": width if config["num_hidden_layers"] == layers else config.get("head_dim") or width}
 
-    return read
-
-
-def window_by_depth(layers: int) -> Callable[[Metadata, Config], dict[str, Any]]:
-    """No file says whether some layers have a sliding window: llama.cpp recognizes the model by its number of `layers`."""
-
-    def read(metadata: Metadata, config: Config) -> dict[str, Any]:
-        count = config["num_hidden_layers"]
-        return {} if count == layers else {_WINDOW: None, "layer_types": [_FULL] * min(count, MOST_LAYERS)}
-
-    return read
+    return implied
 
 
-def not_window_by_depth(layers: int) -> Callable[[Config], str | None]:
-    """The same where a file is written."""
+def window_by_depth(layers: int) -> Callable[[Config], dict[str, Any]]:
+    """No file says whether layers have a sliding window: llama.cpp recognizes the model with three of four by its number of `layers`."""
 
-    def why(config: Config) -> str | None:
-        count = _layers(config)
-        usual = (config.get(_WINDOW) is not None) == (count == layers)
-        return None if usual else f"of {count} layers with sliding_window {config.get(_WINDOW)}"
+    def implied(config: Config) -> dict[str, Any]:
+        slides = config["num_hidden_layers"] == layers
+        kinds = [SLIDING if slides and use else _FULL for use in every_fourth_is_0(config)]
+        return {"layer_types": kinds} if slides else {"layer_types": kinds, "sliding_window": None}
 
-    return why
-
-
-def not_three_of_four(config: Config) -> str | None:
-    """OLMo 3: llama.cpp knows which layers have a sliding window, and has one rope for all."""
-    rope = config.get("rope_parameters") or {}
-    local, usual = rope.get(SLIDING, {}), [_FULL if (i + 1) % 4 == 0 else SLIDING for i in range(_layers(config))]
-    if config.get(_WINDOW) is None or config.get("layer_types") not in (None, usual):
-        return "whose pattern of sliding-window layers is not three of four"
-    if local.get("rope_type", "default") != "default" or local.get("rope_theta") != rope.get(_FULL, {}).get("rope_theta"):
-        return "whose sliding-window layers have their own rotary positions"
-    return None
+    return implied
 
 
-def not_every_fourth(config: Config) -> str | None:
-    """SmolLM3: llama.cpp knows which layers have no rope."""
-    usual = [int((i + 1) % 4 != 0) for i in range(_layers(config))]
-    return None if config.get("no_rope_layers") in (None, usual) else "whose layers without rotary positions are not every fourth"
-
-
-def not_yarn(config: Config) -> str | None:
-    """Ministral 3: llama.cpp computes yarn, with the factor that follows from `mscale` 1."""
-    rope = config.get("rope_parameters") or {}
-    usual = (rope.get("rope_type"), rope.get("mscale")) == ("yarn", 1.0)
-    return None if usual else "whose positions are not scaled by yarn with mscale 1"
+def every_fourth_is_0(config: Config) -> list[int]:
+    """1 for each layer, 0 for each fourth."""
+    return [int((i + 1) % 4 != 0) for i in range(min(config["num_hidden_layers"], MOST_LAYERS))]
 
 
 def original_positions(metadata: Metadata, config: Config) -> dict[str, Any]:
@@ -120,10 +91,6 @@ def original_positions(metadata: Metadata, config: Config) -> dict[str, Any]:
     rope = config["rope_parameters"]
     original = rope.get("original_max_position_embeddings") if "partial_rotary_factor" in rope else None
     return {} if original is None else {"original_max_position_embeddings": original}
-
-
-def _layers(config: Config) -> int:
-    return int(config.get("num_hidden_layers") or 0)
 
 
 def latent_attention(metadata: Metadata, config: Config) -> dict[str, Any]:
@@ -194,7 +161,7 @@ def convolution_layers(metadata: Metadata, names: Sequence[str]) -> Layers:
 
 def convolution_metadata(config: Config) -> dict[str, Any]:
     """The inverse, and the width of the MLP, which config.json may give before it is adjusted."""
-    inner, layers = int(config.get("block_ff_dim") or config["intermediate_size"]), _layers(config)
+    inner, layers = int(config.get("block_ff_dim") or config["intermediate_size"]), int(config["num_hidden_layers"])
     if config.get("block_auto_adjust_ff_dim", True):
         factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), int(config.get("block_multiple_of", 256))
         inner = int(2 * inner / 3) if factor is None else int(factor * int(2 * inner / 3))
