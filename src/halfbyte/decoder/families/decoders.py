@@ -61,10 +61,11 @@ _GEMMA: dict[str, Any] = {
     "logits_softcap": "final_logit_softcapping",
     "tie_word_embeddings": True,
 }
+_RELU2: dict[str, Any] = {"gate_up": ("up_proj",), "gated": False, "default_activation": "relu2"}
+_LAYER_NORM: dict[str, Any] = {"layer_norm": True, "norm_eps": "layer_norm_eps"}
 _GLM: dict[str, Any] = {"gate_up": ("gate_up_proj",), "partial_rotary": True, "rope_interleaved": "half"}
 _COHERE: dict[str, Any] = {
-    "layer_norm": True,
-    "norm_eps": "layer_norm_eps",
+    **_LAYER_NORM,
     "parallel_residual": True,
     "norms": _PARALLEL,
     "rope_interleaved": "repeated",
@@ -83,17 +84,13 @@ _GEMMA4_ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _HEAD_DIM_128 = (("head_dim", 128),)
+_HALF_ROTARY = (("partial_rotary_factor", 0.5),)
+_GEMMA2_DEFAULTS = ("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)
 _SCALED_ROPE = ("rope_scaling", "")  # by values that only transformers has, where config.json does not say
 
 # By the name of the family's package in transformers.models.
 FAMILIES: dict[str, Family] = {
-    "arcee": Family(
-        "Arcee",
-        gate_up=("up_proj",),
-        gated=False,
-        default_activation="relu2",
-        gguf=GGUF("arcee", row_order="interleaved", settings={**gguf.NO_BIASES, "hidden_act": "relu2"}),
-    ),
+    "arcee": Family("Arcee", **_RELU2, gguf=GGUF("arcee", row_order="interleaved", settings={**gguf.NO_BIASES, "hidden_act": "relu2"})),
     "cohere": Family(
         "Cohere",
         **_COHERE,
@@ -170,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma2",
         **_GEMMA,
         softcap="attn_logit_softcapping",
-        defaults=(("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+        defaults=_GEMMA2_DEFAULTS,
         gguf=GGUF("gemma2", implied=gguf.query_scalar(46), merges_by_index=True),
     ),
     "gemma3": Family(
@@ -212,21 +209,15 @@ FAMILIES: dict[str, Family] = {
         gguf=gguf.GEMMA4,
         other_gguf=(gguf.GEMMA4_EXPERTS,),
     ),
-    "glm": Family("Glm", **_GLM, defaults=(*_HEAD_DIM_128, ("partial_rotary_factor", 0.5))),
-    "glm4": Family(
-        "Glm4",
-        **_GLM,
-        norms=_GLM4_NORMS,
-        defaults=(*_HEAD_DIM_128, ("partial_rotary_factor", 0.5)),
-        gguf=GGUF("glm4", biases=gguf.QKV_BIAS),
-    ),
+    "glm": Family("Glm", **_GLM, defaults=_HEAD_DIM_128 + _HALF_ROTARY),
+    "glm4": Family("Glm4", **_GLM, norms=_GLM4_NORMS, defaults=_HEAD_DIM_128 + _HALF_ROTARY, gguf=GGUF("glm4", biases=gguf.QKV_BIAS)),
     "glm4_moe": Family(
         "Glm4Moe",
         qk_norm=_QK_NORM,
         partial_rotary=True,
         moe=_GLM_MOE,
         router_output=True,
-        defaults=(("partial_rotary_factor", 0.5),),
+        defaults=_HALF_ROTARY,
         gguf=GGUF(
             "glm4moe", mlp_norm="post_attention_norm", experts=gguf.ROUTED, biases={"use_qk_norm": "attn_q_norm.weight"}, written=False
         ),
@@ -298,7 +289,7 @@ FAMILIES: dict[str, Family] = {
         logits_multiplier="logits_scaling",
         unsupported=("use_post_norm",),
     ),
-    "jais2": Family("Jais2", gate_up=("up_proj",), gated=False, default_activation="relu2", layer_norm=True, norm_eps="layer_norm_eps"),
+    "jais2": Family("Jais2", **_RELU2, **_LAYER_NORM),
     "llama": Family(
         "Llama",
         gguf=GGUF("llama", row_order="interleaved", biases=gguf.BIASES),
@@ -347,14 +338,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron": Family(
         "Nemotron",
-        gate_up=("up_proj",),
-        gated=False,
-        default_activation="relu2",
+        **_RELU2,
         layer_norm=True,
         norm_eps="norm_eps",
         unit_offset=True,
         partial_rotary=True,
-        defaults=(("partial_rotary_factor", 0.5),),
+        defaults=_HALF_ROTARY,
         gguf=GGUF("nemotron", biases=gguf.BIASES, settings={"hidden_act": "relu2"}),
     ),
     "olmo2": Family("Olmo2", norms=_POST_ONLY, qk_norm=_QK_NORM, qk_norm_whole=True, gguf=GGUF("olmo2")),
@@ -366,11 +355,7 @@ FAMILIES: dict[str, Family] = {
         sliding_window="layer_types",
         rope_per_type=True,
         defaults=(("sliding_window_pattern", 4), ("rope_theta", 500_000.0)),
-        gguf=GGUF(
-            "olmo2",
-            known_by={"attention.sliding_window": None},
-            settings={"attention_bias": False},
-        ),
+        gguf=GGUF("olmo2", known_by={"attention.sliding_window": None}, settings={"attention_bias": False}),
     ),
     "olmoe": Family(
         "Olmoe",
@@ -389,13 +374,12 @@ FAMILIES: dict[str, Family] = {
         default_activation="gelu_new",
         down_proj="fc2",
         final_norm="final_layernorm",
-        layer_norm=True,
-        norm_eps="layer_norm_eps",
+        **_LAYER_NORM,
         parallel_residual=True,
         norms=_PARALLEL,
         partial_rotary=True,
         unsupported=("qk_layernorm",),
-        defaults=(("partial_rotary_factor", 0.5),),
+        defaults=_HALF_ROTARY,
         gguf=GGUF("phi2", settings={"qk_layernorm": False, "hidden_act": "gelu_new"}),
     ),
     "phi3": Family(
@@ -466,8 +450,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "stablelm": Family(
         "StableLm",
-        layer_norm=True,
-        norm_eps="layer_norm_eps",
+        **_LAYER_NORM,
         partial_rotary=True,
         unsupported=("use_parallel_residual", "qk_layernorm"),
         defaults=(("partial_rotary_factor", 0.25),),
@@ -489,7 +472,7 @@ FAMILIES: dict[str, Family] = {
         "VaultGemma",
         **{**_GEMMA, "norms": ("input_layernorm", None, "pre_feedforward_layernorm", None)},
         softcap="attn_logit_softcapping",
-        defaults=(("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+        defaults=_GEMMA2_DEFAULTS,
     ),
 }
 

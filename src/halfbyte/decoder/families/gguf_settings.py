@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfbyte.decoder.family import GGUF, SLIDING
 from halfbyte.errors import CheckpointError
-from halfbyte.io.gguf_metadata import Metadata
 from halfbyte.layouts.base import round_up
+
+if TYPE_CHECKING:
+    from halfbyte.io.gguf_metadata import Metadata
 
 Config = Mapping[str, Any]
 Layers = tuple[dict[str, Any], Mapping[str, int]]
