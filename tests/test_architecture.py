@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 import halfbyte
+from halfbyte.checkpoint import gguf_tokenizer
+from halfbyte.decoder.families import FAMILIES, OTHERS
+from halfbyte.decoder.family import Family
+from halfbyte.language.tokenizer_folder import GENERIC_TYPES
 
 SRC = Path(halfbyte.__file__).parent
 
@@ -60,6 +64,13 @@ OF_DEFAULT_DTYPE = {"empty", "zeros", "ones", "rand", "randn", "linspace", "eye"
 OF_DEFAULT_DEVICE = OF_DEFAULT_DTYPE | {"full", "tensor", "as_tensor", "scalar_tensor", "arange", "randint", "randperm"}
 MAY_USE_DEFAULTS = ("bench", "cli")
 MAX_LINES = 600
+# Packages that know no family of models by its name, which is in the table, `decoder/families`; tokenizers may be called the same.
+WITHOUT_FAMILIES = ("checkpoint", "language", "evaluate", "cli")
+TOKENIZERS = {
+    "halfbyte.checkpoint.gguf_tokenizer": {*gguf_tokenizer._KINDS, *gguf_tokenizer.CUTS},
+    "halfbyte.checkpoint.gguf_vocabulary": {*gguf_tokenizer._KINDS},
+    "halfbyte.language.tokenizer_folder": GENERIC_TYPES,
+}
 BESIDE = ("tests", "benchmarks", "examples")
 MAX_PARAMETERS = 12
 
@@ -68,7 +79,7 @@ def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
     """What is wrong with a module called `module`, one sentence each."""
     tree = ast.parse(text)
     found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree), *_left_to_defaults(module, tree)]
-    found += _kept_bounds(tree)
+    found += [*_kept_bounds(tree), *_families(module, tree)]
     if is_package:
         found += _logic(module, tree)
     if (lines := len(text.splitlines())) > MAX_LINES:
@@ -188,6 +199,24 @@ def _kept_bounds(tree: ast.AST) -> Iterator[str]:
                         yield f"line {inner.lineno}: {name} bounds a loop and changes in the loop around it: make that `while`"
 
 
+def _names(package: str, family: Family) -> Iterator[str]:
+    yield from (package, family.layer_class, family.model_class or package)
+    yield from (gguf.architecture for gguf in (family.gguf, *family.other_gguf) if gguf is not None)
+
+
+FAMILY_NAMES = {name for package, family in (FAMILIES | OTHERS).items() for name in _names(package, family)}
+
+
+def _families(module: str, tree: ast.AST) -> Iterator[str]:
+    if module.split(".")[1:2] not in ([package] for package in WITHOUT_FAMILIES):
+        return
+    names = FAMILY_NAMES - TOKENIZERS.get(module, set())
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if " " not in text and (name := text.partition(".")[0]) in names:
+            yield f"line {node.lineno}: {name} is a family of models: what is special about it belongs into decoder/families"
+
+
 _LAZY = ("halfbyte", "halfbyte.checkpoint")
 
 
@@ -260,6 +289,9 @@ def test_the_whole_package_is_read() -> None:
     assert {"halfbyte", "halfbyte.errors", "halfbyte.formats", "halfbyte.formats.spec", "halfbyte.kernels.cpu"} <= modules
 
 
+A_FAMILY = "line 1: {} is a family of models: what is special about it belongs into decoder/families"
+
+
 @pytest.mark.parametrize(
     ("module", "text", "complaint"),
     [
@@ -287,6 +319,11 @@ def test_the_whole_package_is_read() -> None:
         ("halfbyte.nn.convert", "class A:\n    from rich import table", "imports rich at module level"),
         ("halfbyte.io.gguf", "from gguf import quants", "imports gguf at module level"),
         ("halfbyte.cli.main", "import transformers", "imports transformers at module level"),
+        ("halfbyte.checkpoint.gguf_config", "if name == 'gemma3': pass", A_FAMILY.format("gemma3")),
+        ("halfbyte.checkpoint.gguf_config", "A = {'hunyuan-dense': 1}", A_FAMILY.format("hunyuan-dense")),
+        ("halfbyte.checkpoint.gguf_tokenizer", "A = 'gpt2', 'qwen3'", A_FAMILY.format("qwen3")),
+        ("halfbyte.language.model", "A = ['LlamaForCausalLM']", A_FAMILY.format("LlamaForCausalLM")),
+        ("halfbyte.cli.chat", "def f(a='deepseek2.rope'): pass", A_FAMILY.format("deepseek2")),
         (
             "halfbyte.kernels.gpu.a",
             "@gluon.jit\ndef f(n):\n  for i in range(n):\n    for j in range(n, 9): g(j)\n    n -= n",

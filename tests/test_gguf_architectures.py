@@ -54,6 +54,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {}),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "phi2": ("Phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "olmo3": ("Olmo3", {"sliding_window": 16, "rope_parameters": OLMO3}),
     "hunyuan-dense": ("HunYuanDenseV1", {"head_dim": 16, "rope_parameters": HUNYUAN}),
     "command-r": ("Cohere", {"logit_scale": 0.25}),
@@ -115,8 +116,8 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
 def test_every_architecture_has_a_class_of_transformers() -> None:
     for architecture in ARCHITECTURES:
         assert hasattr(transformers, architecture.model), architecture.name
-        if architecture.written:
-            assert all(of_config({"model_type": each}) is architecture for each in architecture.types)
+        if architecture.gguf.written:
+            assert of_config({"model_type": architecture.model_type}) is architecture
     with pytest.raises(CheckpointError, match="got model_type 'gpt_oss'"):
         of_config({"model_type": "gpt_oss"})
 
@@ -124,16 +125,18 @@ def test_every_architecture_has_a_class_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "not every fourth"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, r"with no_rope_layers \[1, 1, 0, 1, 1\], llama.cpp computes \[1, 1, 1, 0, 1\]"),
         ("smollm3", {"no_rope_layer_interval": 3}, "with no_rope_layer_interval 3"),
         ("stablelm", {"use_parallel_residual": True}, "with use_parallel_residual True"),
-        ("exaone4", {"sliding_window": 16}, "of 5 layers with sliding_window 16"),
+        ("exaone4", {"sliding_window": 16}, "with sliding_window 16, llama.cpp computes None"),
         ("arcee", {"mlp_bias": True}, "with mlp_bias True"),
-        ("nemotron", {"hidden_act": "silu"}, "with hidden_act silu"),
-        ("olmo3", {"layer_types": ["full_attention"] * 5}, "pattern of sliding-window layers is not three of four"),
-        ("olmo3", {"rope_parameters": OLMO3 | {"sliding_attention": {"rope_theta": 1e4}}}, "their own rotary positions"),
+        ("nemotron", {"hidden_act": "silu"}, "with hidden_act 'silu', llama.cpp computes 'relu2'"),
+        ("olmo3", {"layer_types": ["full_attention"] * 5}, "with layer_types .*full_attention.*, llama.cpp computes .*sliding_attention"),
+        ("olmo3", {"rope_parameters": OLMO3 | {"sliding_attention": {"rope_theta": 1e4}}}, "'rope_theta': 10000.0}, .* rope_theta 500000"),
         ("command-r", {"use_qk_norm": True}, "with use_qk_norm True"),
-        ("mistral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "not scaled by yarn"),
+        ("cohere2", {"layer_types": ["full_attention"] * 5}, "with layer_types .*full_attention.*, llama.cpp computes .*sliding_attention"),
+        ("exaone4 of 64 layers", {"layer_types": ["full_attention"] * 64}, "with layer_types"),
+        ("mistral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "not scaled by yarn with mscale 1.0"),
         ("llama", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "yarn with attention_factor"),
     ],
 )
@@ -141,6 +144,24 @@ def test_what_llama_cpp_cannot_be_told(name: str, changes: dict[str, Any], messa
     model, settings = CONFIGS[name]
     config = getattr(transformers, f"{model}Config")(**{**SMALL, **settings, "vocab_size": 100}).to_dict()
     to_metadata(config)
+    with pytest.raises(CheckpointError, match=message):
+        to_metadata(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_pre_attn_scalar": 10}, "with query_pre_attn_scalar 10, llama.cpp computes 256"),
+        ({"layer_types": ["full_attention"] * 5}, "with layer_types .*full_attention.*, llama.cpp computes .*sliding_attention"),
+        ({"sliding_attention": {"rope_type": "default", "rope_theta": 5e4}}, "'rope_theta': 50000.0, .*, llama.cpp computes rope_theta 10000"),
+        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
+    ],
+)
+def test_what_llama_cpp_takes_for_granted_of_gemma(changes: dict[str, Any], message: str) -> None:
+    config = transformers.Gemma3TextConfig(**SMALL, vocab_size=100).to_dict()
+    assert to_metadata(config)[0]["gemma3.attention.head_count"] == 4
+    if "sliding_attention" in changes:
+        changes = {"rope_parameters": config["rope_parameters"] | changes}
     with pytest.raises(CheckpointError, match=message):
         to_metadata(config | changes)
 

@@ -63,7 +63,7 @@ OF_DELTA |= {"ssm.inner_size": 128, "attention.key_length": 64, "attention.value
 SHARING = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 OF_SHARING = {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32}
 GEMMA3N_BASES = {"sliding_attention": 1e4, "full_attention": 1e6}
-GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "final_logit_softcapping": 30.0, "num_hidden_layers": 4}
+GEMMA4 = {"head_dim": 24, "global_head_dim": 32, "sliding_window": 16, "final_logit_softcapping": 30.0, "num_hidden_layers": 4}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 GEMMA4 |= {
     "rope_parameters": {
@@ -71,9 +71,9 @@ GEMMA4 |= {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     }
 }
-OF_GEMMA4 = {"block_count": 4, "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16}
-OF_GEMMA4 |= {"attention.value_length_swa": 16, "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 2}
-OF_GEMMA4 |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 32, "rope.dimension_count_swa": 16}
+OF_GEMMA4 = {"block_count": 4, "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 24}
+OF_GEMMA4 |= {"attention.value_length_swa": 24, "attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False] * 2}
+OF_GEMMA4 |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 32, "rope.dimension_count_swa": 24}
 OF_GEMMA4 |= {"final_logit_softcapping": 30.0}
 GRANITE: dict[str, Any] = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 3.0}
 GRANITE |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "layer_types": ["mamba", "attention", "mamba"]}
@@ -102,6 +102,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         {**OF_EXPERTS, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
     ),
+    "minimax-m2": (
+        "MiniMaxM2ForCausalLM",
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 64}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"expert_count": 4, "expert_used_count": 4, "feed_forward_length": 64, "expert_feed_forward_length": 64, "expert_gating_func": 2}
+        | {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 16},
+    ),
+    "dots1": ("Dots1ForCausalLM", EXPERTS | ROUTING, OF_EXPERTS | {"rope.dimension_count": 16}),
+    "exaone": ("LlamaForCausalLM", {}, {"rope.dimension_count": 16}),
+    "internlm2": ("LlamaForCausalLM", {}, {"rope.dimension_count": 16}),
     "deepseek2": (
         "DeepseekV3ForCausalLM",
         {**EXPERTS, **ROUTING, **LATENT, "q_lora_rank": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -202,7 +212,7 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
             elif tensor.dim() > 1:
                 tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
         for each, tensor in model.state_dict().items():
-            if quantized and ("qwen3" in name or "hybrid" in name) and tensor.dim() > 1:  # parts of which are copies
+            if quantized and any(copied in name for copied in ("qwen3", "hybrid", "internlm2")) and tensor.dim() > 1:
                 tensor.copy_(ops.quantize(tensor, "q8_0").dequantize())
             for place, part in _parts(architecture, each, tensor, older="older" in case):
                 small = any(kind in place for kind in ("_inp", "conv", "_coef")) or place.endswith((".ssm_a", ".ssm_d", "norm.weight"))
@@ -249,7 +259,7 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
     if name.endswith("kv_b_proj.weight") and not older:
         heads, layer = tensor.view(4, 64, 32), f"blk.{name.split('.')[2]}"
         return [(f"{layer}.attn_k_b.weight", heads[:, :32].mT), (f"{layer}.attn_v_b.weight", heads[:, 32:])]
-    if "qwen3" in architecture.name and (architecture.plus_one or "linear_attn" in name):
+    if "qwen3" in architecture.name and (architecture.family.unit_offset or "linear_attn" in name):
         return _of_qwen(architecture, name, tensor)
     places = architecture.to_gguf(name)
     if architecture.name == "granitehybrid":  # llama.cpp's conversion/mamba.py and granite.py
@@ -264,7 +274,9 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
             tensor = tensor[None] if tensor.dim() == 1 else tensor[:, 0]
         elif end in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
             tensor = tensor.view(4 if "q_proj" in end else 2, 2, 8, 64).transpose(1, 2).reshape(tensor.shape)
-    if architecture.turned and tensor.dim() == 2 and ".h." in name:
+    if architecture.name == "internlm2" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        tensor = tensor.view(4 if "q_proj" in name else 2, 2, 8, 64).transpose(1, 2).reshape(tensor.shape)
+    if architecture.gguf.inputs_first and tensor.dim() == 2 and ".h." in name:
         tensor = tensor.T
     if name.endswith("conv.conv.weight") or "moe_statics" in name:
         tensor = tensor.squeeze()
@@ -331,7 +343,7 @@ def test_codes_are_kept(case: str, tmp_path: Path) -> None:
     assert any(isinstance(module, QuantLinear) for module in loaded.modules())
 
 
-@pytest.mark.parametrize("case", ["gemma4", "glm4moe", "ernie4_5-moe"])
+@pytest.mark.parametrize("case", ["gemma4", "glm4moe", "ernie4_5-moe", "minimax-m2", "dots1", "internlm2"])
 def test_a_decoder_of_halfbytes_own_computes_the_same(case: str, tmp_path: Path) -> None:
     model, ids = make(case, tmp_path, quantized=True)
     own = CpuModel(build_spec(*open_floats(tmp_path / "m.gguf")))

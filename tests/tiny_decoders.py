@@ -121,6 +121,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 MIXTURE_SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
 SPARSE = {**MIXTURE_SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+FLINT = {**SPARSE, **MIXED, "head_dim": 24, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3}
 GPT_OSS = {**MIXTURE_SIZES, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64}
 SCORED = {
     **MIXTURE_SIZES,
@@ -217,6 +218,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "Ernie4_5_MoeDecoderLayer": MIXTURES["ernie4_5"],
     "Exaone4DecoderLayer": partial(from_kind, "exaone4"),
     "ExaoneMoeDecoderLayer": partial(from_kind, "exaone_moe"),
+    "FlintDecoderLayer": partial(make_decoder, "Flint", **FLINT),
     "Gemma2DecoderLayer": partial(from_kind, "gemma2"),
     "Gemma2DecoderLayer, no caps": partial(from_kind, "gemma2 without caps"),
     "Gemma3DecoderLayer": partial(from_kind, "gemma3"),

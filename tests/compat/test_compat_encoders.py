@@ -13,7 +13,7 @@ from tiny_encoders import CASES, inputs, make_encoder, states
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.decoder.encoders import ENCODER_STACKS, ENCODERS
+from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
 from halfbyte.integrations import encoder_stack
 from halfbyte.integrations.embedding import TABLES
 from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers

@@ -69,7 +69,7 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
             continue
         place = _place(architecture, name, spec.shape, config)
         new = Spec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
-        plus = 1.0 if architecture.plus_one and architecture.is_norm(place.names[0]) else 0.0
+        plus = 1.0 if architecture.has_unit_offset(place.names[0]) else 0.0
         types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
         row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), len(place.names) * new.nbytes)
         items.append(ExportItem(dict.fromkeys(place.names, new), partial(_plain, model, name, place, new.dtype, plus), row))

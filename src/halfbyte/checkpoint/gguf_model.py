@@ -38,15 +38,16 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
         layers = config["num_hidden_layers"]
         file = replace(file, entries={name: entry for name, entry in file.entries.items() if layer_of(name) < layers})
     entries, notes = _stacks(file, architecture, config, dtype)
-    if architecture.note:
-        notes.append(architecture.note)
-    entries |= _of_activations(file, config) if architecture.name == "apertus" else _of_latents(file, config, dtype)
-    entries |= _of_altup(file, config["hidden_size"], dtype)
-    # Gemma 3n's last layers have the keys and values of earlier ones, and in the file unused ones of their own.
-    sharing = config["num_hidden_layers"] - config["num_kv_shared_layers"] if architecture.name == "gemma3n" else math.inf
+    if architecture.gguf.note:
+        notes.append(architecture.gguf.note)
+    entries |= _of_lists(file, architecture, config["num_hidden_layers"]) | _of_latents(file, config, dtype)
+    entries |= _of_outer_stacks(file, architecture, config["hidden_size"], dtype)
+    # Layers that reuse keys and values of earlier ones may have unused ones of their own in the file.
+    kv_sharing = architecture.family.kv_sharing
+    sharing = config["num_hidden_layers"] - (0 if kv_sharing is None else config.get(kv_sharing.layers, 0))
     unused: list[str] = []
     for name, entry in file.entries.items():
-        if architecture.in_stack(name) or name.endswith(_LATENTS) or name in _ALTUP:
+        if architecture.in_stack(name) or name.endswith(_LATENTS) or name in architecture.gguf.stacks:
             continue
         if layer_of(name) >= sharing and (".attn_k" in name or ".attn_v." in name):
             continue
@@ -62,7 +63,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
             shape = (1, *shape)
         if convolves(name) and len(entry.shape) == 2:
             shape = (entry.shape[0], 1, entry.shape[1])
-        if architecture.turned and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
+        if architecture.gguf.inputs_first and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
             entries[target] = Entry(Spec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_turned, entry))
             continue
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
@@ -135,7 +136,7 @@ def _stacks(
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise CheckpointError(f"{file.path}: {' and '.join(names)} are {shapes}, not matching {what}: the file is damaged")
         shape = (*first.shape[:-2], sum(part.shape[-2] for part in parts), first.shape[-1])
-        if architecture.transposed:
+        if architecture.inputs_first_experts:
             entries |= _transposed(file, target, names, tensors, dtype)
             continue
         alike = all(part.kind == first.kind for part in parts) and len({tensor.quantized for tensor in tensors}) == 1
@@ -208,10 +209,10 @@ def _read_latents(keys: _Tensor, values: _Tensor, dtype: torch.dtype, wanted: to
     return torch.cat([parts[0].mT, parts[1]], dim=1).flatten(0, 1).to(wanted or dtype)
 
 
-def _of_altup(file: gguf.File, width: int, dtype: torch.dtype) -> dict[str, Entry]:
-    """Gemma 3n's projections [width, width] to its other streams and from them, of which the file has stacks."""
+def _of_outer_stacks(file: gguf.File, architecture: Architecture, width: int, dtype: torch.dtype) -> dict[str, Entry]:
+    """Stacks of matrices [width, width] outside of layers, which are modules of their own in transformers."""
     entries = {}
-    for name, target in _ALTUP.items():
+    for name, target in architecture.gguf.stacks.items():
         if (stack := file.entries.get(name)) is None:
             continue
         if stack.shape[1:] != (width, width):
@@ -219,7 +220,7 @@ def _of_altup(file: gguf.File, width: int, dtype: torch.dtype) -> dict[str, Entr
         tensor, spec = _Tensor(stack, None), Spec(dtype if stack.blocks else stack.spec.dtype, (width, width))
         for i in range(stack.shape[0]):
             nbytes = stack.place.spec.nbytes // stack.shape[0]
-            entries[f"model.{target}.{i}.weight"] = Entry(spec, nbytes, partial(_read_one, tensor, i), tensor.quantized)
+            entries[f"{target}.{i}.weight"] = Entry(spec, nbytes, partial(_read_one, tensor, i), tensor.quantized)
     return entries
 
 
@@ -228,17 +229,16 @@ def _read_one(stack: _Tensor, index: int, dtype: torch.dtype | None) -> Codes | 
     return value.select(index) if isinstance(value, Codes) else _cast(value[index], dtype)
 
 
-def _of_activations(file: gguf.File, config: Mapping[str, Any]) -> dict[str, Entry]:
-    """The parameters of xIELU, which are tensors in transformers and lists in the metadata."""
+def _of_lists(file: gguf.File, architecture: Architecture, layers: int) -> dict[str, Entry]:
+    """Parameters of layers that are lists in the metadata."""
     entries = {}
-    for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
-        numbers = file.metadata.get(f"xielu.{part}")
-        if not isinstance(numbers, Sequence) or len(numbers) != config["num_hidden_layers"] or not all(type(n) is float for n in numbers):
-            raise CheckpointError(f"{file.path} says {short(numbers)} for xielu.{part}, a number for each layer: the file is damaged")
+    for key, (target, shape) in architecture.gguf.lists.items():
+        numbers = file.metadata.get(key)
+        if not isinstance(numbers, Sequence) or len(numbers) != layers or not all(type(n) is float for n in numbers):
+            raise CheckpointError(f"{file.path} says {short(numbers)} for {key}, a number for each layer: the file is damaged")
         for layer, number in enumerate(numbers):
             tensor = torch.full(shape, number, device="cpu")
-            name = f"model.layers.{layer}.mlp.act_fn.{part}"
-            entries[name] = Entry(Spec(tensor.dtype, shape), 4, partial(_cast, tensor))
+            entries[f"{architecture.gguf.layers}.{layer}.{target}"] = Entry(Spec(tensor.dtype, shape), 4, partial(_cast, tensor))
     return entries
 
 
@@ -258,7 +258,6 @@ def _read_turned(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
 
 
 _MXFP4 = "GGUF mxfp4"
-_ALTUP = {"altup_proj.weight": "altup_projections", "altup_unembd_proj.weight": "altup_unembed_projections"}
 _LATENTS = ("attn_k_b.weight", "attn_v_b.weight")
 _HALVES = (torch.bfloat16, torch.float16)
 

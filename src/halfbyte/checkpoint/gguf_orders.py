@@ -15,8 +15,8 @@ from torch import Tensor
 Order = Callable[[str, Mapping[str, Any], int], Tensor | None]
 
 
-def halves(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
-    """Llama's queries and keys: the two halves of each head are interleaved."""
+def interleaved(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
+    """Queries and keys: the two halves of each head are interleaved."""
     counts = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     count = int(config[counts[inner]]) if inner in counts else 0
     if count < 1 or rows % (2 * count):
@@ -25,7 +25,7 @@ def halves(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
 
 
 def tiled(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
-    """Qwen3.5's linear attention: value heads follow each other by key heads, 0 1 0 1, not 0 0 1 1."""
+    """Linear attention: value heads follow each other by key heads, 0 1 0 1, not 0 0 1 1."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     before = 2 * keys * config["linear_key_head_dim"] if inner in ("attn_qkv", "ssm_conv1d") else 0
     if (not before and inner not in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a", "ssm_out")) or (rows - before) % values:
@@ -34,11 +34,14 @@ def tiled(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
     return torch.cat([torch.arange(before, device="cpu"), heads.transpose(0, 1).flatten()])
 
 
-def apart(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
-    """Qwen3-Next's linear attention: transformers has the queries, keys, values and gates of each key head together, the file one after
-    the other."""
+def separate(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
+    """Linear attention: transformers has the queries, keys, values and gates of each key head together, the file one after the other."""
     keys, share = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
     sizes = [config["linear_key_head_dim"]] * 2 + [share * config["linear_value_head_dim"]] * 2
     if inner != "attn_qkv" or rows != keys * sum(sizes):
         return None
     return torch.cat([part.flatten() for part in torch.arange(rows, device="cpu").view(keys, -1).split(sizes, 1)])
+
+
+# By `GGUF.row_order`.
+ORDERS: dict[str, Order] = {"interleaved": interleaved, "tiled": tiled, "separate": separate}

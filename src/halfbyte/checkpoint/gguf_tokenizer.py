@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from halfbyte.checkpoint import chat_templates
+from halfbyte.decoder.families import FAMILIES, OTHERS
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import File, Value, is_gguf, read_header
 
@@ -75,6 +76,8 @@ CUTS: dict[str, tuple[str, ...]] = {
 # The texts of tokens that end an answer, as llama.cpp knows them.
 _ENDS = {"<|eot_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
 _ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["}
+# Architectures of which the scores of tokens are not those that merges were learned by; their order is.
+_MERGES_BY_INDEX = {family.gguf.architecture for family in (FAMILIES | OTHERS).values() if family.gguf and family.gguf.merges_by_index}
 _NOT_THE_LAST = {"<|return|>", "<|flush|>"}  # in vocabularies with these "<|end|>" ends a part of an answer
 
 
@@ -236,8 +239,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     if "tokenizer.ggml.merges" in metadata:
         merges = _pairs(metadata)
     else:
-        # The scores of gemma's tokens are not those that its merges were learned by; their order is.
-        by_order = str(metadata.get("general.architecture")).startswith("gemma")
+        by_order = metadata.get("general.architecture") in _MERGES_BY_INDEX
         merges = _merges(vocabulary, [-i for i in range(len(tokens))] if by_order else _sequence(metadata, "scores"))
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None

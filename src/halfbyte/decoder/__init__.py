@@ -1,8 +1,7 @@
 """What a decoder-only language model is, and a layer of an encoder, described once, and how it is computed.
 
-families.py    the table of model families: the only file that a new family touches; family.py: what it says of each
+families/      the table of model families: the only files that a new family touches; family.py: what it says of each
 config.py      config.json, checked; rope.py: rotary position embeddings
-encoders.py    the table of encoder families
 spec.py        the specification of a model, with its tensors; build.py: makes it from a config and a checkpoint; build_layer.py: that of
                a layer, from a checkpoint or a live module
 program.py     the specification as a list of ops; explain.py: prints it, with the kernel of each op

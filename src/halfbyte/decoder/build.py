@@ -21,7 +21,6 @@ from halfbyte.ops.layers import Weight
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
 _PAIRS = {"": "", "half": "once", "repeated": "once"}  # tables of `Rope` have rotary_dim / 2 columns
-_GPT_OSS_GATES = Clamped(1.702, 7.0)  # constants of its experts, which no config has
 
 
 class Tensors(Protocol):
@@ -294,10 +293,11 @@ class _StoredLayer:
         return (joined,) if joined is not None else tuple(self.linear([name]) for name in names)
 
     def experts(self, name: str) -> tuple[Weight, Weight, Clamped | None]:
-        if self.family.sinks is None and self.activation != "silu":
+        clamped = None if self.family.moe is None else self.family.moe.clamped
+        if clamped is None and self.activation != "silu":
             raise UnsupportedError(f"the activation of its experts is {self.activation}, not silu")
         gate_up, down = (self._expert_stack(f"{self._prefix}.{name}.{part}") for part in ("gate_up_proj", "down_proj"))
-        return gate_up, down, None if self.family.sinks is None else _GPT_OSS_GATES
+        return gate_up, down, None if clamped is None else Clamped(*clamped)
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         wanted = self._config.hidden_size if size is None else size

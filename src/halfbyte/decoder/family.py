@@ -1,10 +1,13 @@
-"""What the table of model families, `families.py`, says of each: the parts of its models, and which variant of a decoder they compute."""
+"""What the table of model families, `families/`, says of each: the parts of its models, and which variant of a decoder they compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from halfbyte.io.gguf_metadata import Metadata
 
 # Activation functions of configs, by the names that kernels use.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
@@ -28,6 +31,7 @@ class MoEFamily:
         shared: Names of the expert that every token uses and of its gate, if any.
         top_k: Key of the config with the number of experts per token, or one for each layer.
         inputs_first: Whether floating-point checkpoints have stacks of experts as [E, K, N].
+        clamped: alpha and limit of clamped gates, (up + 1) * gate * sigmoid(alpha * gate), which no config has; None: gates are SwiGLU.
     """
 
     router: str = "gate"
@@ -41,6 +45,7 @@ class MoEFamily:
     shared: tuple[str, str | None] | None = None
     top_k: str = "num_experts_per_tok"
     inputs_first: bool = False
+    clamped: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +114,96 @@ class RopeLayers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class GGUF:
+    """GGUF files of a family: what does not follow from the other parts of its entry. Names of tensors and of keys of the metadata are
+    llama.cpp's, the latter without the architecture's name; they stand before transformers' names and those of config.json.
+
+    Attributes:
+        architecture: `general.architecture` of the files.
+        model_type: `model_type` of config.json where it is not the family's name.
+        known_by: Keys, and their values or None for any, that distinguish the files from others of the same architecture.
+        written: Whether files are also written.
+        note: What a report says of a file.
+
+        mlp_norm: Name of the norm before the MLP.
+        tensors: Further names of modules in a layer, or others than usual; None where there is no such tensor.
+        parameters: Names in a layer of further tensors that are not a module's weight or bias.
+        joined: transformers' name in a layer of a matrix, and the names of those whose rows it concatenates.
+        outer: Further names outside of layers, or others than usual.
+        stacks: Names of stacks of matrices outside of layers, and of lists of modules.
+        lists: Keys of a list with a number for each layer, and name and shape of the parameter.
+        layers, attention: transformers' names of the list of layers and of attention in a layer.
+        row_order: How rows differ from transformers': "interleaved" where the halves of each head are, for rope of adjacent elements;
+            "tiled" where value heads of linear attention follow each other by key heads; "separate" where its queries, keys and values are.
+        inputs_first: Whether transformers keeps the weights of linear layers as [K, N].
+
+        experts: Keys of the sizes of the mixture of experts.
+        experts_module: transformers' name in a layer of the experts, where they are not in the MLP.
+        normalized: Whether the weights of a token's experts sum to 1, which files do not say and `norm_topk` of the family leaves open.
+        untied: Whether llama.cpp requires an output embedding of its own.
+        numbers, sizes: Further required keys, of floats and of integers.
+        biases: Keys of config.json that follow from whether the first layer has a bias, or another tensor, of that name.
+        settings: Keys of config.json and the only values that llama.cpp computes.
+        implied: The same from the other values of config.json.
+        sliding_window: Whether llama.cpp computes sliding windows.
+        local_rope_base: Base of the rope of layers with a window where files have none; None: that of all layers.
+        yarn: Parameters of yarn that files do not have; with `mscale`, llama.cpp computes no rope but yarn with this one.
+        rope_alpha: Whether rope of type "dynamic" has a constant factor `alpha`.
+        merges_by_index: Whether a SentencePiece vocabulary was learned in the order of its tokens, not of their scores.
+
+        read_layers: From the metadata and the names of the tensors: values of config.json that differ between layers, and numbers in place
+            of lists in the metadata.
+        read_config: From the metadata and the other values of config.json: further values.
+        write_config: From config.json: further metadata.
+    """
+
+    architecture: str
+    model_type: str | None = None
+    known_by: Mapping[str, object] = field(default_factory=dict)
+    written: bool = True
+    note: str = ""
+
+    mlp_norm: str = "ffn_norm"
+    tensors: Mapping[str, str | None] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    outer: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    row_order: Literal["", "interleaved", "tiled", "separate"] = ""
+    inputs_first: bool = False
+
+    experts: Mapping[str, str] | None = None
+    experts_module: str | None = None
+    normalized: bool = False
+    untied: bool = False
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    implied: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    sliding_window: bool = True
+    local_rope_base: float | None = None
+    yarn: Mapping[str, object] = field(default_factory=dict)
+    rope_alpha: bool = False
+    merges_by_index: bool = False
+
+    read_layers: Callable[[Metadata, Sequence[str]], tuple[dict[str, Any], Mapping[str, int]]] | None = None
+    read_config: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]] | None = None
+    write_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The parts of a model family, by their names, and its variants of a decoder.
 
     Attributes:
-        layer_class: Class of its decoder layers in transformers.models.
-        model_class: Class of its causal language model, the `architectures` of config.json; None: it is only a part of other models.
+        name: What its classes in transformers.models begin with.
+        layer_class: Class of its decoder layers; "": its name and "DecoderLayer".
+        model_class: Class of its causal language model, the `architectures` of config.json; "": its name and "ForCausalLM"; None: it is
+            only a part of other models.
 
         qkv: Names within self_attn of the projections of queries, keys and values, fused or apart.
         o_proj: Name within self_attn of the output projection.
@@ -165,10 +254,13 @@ class Family:
         unsupported: Keys of the config that must be None, False or 0: with them layers compute something else.
         required: Keys of the config and the values that they must have.
         defaults: Keys and their values where config.json does not have them, if these differ from what `TextConfig` derives.
+        gguf: Its GGUF files; None: halfbyte reads none.
+        other_gguf: Those of other architectures of llama.cpp with this text model, or of variants with experts.
     """
 
-    layer_class: str
-    model_class: str | None = None
+    name: str
+    layer_class: str = ""
+    model_class: str | None = ""
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     o_proj: str = "o_proj"
@@ -220,3 +312,9 @@ class Family:
     unsupported: tuple[str, ...] = ()
     required: tuple[tuple[str, object], ...] = ()
     defaults: tuple[tuple[str, object], ...] = ()
+    gguf: GGUF | None = None
+    other_gguf: tuple[GGUF, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_class", self.layer_class or f"{self.name}DecoderLayer")
+        object.__setattr__(self, "model_class", f"{self.name}ForCausalLM" if self.model_class == "" else self.model_class)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
-from halfbyte.decoder.encoders import ENCODER_STACKS, Stack
+from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
 from halfbyte.integrations.calls import CACHE, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.encoding import lowered_layer
 from halfbyte.integrations.frozen import Frozen

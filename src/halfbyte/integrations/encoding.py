@@ -1,4 +1,4 @@
-"""Live encoder layers of transformers: the specification of one, found by the table of encoder families (`decoder/encoders.py`), or the
+"""Live encoder layers of transformers: the specification of one, found by the table of encoder families (`decoder/families/encoders.py`), or the
 reason why it is none; and its lowering for a CPU (`ops.encoder`).
 
 `encoder_stack.py` computes all layers of a stack.
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from halfbyte.decoder.encoders import ENCODERS, EncoderFamily
+from halfbyte.decoder.families.encoders import ENCODERS, EncoderFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.calls import CACHE, Understood, any_value, unset, why_unknown

@@ -1,7 +1,8 @@
-"""Model families: where each has its parts, and which variant of a decoder it computes.
+"""Families of decoders: where each has its parts, which variant of a decoder it computes, and what its GGUF files are like.
 
 One entry of FAMILIES describes a family completely, by the names that config.json, checkpoints and transformers' modules use. `build.py`
-reads a specification from it and a checkpoint; `integrations` finds the same parts in live modules. A layer computes
+reads a specification from it and a checkpoint; `integrations` finds the same parts in live modules; `checkpoint` reads and writes GGUF
+files. A layer computes
 
     h = x + m * post_norm(o_proj(attention(qkv(norm(x)))))
     y = h + m * post_norm(down_proj(act(gate) * up)),  gate, up = gate_up(norm(h))
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfbyte.decoder.family import SLIDING, Family, FullAttentionSize, KVSharing, MoEFamily, PerLayerEmbedding, RopeLayers
+from halfbyte.decoder.families import gguf_settings as gguf
+from halfbyte.decoder.family import GGUF, SLIDING, Family, FullAttentionSize, KVSharing, MoEFamily, PerLayerEmbedding, RopeLayers
 
 
 def _by_scalar(config: Any, head_dim: int) -> float:
@@ -59,10 +61,11 @@ _GEMMA: dict[str, Any] = {
     "logits_softcap": "final_logit_softcapping",
     "tie_word_embeddings": True,
 }
+_RELU2: dict[str, Any] = {"gate_up": ("up_proj",), "gated": False, "default_activation": "relu2"}
+_LAYER_NORM: dict[str, Any] = {"layer_norm": True, "norm_eps": "layer_norm_eps"}
 _GLM: dict[str, Any] = {"gate_up": ("gate_up_proj",), "partial_rotary": True, "rope_interleaved": "half"}
 _COHERE: dict[str, Any] = {
-    "layer_norm": True,
-    "norm_eps": "layer_norm_eps",
+    **_LAYER_NORM,
     "parallel_residual": True,
     "norms": _PARALLEL,
     "rope_interleaved": "repeated",
@@ -81,92 +84,103 @@ _GEMMA4_ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _HEAD_DIM_128 = (("head_dim", 128),)
+_HALF_ROTARY = (("partial_rotary_factor", 0.5),)
+_GEMMA2_DEFAULTS = ("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)
 _SCALED_ROPE = ("rope_scaling", "")  # by values that only transformers has, where config.json does not say
 
 # By the name of the family's package in transformers.models.
 FAMILIES: dict[str, Family] = {
-    "arcee": Family("ArceeDecoderLayer", "ArceeForCausalLM", gate_up=("up_proj",), gated=False, default_activation="relu2"),
+    "arcee": Family("Arcee", **_RELU2, gguf=GGUF("arcee", row_order="interleaved", settings={**gguf.NO_BIASES, "hidden_act": "relu2"})),
     "cohere": Family(
-        "CohereDecoderLayer", "CohereForCausalLM", **_COHERE, unsupported=("use_qk_norm",), defaults=(("rope_theta", 500_000.0),)
+        "Cohere",
+        **_COHERE,
+        unsupported=("use_qk_norm",),
+        defaults=(("rope_theta", 500_000.0),),
+        gguf=GGUF("command-r", settings={"attention_bias": False, "use_qk_norm": False}),
     ),
     "cohere2": Family(
-        "Cohere2DecoderLayer",
-        "Cohere2ForCausalLM",
+        "Cohere2",
         **_COHERE,
         sliding_window="layer_types",
         rope_layers=_COHERE2_ROPE,
         defaults=(("sliding_window_pattern", 4),),
+        gguf=GGUF("cohere2", settings={"attention_bias": False}),
     ),
-    "cwm": Family("CwmDecoderLayer", "CwmForCausalLM", sliding_window="layer_types", defaults=(*_HEAD_DIM_128, _SCALED_ROPE)),
+    "cwm": Family("Cwm", sliding_window="layer_types", defaults=(*_HEAD_DIM_128, _SCALED_ROPE)),
     "dots1": Family(
-        "Dots1DecoderLayer", "Dots1ForCausalLM", qk_norm=_QK_NORM, moe=_GLM_MOE, sliding_window="layer_types", router_output=True
+        "Dots1",
+        qk_norm=_QK_NORM,
+        moe=_GLM_MOE,
+        sliding_window="layer_types",
+        router_output=True,
+        gguf=GGUF("dots1", experts=gguf.ROUTED, written=False),
     ),
     "ernie4_5": Family(
-        "Ernie4_5DecoderLayer",
-        "Ernie4_5ForCausalLM",
+        "Ernie4_5",
         rope_interleaved="half",
         tie_word_embeddings=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 500_000.0)),
+        gguf=GGUF("ernie4_5", settings={"use_bias": False}),
     ),
     "ernie4_5_moe": Family(
-        "Ernie4_5_MoeDecoderLayer",
-        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_Moe",
         rope_interleaved="half",
         moe=MoEFamily(
-            norm_topk=None,
-            scores="softmax",
-            correction=f"gate.moe_statics.{_CORRECTION}",
-            shared=("shared_experts", None),
-            top_k="moe_k",
+            norm_topk=None, scores="softmax", correction=f"gate.moe_statics.{_CORRECTION}", shared=("shared_experts", None), top_k="moe_k"
         ),
         tie_word_embeddings=True,
         router_output=True,
         defaults=(("rope_theta", 500_000.0),),
+        gguf=GGUF("ernie4_5-moe", settings={"use_bias": False}, written=False, experts=gguf.ERNIE_EXPERTS),
     ),
     "exaone4": Family(
-        "Exaone4DecoderLayer",
-        "Exaone4ForCausalLM",
+        "Exaone4",
         norms=_POST_ONLY,
         qk_norm=_QK_NORM,
         rope_layers=_EXAONE_ROPE,
         sliding_window="layer_types",
+        gguf=GGUF("exaone4", implied=gguf.window_by_depth(64)),
     ),
     "exaone_moe": Family(
-        "ExaoneMoeDecoderLayer",
-        "ExaoneMoeForCausalLM",
+        "ExaoneMoe", qk_norm=_QK_NORM, rope_layers=_EXAONE_ROPE, sliding_window="layer_types", moe=_GLM_MOE, router_output=True
+    ),
+    "flint": Family(
+        "Flint",
         qk_norm=_QK_NORM,
-        rope_layers=_EXAONE_ROPE,
+        sinks="sinks",
         sliding_window="layer_types",
-        moe=_GLM_MOE,
+        rope_layers=_COHERE2_ROPE,
+        moe=MoEFamily(scores="sigmoid", shared=("shared_expert", None)),
         router_output=True,
+        defaults=_HEAD_DIM_128,
     ),
     "gemma": Family(
-        "GemmaDecoderLayer",
-        "GemmaForCausalLM",
+        "Gemma",
         default_activation="gelu_pytorch_tanh",
         unit_offset=True,
         sqrt_embedding=True,
         tie_word_embeddings=True,
         defaults=(("head_dim", 256),),
+        gguf=GGUF("gemma", merges_by_index=True),
     ),
     "gemma2": Family(
-        "Gemma2DecoderLayer",
-        "Gemma2ForCausalLM",
+        "Gemma2",
         **_GEMMA,
         softcap="attn_logit_softcapping",
-        defaults=(("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+        defaults=_GEMMA2_DEFAULTS,
+        gguf=GGUF("gemma2", implied=gguf.query_scalar(46), merges_by_index=True),
     ),
     "gemma3": Family(
-        "Gemma3DecoderLayer",
-        "Gemma3ForCausalLM",
+        "Gemma3",
         **_GEMMA,
         qk_norm=_QK_NORM,
         rope_per_type=True,
         defaults=(("head_dim", 256), ("sliding_window_pattern", 6), ("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
+        gguf=GGUF("gemma3", "gemma3_text", implied=gguf.query_scalar(62), local_rope_base=1e4, merges_by_index=True),
     ),
     "gemma4": Family(
-        "Gemma4TextDecoderLayer",
-        "Gemma4ForCausalLM",
+        "Gemma4",
+        layer_class="Gemma4TextDecoderLayer",
         **{**_GEMMA, "unit_offset": False, "attention_scale": lambda config, head_dim: 1.0},
         qk_norm=_QK_NORM,
         v_norm="v_norm",
@@ -192,60 +206,70 @@ FAMILIES: dict[str, Family] = {
             ("rope_parameters", _GEMMA4_ROPE),
             ("attention_k_eq_v", False),
         ),
+        gguf=gguf.GEMMA4,
+        other_gguf=(gguf.GEMMA4_EXPERTS,),
     ),
-    "glm": Family("GlmDecoderLayer", "GlmForCausalLM", **_GLM, defaults=(*_HEAD_DIM_128, ("partial_rotary_factor", 0.5))),
-    "glm4": Family(
-        "Glm4DecoderLayer", "Glm4ForCausalLM", **_GLM, norms=_GLM4_NORMS, defaults=(*_HEAD_DIM_128, ("partial_rotary_factor", 0.5))
-    ),
+    "glm": Family("Glm", **_GLM, defaults=_HEAD_DIM_128 + _HALF_ROTARY),
+    "glm4": Family("Glm4", **_GLM, norms=_GLM4_NORMS, defaults=_HEAD_DIM_128 + _HALF_ROTARY, gguf=GGUF("glm4", biases=gguf.QKV_BIAS)),
     "glm4_moe": Family(
-        "Glm4MoeDecoderLayer",
-        "Glm4MoeForCausalLM",
+        "Glm4Moe",
         qk_norm=_QK_NORM,
         partial_rotary=True,
         moe=_GLM_MOE,
         router_output=True,
-        defaults=(("partial_rotary_factor", 0.5),),
+        defaults=_HALF_ROTARY,
+        gguf=GGUF(
+            "glm4moe", mlp_norm="post_attention_norm", experts=gguf.ROUTED, biases={"use_qk_norm": "attn_q_norm.weight"}, written=False
+        ),
     ),
-    "glm4v_moe": Family("Glm4vMoeTextDecoderLayer", partial_rotary=True, moe=_GLM_MOE, mrope=True),
+    "glm4v_moe": Family("Glm4vMoeText", model_class=None, partial_rotary=True, moe=_GLM_MOE, mrope=True),
     "gpt_oss": Family(
-        "GptOssDecoderLayer",
-        "GptOssForCausalLM",
+        "GptOss",
         sinks="sinks",
         sliding_window="layer_types",
-        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True),
+        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True, clamped=(1.702, 7.0)),
         router_output=True,
         defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
+        gguf=GGUF(
+            "gpt-oss", mlp_norm="post_attention_norm", experts=gguf.LOCAL_EXPERTS, untied=True, yarn={"truncate": False}, written=False
+        ),
     ),
-    "granite": Family("GraniteDecoderLayer", "GraniteForCausalLM", **_GRANITE),
+    "granite": Family(
+        "Granite", **_GRANITE, gguf=GGUF("granite", row_order="interleaved", numbers=gguf.ATTENTION_SCALE, biases=gguf.BIASES)
+    ),
     "granitemoe": Family(
-        "GraniteMoeDecoderLayer", "GraniteMoeForCausalLM", **_GRANITE, mlp="block_sparse_moe", moe=MoEFamily("router", norm_topk=None)
+        "GraniteMoe",
+        **_GRANITE,
+        mlp="block_sparse_moe",
+        moe=MoEFamily("router", norm_topk=None),
+        gguf=GGUF("granitemoe", row_order="interleaved", numbers=gguf.ATTENTION_SCALE, experts=gguf.LOCAL_EXPERTS),
     ),
     "granitemoehybrid": Family(
-        "GraniteMoeHybridDecoderLayer",
-        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybrid",
         **_GRANITE,
         mlp="shared_mlp",
         gate_up=("input_linear",),
         down_proj="output_linear",
         unsupported=("num_local_experts",),
         required=(("position_embedding_type", "rope"),),
+        gguf=gguf.GRANITE_HYBRID,
+        other_gguf=(gguf.GRANITE_HYBRID_EXPERTS,),
     ),
-    "helium": Family(
-        "HeliumDecoderLayer", "HeliumForCausalLM", rope_interleaved="half", defaults=(*_HEAD_DIM_128, ("rope_theta", 100_000.0))
-    ),
+    "helium": Family("Helium", rope_interleaved="half", defaults=(*_HEAD_DIM_128, ("rope_theta", 100_000.0))),
     "hunyuan_v1_dense": Family(
-        "HunYuanDenseV1DecoderLayer", "HunYuanDenseV1ForCausalLM", qk_norm=("query_layernorm", "key_layernorm"), norm_after_rope=True
+        "HunYuanDenseV1",
+        qk_norm=("query_layernorm", "key_layernorm"),
+        norm_after_rope=True,
+        gguf=GGUF("hunyuan-dense", rope_alpha=True, settings={"attention_bias": False}),
     ),
     "hunyuan_v1_moe": Family(
-        "HunYuanMoEV1DecoderLayer",
-        "HunYuanMoEV1ForCausalLM",
+        "HunYuanMoEV1",
         qk_norm=("query_layernorm", "key_layernorm"),
         norm_after_rope=True,
         moe=MoEFamily(norm_topk=None, router_weight="wg.weight", shared=("shared_mlp", None), top_k="moe_topk"),
     ),
     "hy_v3": Family(
-        "HYV3DecoderLayer",
-        "HYV3ForCausalLM",
+        "HYV3",
         qk_norm=_QK_NORM,
         moe=MoEFamily(
             norm_topk=None,
@@ -258,27 +282,21 @@ FAMILIES: dict[str, Family] = {
         defaults=(*_HEAD_DIM_128, ("rope_theta", 11_158_840.0)),
     ),
     "hyperclovax": Family(
-        "HyperCLOVAXDecoderLayer",
-        "HyperCLOVAXForCausalLM",
+        "HyperCLOVAX",
         residual_multiplier="residual_multiplier",
         attention_scale=_by_multiplier,
         embedding_multiplier="embedding_multiplier",
         logits_multiplier="logits_scaling",
         unsupported=("use_post_norm",),
     ),
-    "jais2": Family(
-        "Jais2DecoderLayer",
-        "Jais2ForCausalLM",
-        gate_up=("up_proj",),
-        gated=False,
-        default_activation="relu2",
-        layer_norm=True,
-        norm_eps="layer_norm_eps",
+    "jais2": Family("Jais2", **_RELU2, **_LAYER_NORM),
+    "llama": Family(
+        "Llama",
+        gguf=GGUF("llama", row_order="interleaved", biases=gguf.BIASES),
+        other_gguf=(GGUF("exaone", written=False), GGUF("internlm2", row_order="interleaved", written=False)),
     ),
-    "llama": Family("LlamaDecoderLayer", "LlamaForCausalLM"),
     "mellum": Family(
-        "MellumDecoderLayer",
-        "MellumForCausalLM",
+        "Mellum",
         qk_norm=_QK_NORM,
         moe=MoEFamily(),
         sliding_window="layer_types",
@@ -287,134 +305,159 @@ FAMILIES: dict[str, Family] = {
         defaults=(*_HEAD_DIM_128, ("rope_theta", 500_000.0), ("rope_local_base_freq", 10_000.0)),
     ),
     "minimax_m2": Family(
-        "MiniMaxM2DecoderLayer",
-        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2",
         qk_norm=_QK_NORM,
         qk_norm_whole=True,
         partial_rotary=True,
         moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION),
         router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 5_000_000.0)),
+        gguf=GGUF("minimax-m2", experts=gguf.LOCAL_EXPERTS, written=False),
     ),
-    "ministral": Family("MinistralDecoderLayer", "MinistralForCausalLM", sliding_window="layer_types"),
+    "ministral": Family("Ministral", sliding_window="layer_types"),
     "ministral3": Family(
-        "Ministral3DecoderLayer",
-        "Ministral3ForCausalLM",
+        "Ministral3",
         sliding_window="all",
         query_scale_from="original_max_position_embeddings",
         defaults=(*_HEAD_DIM_128, _SCALED_ROPE),
+        gguf=GGUF("mistral3", row_order="interleaved", yarn={"mscale": 1.0, "llama_4_scaling_beta": 0.0}),
     ),
-    "mistral": Family("MistralDecoderLayer", "MistralForCausalLM", sliding_window="all", defaults=(("sliding_window", 4096),)),
+    "mistral": Family(
+        "Mistral",
+        sliding_window="all",
+        defaults=(("sliding_window", 4096),),
+        gguf=GGUF("llama", row_order="interleaved", known_by={"attention.sliding_window": None}),
+    ),
     "mixtral": Family(
-        "MixtralDecoderLayer",
-        "MixtralForCausalLM",
+        "Mixtral",
         sliding_window="all",
         moe=MoEFamily(norm_topk=None),
         router_output=True,
         defaults=(("rope_theta", 1_000_000.0),),
+        gguf=GGUF("llama", row_order="interleaved", experts=gguf.LOCAL_EXPERTS),
     ),
     "nemotron": Family(
-        "NemotronDecoderLayer",
-        "NemotronForCausalLM",
-        gate_up=("up_proj",),
-        gated=False,
-        default_activation="relu2",
+        "Nemotron",
+        **_RELU2,
         layer_norm=True,
         norm_eps="norm_eps",
         unit_offset=True,
         partial_rotary=True,
-        defaults=(("partial_rotary_factor", 0.5),),
+        defaults=_HALF_ROTARY,
+        gguf=GGUF("nemotron", biases=gguf.BIASES, settings={"hidden_act": "relu2"}),
     ),
-    "olmo2": Family("Olmo2DecoderLayer", "Olmo2ForCausalLM", norms=_POST_ONLY, qk_norm=_QK_NORM, qk_norm_whole=True),
+    "olmo2": Family("Olmo2", norms=_POST_ONLY, qk_norm=_QK_NORM, qk_norm_whole=True, gguf=GGUF("olmo2")),
     "olmo3": Family(
-        "Olmo3DecoderLayer",
-        "Olmo3ForCausalLM",
+        "Olmo3",
         norms=_POST_ONLY,
         qk_norm=_QK_NORM,
         qk_norm_whole=True,
         sliding_window="layer_types",
         rope_per_type=True,
         defaults=(("sliding_window_pattern", 4), ("rope_theta", 500_000.0)),
+        gguf=GGUF("olmo2", known_by={"attention.sliding_window": None}, settings={"attention_bias": False}),
     ),
     "olmoe": Family(
-        "OlmoeDecoderLayer",
-        "OlmoeForCausalLM",
+        "Olmoe",
         qk_norm=_QK_NORM,
         qk_norm_whole=True,
         moe=MoEFamily(),
         router_output=True,
         unsupported=("clip_qkv",),
+        gguf=GGUF("olmoe", experts=gguf.COUNTS, untied=True),
     ),
     "phi": Family(
-        "PhiDecoderLayer",
-        "PhiForCausalLM",
+        "Phi",
         o_proj="dense",
         gate_up=("fc1",),
         gated=False,
         default_activation="gelu_new",
         down_proj="fc2",
         final_norm="final_layernorm",
-        layer_norm=True,
-        norm_eps="layer_norm_eps",
+        **_LAYER_NORM,
         parallel_residual=True,
         norms=_PARALLEL,
         partial_rotary=True,
         unsupported=("qk_layernorm",),
-        defaults=(("partial_rotary_factor", 0.5),),
+        defaults=_HALF_ROTARY,
+        gguf=GGUF("phi2", settings={"qk_layernorm": False, "hidden_act": "gelu_new"}),
     ),
     "phi3": Family(
-        "Phi3DecoderLayer",
-        "Phi3ForCausalLM",
+        "Phi3",
         qkv=("qkv_proj",),
         gate_up=("gate_up_proj",),
         partial_rotary=True,
         sliding_window="all",
+        gguf=GGUF("phi3", read_config=gguf.original_positions),
     ),
-    "qwen2": Family("Qwen2DecoderLayer", "Qwen2ForCausalLM", sliding_window="layer_types"),
-    "qwen2_5_vl": Family("Qwen2_5_VLDecoderLayer", sliding_window="layer_types", mrope=True),
+    "qwen2": Family(
+        "Qwen2",
+        sliding_window="layer_types",
+        gguf=GGUF("qwen2", sliding_window=False),
+        other_gguf=(GGUF("qwen2vl", **gguf.IMAGES, sliding_window=False),),
+    ),
+    "qwen2_5_vl": Family("Qwen2_5_VL", model_class=None, sliding_window="layer_types", mrope=True),
     "qwen2_moe": Family(
-        "Qwen2MoeDecoderLayer",
-        "Qwen2MoeForCausalLM",
+        "Qwen2Moe",
         moe=MoEFamily(shared=("shared_expert", "shared_expert_gate")),
         sliding_window="layer_types",
         router_output=True,
+        gguf=GGUF("qwen2moe", experts=gguf.SHARED_EXPERT, untied=True, sliding_window=False),
     ),
-    "qwen2_vl": Family("Qwen2VLDecoderLayer", sliding_window="layer_types", mrope=True),
-    "qwen3": Family("Qwen3DecoderLayer", "Qwen3ForCausalLM", qk_norm=_QK_NORM, sliding_window="layer_types", defaults=_HEAD_DIM_128),
+    "qwen2_vl": Family("Qwen2VL", model_class=None, sliding_window="layer_types", mrope=True),
+    "qwen3": Family(
+        "Qwen3",
+        qk_norm=_QK_NORM,
+        sliding_window="layer_types",
+        defaults=_HEAD_DIM_128,
+        gguf=GGUF("qwen3", sliding_window=False),
+        other_gguf=(GGUF("qwen3vl", **gguf.IMAGES, sliding_window=False),),
+    ),
     "qwen3_moe": Family(
-        "Qwen3MoeDecoderLayer", "Qwen3MoeForCausalLM", qk_norm=_QK_NORM, moe=MoEFamily(), sliding_window="all", router_output=True
+        "Qwen3Moe",
+        qk_norm=_QK_NORM,
+        moe=MoEFamily(),
+        sliding_window="all",
+        router_output=True,
+        gguf=GGUF("qwen3moe", experts=gguf.EXPERTS, normalized=True, sliding_window=False),
+        other_gguf=(GGUF("qwen3vlmoe", **gguf.IMAGES, sliding_window=False, experts=gguf.EXPERTS, normalized=True),),
     ),
-    "qwen3_vl": Family("Qwen3VLTextDecoderLayer", qk_norm=_QK_NORM, mrope=True),
-    "qwen3_vl_moe": Family("Qwen3VLMoeTextDecoderLayer", qk_norm=_QK_NORM, moe=MoEFamily(norm_topk=None), mrope=True),
-    "seed_oss": Family("SeedOssDecoderLayer", "SeedOssForCausalLM", defaults=_HEAD_DIM_128),
+    "qwen3_vl": Family("Qwen3VLText", model_class=None, qk_norm=_QK_NORM, mrope=True),
+    "qwen3_vl_moe": Family("Qwen3VLMoeText", model_class=None, qk_norm=_QK_NORM, moe=MoEFamily(norm_topk=None), mrope=True),
+    "seed_oss": Family(
+        "SeedOss",
+        defaults=_HEAD_DIM_128,
+        gguf=GGUF(
+            "seed_oss", mlp_norm="post_attention_norm", biases=gguf.QKV_BIAS, settings={"mlp_bias": False, "attention_out_bias": False}
+        ),
+    ),
     "smollm3": Family(
-        "SmolLM3DecoderLayer",
-        "SmolLM3ForCausalLM",
+        "SmolLM3",
         rope_layers=_SMOLLM3_ROPE,
         sliding_window="layer_types",
         tie_word_embeddings=True,
         defaults=(("rope_theta", 2_000_000.0),),
+        gguf=GGUF(
+            "smollm3",
+            row_order="interleaved",
+            sliding_window=False,
+            settings={**gguf.NO_BIASES, "no_rope_layer_interval": 4, "use_sliding_window": False},
+            implied=lambda config: {"no_rope_layers": gguf.every_fourth_is_0(config)},
+        ),
     ),
     "solar_open": Family(
-        "SolarOpenDecoderLayer",
-        "SolarOpenForCausalLM",
-        partial_rotary=True,
-        moe=_GLM_MOE,
-        router_output=True,
-        defaults=(*_HEAD_DIM_128, ("rope_theta", 1_000_000.0)),
+        "SolarOpen", partial_rotary=True, moe=_GLM_MOE, router_output=True, defaults=(*_HEAD_DIM_128, ("rope_theta", 1_000_000.0))
     ),
     "stablelm": Family(
-        "StableLmDecoderLayer",
-        "StableLmForCausalLM",
-        layer_norm=True,
-        norm_eps="layer_norm_eps",
+        "StableLm",
+        **_LAYER_NORM,
         partial_rotary=True,
         unsupported=("use_parallel_residual", "qk_layernorm"),
         defaults=(("partial_rotary_factor", 0.25),),
+        gguf=GGUF("stablelm", biases={"use_qkv_bias": "attn_q"}, settings={"qk_layernorm": False, "use_parallel_residual": False}),
     ),
     "starcoder2": Family(
-        "Starcoder2DecoderLayer",
-        "Starcoder2ForCausalLM",
+        "Starcoder2",
         gate_up=("c_fc",),
         gated=False,
         default_activation="gelu_pytorch_tanh",
@@ -423,13 +466,13 @@ FAMILIES: dict[str, Family] = {
         norm_eps="norm_epsilon",
         sliding_window="all",
         tie_word_embeddings=True,
+        gguf=GGUF("starcoder2", settings={"use_bias": True}),
     ),
     "vaultgemma": Family(
-        "VaultGemmaDecoderLayer",
-        "VaultGemmaForCausalLM",
+        "VaultGemma",
         **{**_GEMMA, "norms": ("input_layernorm", None, "pre_feedforward_layernorm", None)},
         softcap="attn_logit_softcapping",
-        defaults=(("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+        defaults=_GEMMA2_DEFAULTS,
     ),
 }
 
