@@ -218,8 +218,8 @@ def test_the_op_in_the_interpreter(
 ) -> None:
     """What lies between the op and its kernels runs without a GPU, too, on the CPU's tensors. A replay is imitated."""
 
-    def bind(recording: Any, operands: Any, result: Any, device: Any, *, checks_devices: bool) -> Any:
-        assert checks_devices
+    def bind(recording: Any, operands: Any, result: Any, device: Any, *, weight: int) -> Any:
+        assert weight == 1
         assert any(result is buffer for buffer in recording.buffers)
         return lambda *tensors: seen.append(tuple(t.data_ptr() for t in tensors)) or torch.empty_like(result)
 

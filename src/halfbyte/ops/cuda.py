@@ -45,13 +45,14 @@ def packed_linear(
 ) -> Tensor:
     """`linear` with a weight that has been validated, which caches the replays of its calls."""
     key = (
-        x.shape,
-        x.stride(),
-        x.dtype,
-        (compute, activation, low, high),
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype),
-        None if residual is None else (residual.shape, residual.stride(), residual.dtype),
-    )
+        compute,
+        activation,
+        low,
+        high,
+        (x.shape, x.stride(), x.dtype, x.get_device()),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
+    )  # `key_of`, written out: to call it takes longer
     replay = packed.calls.get(key)
     if replay is not None and current_recording() is None and (y := replay(x, packed.data, bias, residual)) is not None:
         return y  # type: ignore[no-any-return]
@@ -66,11 +67,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     """The op. settings: format, n, k, compute, activation, low, high."""
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
-    operands = x, weight, bias, residual
-    tape = tapes.get(key_of(operands, "linear", *settings))
-    if tape is not None and tape.replay is not None and current_recording() is None and (y := tape.replay(*operands)) is not None:
-        return y  # type: ignore[no-any-return]
-    return _linear(*operands, *settings)
+    key = (
+        "linear",
+        *settings,
+        (x.shape, x.stride(), x.dtype, x.get_device()),
+        (weight.shape, weight.stride(), weight.dtype, weight.get_device()),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
+    )  # `key_of`, written out
+    tape = tapes.get(key)
+    if tape is not None and tape.replay is not None and current_recording() is None:
+        y: Tensor | None = tape.replay(x, weight, bias, residual)
+        if y is not None:
+            return y
+    return _linear(x, weight, bias, residual, *settings)
 
 
 def _linear(
@@ -109,7 +119,7 @@ def _linear(
 
     with on(x):
         settings = format, n, k, compute, activation, low, high
-        return replayed(steps, (x, weight, bias, residual), "linear", *settings, checks_devices=True)
+        return replayed(steps, (x, weight, bias, residual), "linear", *settings, weight=1)
 
 
 def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry], out: Tensor, epilogue: Epilogue) -> None:

@@ -49,12 +49,12 @@ def replayed(
     constants: Operands = (),
     undo: Callable[[], object] | None = None,
     verify: bool = False,
-    checks_devices: bool = False,
+    weight: int | None = None,
 ) -> R:
     """Return the results of `steps`; from the third call of a kind on by a replay of their launches.
 
     Args:
-        steps, undo, verify, checks_devices: As `Tape.record` takes them. Their device is the current one.
+        steps, undo, verify, weight: As `Tape.record` takes them. Their device is the current one.
         operands: The tensors that kernels read and `steps` have not allocated. The first is not None.
         settings: All that launches depend on but operands. The first names the launches.
         constants: More operands, whose shapes, strides, dtypes and devices follow from `settings`.
@@ -76,7 +76,7 @@ def replayed(
         tapes.drop_beyond(key)
         if tape.why_not_replayed is not None:
             return steps()
-    found = tape.record(steps, everything, undo=undo, verify=verify, checks_devices=checks_devices)
+    found = tape.record(steps, everything, undo=undo, verify=verify, weight=weight)
     tapes.drop_beyond(key)
     return found
 

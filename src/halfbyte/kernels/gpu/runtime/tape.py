@@ -25,7 +25,7 @@ from halfbyte.versions import why_untested
 Results = Tensor | Sequence[Tensor]
 R = TypeVar("R", bound=Results)
 # Takes the operands and returns the results: new tensors, which the launches write. Returns None, without a launch, where an operand is not
-# aligned to 16 bytes or, if the tape checks devices, not on the tape's device.
+# aligned to 16 bytes or, where that is checked, on another device.
 Replay = Callable[..., Any]
 
 
@@ -60,7 +60,7 @@ class Tape:
         *,
         undo: Callable[[], object] | None = None,
         verify: bool = False,
-        checks_devices: bool = False,
+        weight: int | None = None,
     ) -> R:
         """Run `steps` and return their results; bind their launches.
 
@@ -70,7 +70,8 @@ class Tape:
             operands: All tensors that kernels read and `steps` have not allocated. They must not overlap.
             undo: Takes back what `steps` write to operands, where they would compute something else if they ran again.
             verify: Whether the replay is compared with `steps`, because these might do something else than launch kernels.
-            checks_devices: Whether the replay checks that operands are on this device, and that it is the current one.
+            weight: The place of an operand that caches the replay, whose key says nothing about it: the replay checks that it is on this
+                device, and that this is the current one.
         """
         with launch.recording() as recording:
             results = steps()
@@ -79,7 +80,7 @@ class Tape:
         if self.why_not_replayed is not None or self._recorded == 1:
             return results
         try:
-            replay = bind(recording, operands, results, self._device, checks_devices=checks_devices)
+            replay = bind(recording, operands, results, self._device, weight=weight)
         except NotReplayableError as reason:
             if self._recorded > 2:
                 self.why_not_replayed = str(reason)
@@ -155,12 +156,12 @@ class _Descriptor(NamedTuple):
 
 
 def bind(
-    recording: Recording, operands: Sequence[Tensor | None], results: Results, device: torch.device, *, checks_devices: bool = False
+    recording: Recording, operands: Sequence[Tensor | None], results: Results, device: torch.device, *, weight: int | None = None
 ) -> Replay:
     """Return a function that replays recorded launches with other operands, of the same shapes, strides and dtypes.
 
     The results are tensors of `recording.buffers`, or views of them that begin where they do. Each replay allocates the buffers anew. The
-    current device must be `device` at every replay.
+    current device must be `device` at every replay, which it checks if there is a `weight`, as in `Tape.record`.
 
     The function is written as Python source: to walk over the arguments would cost as much as the launch.
 
@@ -176,10 +177,9 @@ def bind(
     returned = [source.result(result, buffers, len(operands)) for result in _listed(results)]
     lines = [f"p{i} = t{i}.data_ptr()" for i in range(len(operands)) if i in source.used]
     refused = [f"({' | '.join(f'p{i}' for i in range(len(operands)) if i in source.used)}) & 15"] if lines else []
-    if checks_devices:
-        present = {f"t{i}.get_device()": operand.get_device() for i, operand in enumerate(operands) if operand is not None}
-        refused += [f"{get} != {index}" for get, index in present.items()]
-        refused.append(f"{source.name(torch._C._cuda_getDevice)}() != {min(present.values())}")
+    if weight is not None and (operand := operands[weight]) is not None:
+        current = f"{source.name(torch._C._cuda_getDevice)}()"
+        refused += [f"{index} != {operand.get_device()}" for index in (f"t{weight}.get_device()", current)]
     if refused:
         lines.append(f"if {' or '.join(refused)}: return None")
     for i, buffer in enumerate(buffers, len(operands)):
