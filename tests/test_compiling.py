@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from halfbyte.integrations.compiling import compile_ahead
 from halfbyte.integrations.text import open_model
-from halfbyte.kernels.gpu import launch, relaunch
+from halfbyte.kernels.gpu.runtime import launch, tape
 from halfbyte.nn.config import Config
 
 
@@ -36,7 +36,7 @@ class Elsewhere(nn.Module):
 def test_models_of_compiled_layers_are_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for a prompt and once for a token, in which nothing is launched; others, in which results may be addresses, are not."""
     monkeypatch.setattr("halfbyte.integrations.compiling.triton_trouble", lambda: None)
-    monkeypatch.setattr(relaunch, "broken", lambda _: None)
+    monkeypatch.setattr(tape, "why_not_replayed", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch, "zeros", lambda *shape, own=torch.zeros, device=None, **how: own(*shape, **how))
     stack = open_model(make_language_model(tmp_path), config=Config("q4_0"))[0].model

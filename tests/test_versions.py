@@ -78,12 +78,12 @@ def test_a_model_of_an_untested_version_stays_plain(monkeypatch: pytest.MonkeyPa
 
 
 def test_launches_of_an_untested_triton_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfbyte.kernels.gpu import relaunch
+    from halfbyte.kernels.gpu.runtime import tape
 
-    monkeypatch.setattr(relaunch, "_found", {})
+    monkeypatch.setattr(tape, "_reasons", {})
     pretend(monkeypatch, "triton", "99.0.0")
     with pytest.warns(RuntimeWarning, match="GPU kernels are launched by"):
-        reason = relaunch.broken(torch.device("cuda", 0))
+        reason = tape.why_not_replayed(torch.device("cuda", 0))
     assert reason is not None
     assert reason.startswith("triton 99.0.0 is newer")
 

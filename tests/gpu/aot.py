@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here, in processes of their own: this one may have Triton's interpreter switched on.
 
-A job names a function that launches kernels (through `halfbyte.kernels.gpu.launch.run`) on tensors of the meta device; each launch
+A job names a function that launches kernels (through `halfbyte.kernels.gpu.runtime.launch.run`) on tensors of the meta device; each launch
 is compiled for the job's architecture as the just-in-time compiler would do it there.
 
     linear_job("halfbyte.kernels.gpu.skinny", "sm_90", m=1, n=4096, k=4096, format="int4_g128")     every config, or configs=[0, 2]
@@ -304,13 +304,13 @@ def _main() -> None:
 
 
 def _compile(job: Job) -> list[Binary]:
-    from halfbyte.kernels.gpu import launch
+    from halfbyte.kernels.gpu.runtime import launch
 
     gpu = GPUS[job.arch]
-    with launch.recording(dry=True) as calls:
+    with launch.recording(dry=True) as recording:
         _function(job.function)(gpu, **job.kwargs)
-    assert calls, f"{job} launched nothing"
-    return [_binary(call, gpu, job.wanted) for call in calls if hasattr(call.kernel, "signature")]  # the rest are torch's own
+    assert recording.launches, f"{job} launched nothing"
+    return [_binary(call, gpu, job.wanted) for call in recording.launches if hasattr(call.kernel, "signature")]  # the rest are torch's own
 
 
 def _function(name: str) -> Any:

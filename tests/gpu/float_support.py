@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.runtime import scratch
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 
@@ -24,12 +24,12 @@ def launched(launch: Callable[[Tensor], object], shape: tuple[int, ...], dtype: 
     interpreter programs always take the same turns.) Locks are left as they were found."""
     found = []
     for _ in range(2 if device.type == "cuda" else 1):
-        for scratch in launcher._workspaces.values():
-            scratch.fill_(255)
+        for workspace in scratch._workspaces.values():
+            workspace.fill_(255)
         launch(out := torch.full(shape, torch.nan, dtype=dtype, device=device))
         found.append(out.cpu())
     assert torch.equal(found[0].view(torch.uint8), found[-1].view(torch.uint8)), "the second run gave other bits"
-    assert not any(bool(locks.any()) for locks in launcher._locks.values()), "a lock was left behind"
+    assert not any(bool(locks.any()) for locks in scratch._locks.values()), "a lock was left behind"
     return found[0]
 
 

@@ -29,7 +29,8 @@ from triton.experimental.gluon import language as real
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from halfbyte.kernels.gpu import gluon_compat, launch
+from halfbyte.kernels.gpu import gluon_compat
+from halfbyte.kernels.gpu.runtime import launch
 
 SECONDS = 30.0  # that a barrier is waited for at most while nothing comes to any barrier
 _TORCH = {

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from halfbyte.formats.spec import TABLES
-from halfbyte.kernels.gpu import decode, launch
+from halfbyte.kernels.gpu import decode
+from halfbyte.kernels.gpu.runtime import launch
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

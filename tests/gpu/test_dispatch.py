@@ -25,7 +25,8 @@ from halfbyte.dispatch.roofline import COST_MODELS, Tiles, gpu_ceilings, predict
 from halfbyte.errors import ArgumentError, KernelError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.gpu import launch, plain
+from halfbyte.kernels.gpu import plain
+from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu

@@ -21,9 +21,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, launch, skinny_hopper, skinny_hopper_config, skinny_int8_hopper
+from halfbyte.kernels.gpu import conv_hopper, gemm_hopper, gemm_int8_hopper, skinny_hopper, skinny_hopper_config, skinny_int8_hopper
 from halfbyte.kernels.gpu.conv import Convolution
 from halfbyte.kernels.gpu.gluon_compat import LARGER_VIEWS, async_load
+from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.kernels.problem import Activation, Epilogue, Problem, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import GPUS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -215,15 +216,21 @@ def test_other_scales(setting: tuple[str, int, int, int, int, int, int], activat
 def test_the_op_in_the_interpreter(
     setting: tuple[str, int, int, int, int, int, int], activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies between the op and its kernels runs without a GPU, too, on the CPU's tensors."""
-    from halfbyte.kernels.gpu import relaunch
+    """What lies between the op and its kernels runs without a GPU, too, on the CPU's tensors. A replay is imitated."""
+
+    def bind(recording: Any, operands: Any, result: Any, device: Any, *, weight: int) -> Any:
+        assert weight == 1
+        assert any(result is buffer for buffer in recording.buffers)
+        return lambda *tensors: seen.append(tuple(t.data_ptr() for t in tensors)) or torch.empty_like(result)
+
+    from halfbyte.kernels.gpu.runtime import tape
+    from halfbyte.ops import replay
 
     monkeypatch.setattr(cuda, "on", lambda tensor: nullcontext())
     monkeypatch.setattr(cuda_conv, "gpu", lambda index: GPUS["sm_90"])
-    monkeypatch.setattr(relaunch, "broken", lambda device: None)
-    monkeypatch.setattr(relaunch, "bind", lambda calls, operands, device: lambda *addresses: seen.append(addresses))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(cuda_conv, "empty", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
+    monkeypatch.setattr(tape, "why_not_replayed", lambda device: None)
+    monkeypatch.setattr(tape, "bind", bind)
+    replay.tapes.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     fmt, channels, outputs, kernel, groups, stride, padding = setting
     if kernel == 1 and activation != "image" and channels % 32 == 0:
@@ -238,18 +245,19 @@ def test_the_op_in_the_interpreter(
     arguments = (window.numbers, compute, activation, 0.0, 6.0)
     expected, error = integers(x, codes, setting, bias, activation)
     residual = torch.randn(expected.shape).contiguous(memory_format=torch.channels_last)
-    y = cuda_conv.conv2d_again(x, packed, bias, residual, *arguments)
+    for _ in range(2):
+        y = cuda_conv.packed_conv2d(x, packed, bias, residual, *arguments)
     wanted, error = expected + residual.double(), error + 2.0**-22 * (expected.abs() + residual.double().abs())
     assert reference.agrees(y, wanted.clamp(0, 6), error).all()
     assert y.is_contiguous(memory_format=torch.channels_last)
     if channels == 3:  # a copy with more of them was multiplied
         assert not packed.calls
         return
-    [again], x = packed.calls.values(), x.clone(memory_format=torch.preserve_format)
-    y = cuda_conv.conv2d_again(x, packed, bias, residual, *arguments)
-    assert (seen[-1][0], *seen[-1][2:]) == tuple(t.data_ptr() for t in (x, y, bias, residual))
+    x = x.clone(memory_format=torch.preserve_format)
+    y = cuda_conv.packed_conv2d(x, packed, bias, residual, *arguments)
+    assert (seen[-1][0], *seen[-1][2:]) == tuple(t.data_ptr() for t in (x, bias, residual))
+    assert seen[-1][1] == packed.data.data_ptr() or packed.sizes.depthwise
     assert y.is_contiguous(memory_format=torch.channels_last)
-    assert again(x, packed.data, bias[1:], residual) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

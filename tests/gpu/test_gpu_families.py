@@ -32,7 +32,7 @@ from halfbyte.machine import GPUS
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
-from halfbyte.ops import replay
+from halfbyte.ops.replay import tapes
 
 EAGER = "gemma2, eager without a cap", "gpt_oss", "gpt_oss, no windows"
 SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
@@ -405,12 +405,16 @@ def test_layers_are_alike_that_launch_the_same(kind: str, device: torch.device) 
         setattr(owner, name, getattr(owner, name) * 2)
 
 
+def replayed_layers(*names: str) -> list[Any]:
+    return [key for key, tape in tapes.items() if isinstance(key, tuple) and key[0] in names and tape.replay is not None]
+
+
 @pytest.mark.parametrize("kind", ["llama", "granite", "glm4", "cohere", "phi", "starcoder2", "gemma", "phi3", "mixtral", "olmo2"])
 def test_prompts_by_one_call_for_a_layer(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launches of a layer at once: the same bits, for other tokens, too, and with a mask."""
     if device.type != "cuda":
         pytest.skip("needs a GPU")
-    monkeypatch.setattr(replay, "_wholes", replay.Bounded(64))
+    tapes.clear()
     _, short = pair(kind, device)
     short.to(torch.bfloat16)
     mask = torch.ones(2, 20, dtype=torch.long, device=device)
@@ -421,10 +425,10 @@ def test_prompts_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
         ids, cache = torch.randint(3, 99, (2, 20), device=device), static_cache(short, 64)
         with torch.no_grad():
             once = short(input_ids=ids, attention_mask=seen, past_key_values=cache).logits
-            replay._wholes.clear()
+            tapes.clear()
             again = short(input_ids=ids, attention_mask=seen, past_key_values=static_cache(short, 64)).logits
         assert torch.equal(once, again)
-        found = [whole for whole in replay._wholes.values() if whole is not None]
+        found = replayed_layers("prompt", "others", "before", "after")
         assert len(found) == {"phi3": 2, "mixtral": 2}.get(kind, 1), "windows take keys and values by themselves"
 
 
@@ -433,15 +437,14 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     """All launches at once: the same bits, for one sequence and for several, with padding, with windows that become full."""
     if device.type != "cuda":
         pytest.skip("needs a GPU")
-    monkeypatch.setattr(replay, "_wholes", replay.Bounded(64))
+    tapes.clear()
     _, short = pair(kind, device)
     short.to(torch.bfloat16)
     mask = torch.ones(3, 33, dtype=torch.long, device=device)
     mask[0, :3] = 0
     cases = (None, 1), (mask, 3)
     found = [[logits(short, static_cache(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
-    chains = [key for key, chained in replay._wholes.items() if isinstance(key, tuple) and key[0] == "token" and chained is not None]
-    assert len(chains) >= 4, "the first layer and the others, each with and without a mask"
+    assert len(replayed_layers("token")) >= 4, "the first layer and the others, each with and without a mask"
     monkeypatch.setattr(gpu_layer, "chain", lambda _name, _layer, steps, *_, **__: steps())
     for (first, again), case in zip(found, cases, strict=True):
         assert torch.equal(first, again)

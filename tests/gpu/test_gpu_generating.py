@@ -19,7 +19,7 @@ from halfbyte.integrations import decoding_gpu, generating, graphs
 from halfbyte.integrations.stack import is_compiled_stack
 from halfbyte.integrations.static_codes import IN_CODES
 from halfbyte.integrations.steps import likeliest
-from halfbyte.kernels.gpu import launch
+from halfbyte.kernels.gpu.runtime import scratch
 from halfbyte.ops.graph_capture import CapturedGraph
 
 
@@ -180,7 +180,7 @@ def test_graphs_leave_nothing_behind(quantized: Any, captures: list[int]) -> Non
     expected, known = quantized.generate(**settings), []
     for _ in range(20):
         assert torch.equal(quantized.generate(**settings), expected)
-        left = [tensor.numel() for kept in (launch._arenas, launch._left_turns) for tensor in kept.values()]
+        left = [tensor.numel() for arenas in (scratch._lock_arenas, scratch._buffer_arenas) for tensor in arenas.values()]
         known.append((left, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert len(captures) == 21
     assert known[-1] == known[4]

@@ -29,8 +29,8 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.model import LanguageModel
-from halfbyte.ops import replay
 from halfbyte.ops.graph_capture import CapturedGraph
+from halfbyte.ops.replay import tapes
 
 KINDS = [
     *("LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Glm4DecoderLayer", "Cohere2DecoderLayer"),
@@ -118,7 +118,7 @@ def test_logits_are_those_of_a_cpu(kind: str, dtype: torch.dtype, tmp_path: Path
 def test_graphs_and_chains_compute_the_same_bits(kind: str, int8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of sequences of different lengths, with all launches of a layer by one call and one by one, with graphs and without."""
     gpu = opened(folder_of(kind, tmp_path), torch.bfloat16)[1]
-    monkeypatch.setattr(replay, "_wholes", replay.Bounded(64))
+    tapes.clear()
 
     def steps() -> Tensor:
         slots = Slots(gpu.spec, 3, int8=int8, where=gpu.where)
@@ -129,8 +129,8 @@ def test_graphs_and_chains_compute_the_same_bits(kind: str, int8: bool, tmp_path
         return torch.stack([gpu.decode([token, token + 1, token + 2], slots, None, slots.positions()) for token in range(3, 30)])
 
     first = steps()
-    chained = [key for key, chain in replay._wholes.items() if isinstance(key, tuple) and key[0] == "token" and chain is not None]
-    assert chained or gpu._layers[0].launch_id is None
+    replayed = [key for key, tape in tapes.items() if isinstance(key, tuple) and key[0] == "token" and tape.replay is not None]
+    assert replayed or gpu._layers[0].launch_id is None
     assert torch.equal(steps(), first)
     monkeypatch.setattr(gpu_layer, "chain", lambda _name, _layer, steps, *_, **__: steps())
     assert torch.equal(steps(), first)

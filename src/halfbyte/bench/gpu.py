@@ -24,7 +24,7 @@ from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError, HalfbyteError, check_counts
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.clock import copies, graph_times
-from halfbyte.kernels.gpu.launch import compiling
+from halfbyte.kernels.gpu.runtime.launch import compiling
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu, gpu

@@ -66,10 +66,10 @@ def waking(device: str) -> Iterator[None]:
     from halfbyte.dispatch.gpu import triton_trouble
 
     def wake() -> None:
-        from halfbyte.kernels.gpu import relaunch
+        from halfbyte.kernels.gpu.runtime import tape
 
         with torch.cuda.device(device):
-            relaunch.broken(torch.device(device))
+            tape.why_not_replayed(torch.device(device))
 
     if triton_trouble() is not None:
         yield

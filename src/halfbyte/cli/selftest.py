@@ -116,7 +116,7 @@ def _compiling(checks: Sequence[Check]) -> Iterator[None]:
     if not checks or triton_trouble() is not None or env.tune():
         yield
         return
-    from halfbyte.kernels.gpu import launch
+    from halfbyte.kernels.gpu.runtime import launch
 
     with launch.compiling(torch.device("cuda", 0)):
         for check in checks:

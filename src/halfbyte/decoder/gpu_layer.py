@@ -11,7 +11,7 @@ One new token of each sequence:
     y    = add_normed(linear(f(linear(y, gate)) * e, …), y)  after these, where a layer has an input e of its own
 
 Many tokens of each sequence: the same with norms and gates in kernels of their own, `turn` (qk norms, rope and the cache's new entries) and
-`attend_many`. An op that a GPU has no kernel for is that op in torch (`ops`). All launches of a layer are replayed by one call, once layers
+`attend_many`. An op that a GPU has no kernel for is that op in torch (`ops`). All launches of a layer are replayed together, once layers
 with the same launches have made them twice (`chain`): one by one they take the host longer than the GPU.
 
 Called by `lower_gpu.py` with layers of a specification, and by `integrations` with those of live modules.
@@ -26,9 +26,8 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from halfbyte.bounded import Bounded
-from halfbyte.kernels.made import keep
-from halfbyte.ops.cuda import is_replayed, on
+from halfbyte.kernels.gpu.runtime.launch import output
+from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
 from halfbyte.ops.decoding import attend, normed_linear
 from halfbyte.ops.experts import Experts
@@ -37,7 +36,7 @@ from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import plain
 from halfbyte.ops.norms import add_normed, normed
 from halfbyte.ops.prompt import activated, attend_many, turn
-from halfbyte.ops.replay import MOST_REPLAYS, whole
+from halfbyte.ops.replay import replayed
 from halfbyte.ops.routing import add_experts
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
@@ -94,7 +93,7 @@ class GpuLayer:
         mlp: Its MLP or mixture of experts; None where the caller computes these.
         o_proj, down_proj: The linear layers that add to the residual stream; `down_proj` is None for experts.
         per_layer: What it does with an input of its own, and the linear layer that adds; None where it has none.
-        launch_id: Equal for layers that launch the same kernels; None: launches are not replayed as a chain.
+        launch_id: Equal for layers that launch the same kernels; None: the launches of a layer are not replayed together.
         operands: Tensors that kernels read, beside x, rope, mask and cache; of layers with a `launch_id` alone.
     """
 
@@ -153,7 +152,6 @@ class GpuLayer:
 
 
 _numbers: dict[Hashable, int] = {}  # launch ids
-_chained = Bounded[Hashable, bool](MOST_REPLAYS)  # whether the launches of all products can be replayed
 
 
 def packed_layer(attention: Attention, mlp: Dense | Experts | None, own: PerLayer | None = None) -> GpuLayer:
@@ -179,23 +177,12 @@ def chain(
     *settings: Hashable,
     undo: Callable[[], object] | None = None,
 ) -> Sequence[Tensor]:
-    """The results of steps that depend on x, others and settings, by one call where that is possible (`replay.whole`)."""
-    operands = x, *others
-    if layer.launch_id is not None and x.is_cuda and plain(x) and all(t is None or t.data_ptr() % 16 == 0 for t in operands):
-        kinds = [None if t is None else (t.shape, t.stride(), t.dtype) for t in operands]
-        key = name, layer.launch_id, x.get_device(), *settings, *kinds
-        if _is_chained(key, layer, x):
-            with on(x):
-                return whole(key, steps, (*operands, *layer.operands), undo=undo)
+    """The results of steps that depend on x, others and settings, by one replay of all launches where that is possible."""
+    if layer.launch_id is not None and x.is_cuda and plain(x):
+        with on(x):
+            how = name, layer.launch_id, *settings
+            return replayed(steps, (x, *others), *how, constants=layer.operands, undo=undo, verify=True)
     return steps()
-
-
-def _is_chained(key: Hashable, layer: GpuLayer, x: Tensor) -> bool:
-    found = _chained.get(key)
-    if found is None:
-        rows = x.shape[0] * x.shape[1]
-        found = _chained[key] = all(is_replayed(rows, weight.packed, x.dtype) for weight in layer.weights)
-    return found
 
 
 # One token of each sequence
@@ -319,7 +306,7 @@ def prefill_with(
     first, heads = layer.attention, layer.attention.heads
 
     def begin() -> list[Tensor]:
-        keys, values = (keep(x.new_empty(len(x), heads.key, x.shape[1], heads.dim)) for _ in range(2))
+        keys, values = (output(x.new_empty(len(x), heads.key, x.shape[1], heads.dim)) for _ in range(2))
         z, queries = _before(first, x, rotary, KeyValues(keys, values, None))
         return [keys, values, queries, *(() if z is x else (z,))]
 

@@ -320,9 +320,9 @@ class GpuModel:
         if not self._compiles:
             return
         self._compiles = False
-        from halfbyte.kernels.gpu import launch, relaunch
+        from halfbyte.kernels.gpu.runtime import launch, tape
 
-        relaunch.broken(self.device)
+        tape.why_not_replayed(self.device)
         beside = Cache(self.spec, int8=len(cache.layers[0].buffers) > 2, where=self.where)
         with launch.compiling(self.device):
             self._head(normed(self._read(ids, beside, total)[0, -1:], self._norm))

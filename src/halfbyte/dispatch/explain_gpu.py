@@ -168,11 +168,11 @@ def launcher(index: int) -> str:
     """How eager calls on cuda:`index` reach their kernels, and if not the short way, why."""
     if (trouble := triton_trouble()) is not None:
         return f"none: {trouble}"
-    from halfbyte.kernels.gpu import relaunch
+    from halfbyte.kernels.gpu.runtime import tape
 
     with torch.cuda.device(index):
-        broken = relaunch.broken(torch.device("cuda", index))
-    return "direct" if broken is None else f"Triton's own, which takes the host longer: {broken}"
+        reason = tape.why_not_replayed(torch.device("cuda", index))
+    return "direct" if reason is None else f"Triton's own, which takes the host longer: {reason}"
 
 
 def _time(problem: Problem, gpu: Gpu, taken: GpuOption, device: torch.device) -> float:

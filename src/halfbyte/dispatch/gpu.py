@@ -36,7 +36,7 @@ class GpuCandidate:
     """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch.
 
     tiles       of a config, for a problem
-    replayable  its launches can be made again (`kernels/gpu/relaunch.py`): torch launches none of them
+    replayable  its launches can be replayed (`kernels/gpu/runtime/tape.py`): all are Triton's
     floats      the candidate that multiplies for it, in floating point: its times tell which configs are good
     sparse      it reads 2:4 sparse weights as they are packed, and no others
     """
@@ -128,11 +128,11 @@ GPU_LINEAR = (
 GPU_GROUPED = (
     GpuCandidate(
         "grouped_int8_hopper", "int8", "grouped_int8_hopper", "one launch for all experts, made for Hopper: TMA, integers in wgmma",
-        lambda c, p: Tiles(c.block_m, 64 * c.panels, ordered=True), replayable=False,
+        lambda c, p: Tiles(c.block_m, 64 * c.panels, ordered=True),
     ),
     GpuCandidate(
         "grouped_hopper", "float", "grouped_hopper", "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
-        lambda c, p: Tiles(c.block_m, 128, ordered=True), replayable=False,
+        lambda c, p: Tiles(c.block_m, 128, ordered=True),
     ),
     GpuCandidate(
         "grouped_dequantized", "float", "grouped_dequantized", "all experts' weights dequantized first, then torch's grouped product",

@@ -58,7 +58,7 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
 
 def compile_launches(contenders: dict[str, list[Callable[[], object]]], device: torch.device) -> None:
     """Compiles what contenders launch, side by side, and launches each once; one whose kernel does not compile is told of and taken out."""
-    from halfbyte.kernels.gpu import launch
+    from halfbyte.kernels.gpu.runtime import launch
 
     with launch.compiling(device):
         for launches in contenders.values():

@@ -42,11 +42,11 @@ def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], Any
     device = model.device
     if device.type != "cuda" or triton_trouble() is not None or any(isinstance(part, MixtureOfExperts) for part in model.modules()):
         return
-    from halfbyte.kernels.gpu import launch, relaunch
+    from halfbyte.kernels.gpu.runtime import launch, tape
 
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
     with torch.inference_mode(), torch.cuda.device(device):
-        relaunch.broken(device)
+        tape.why_not_replayed(device)
         kept = cache()
         with launch.compiling(device):
             for each in (ids, ids[:, :1]):

@@ -3,7 +3,7 @@
 functions.py  the public functions of linear layers and embeddings
 library.py    the custom ops as torch sees them: schemas, shapes, gradients
 cpu.py        the ops on the CPU
-cuda.py       the ops on GPUs; replay.py: launches made again; graph_capture.py: CUDA graphs
+cuda.py       the ops on GPUs; replay.py: replay of recorded launches; graph_capture.py: CUDA graphs
 conv.py       convolutions, cpu_conv.py and cuda_conv.py on each device; pool.py, elementwise.py: what lies between them
 long_sums.py  requantized products of so many codes that an int32 may overflow, on all devices
 grouped.py    mixture of experts, on all devices; experts.py: few rows in one call on a CPU

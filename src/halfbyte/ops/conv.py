@@ -127,7 +127,7 @@ def conv2d_channels_last(
         settings = (packed.name, packed.numbers, window_numbers, compute, activation)
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cuda:
-                return cuda_conv.conv2d_again(x, packed, bias, residual, window_numbers, compute, activation, low, high)
+                return cuda_conv.packed_conv2d(x, packed, bias, residual, window_numbers, compute, activation, low, high)
             return cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
         run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
         return run(x, packed.data, bias, residual, *settings, *optional(low, high))  # type: ignore[no-any-return]
@@ -217,7 +217,7 @@ def qconv2d_with(
     run: Any = _ops.qconv2d.default
     if plain(x):
         if x.is_cuda:
-            return cuda_conv.qconv2d_again(x, packed, table, window_numbers, in_zero, clamp)
+            return cuda_conv.packed_qconv2d(x, packed, table, window_numbers, in_zero, clamp)
         run = cpu_conv.qconv2d
     return run(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp)  # type: ignore[no-any-return]
 
@@ -227,7 +227,7 @@ def qconv2d_added(
 ) -> Tensor:
     """`qconv2d_with` whose codes are added to others that broadcast with them, on GPUs before they are written if of one shape."""
     if x.is_cuda and plain(x, None, addition.other):
-        return cuda_conv.qconv2d_again(x, packed, table, window_numbers, in_zero, clamp, addition)
+        return cuda_conv.packed_qconv2d(x, packed, table, window_numbers, in_zero, clamp, addition)
     return elementwise.combine(*addition.of(qconv2d_with(x, packed, table, window_numbers, in_zero, clamp)))
 
 

@@ -1,27 +1,27 @@
 """The custom ops on GPUs: no call synchronizes with the device, so all of them may be captured in a CUDA graph.
 
-Calls of linear layers are cached by shapes, dtypes and settings, whatever the weight: the kernel, its config, and its launches, which
-are replayed with other addresses.
+Calls of linear layers with the same shapes, dtypes and settings share a tape (`replay.py`), whatever the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte import env
-from halfbyte.bounded import Bounded
-from halfbyte.dispatch.gpu import choose_gpu, compute_of, packs_pairs, triton_trouble, why_no_sparse_layout
+from halfbyte.dispatch.gpu import GpuOption, choose_gpu, compute_of, packs_pairs, report_failure, triton_trouble, why_no_sparse_layout
 from halfbyte.dispatch.measure import tune_linear
-from halfbyte.errors import UnsupportedError
+from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.gpu import plain
-from halfbyte.kernels.made import is_noted, keep
+from halfbyte.kernels.gpu.runtime.launch import current_recording, output
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -29,40 +29,11 @@ from halfbyte.layouts.sparse import why_not_sparse
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops import long_sums
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
-from halfbyte.ops.replay import MOST_REPLAYS, Replay, can_record, empty, recorded, run_first
+from halfbyte.ops.replay import key_of, replayed, tapes
 from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
 
-# A repeated call: replays the launches; returns None if the layout of the operands differs.
-_Again = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
 
-
-def _again(replay: Replay, shape: tuple[int, ...], device: int) -> _Again:
-    """`replay` for tensors on `device`, usually the current one; the result is a new contiguous tensor of `shape`."""
-    stride = torch.empty(shape, device="meta", dtype=torch.int8).stride()
-
-    def again(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
-        px, pw, pb, pr = x.data_ptr(), weight.data_ptr(), 0, 0
-        fits = x.is_contiguous() and weight.get_device() == device  # tensors can be changed in place
-        if bias is not None:
-            pb = bias.data_ptr()
-            fits = fits and bias.get_device() == device and bias.is_contiguous()
-        if residual is not None:
-            pr = residual.data_ptr()
-            fits = fits and residual.get_device() == device and residual.is_contiguous()
-        if not fits or (px | pw | pb | pr) & 15 or torch._C._cuda_getDevice() != device:
-            return None
-        out = empty(shape, stride, x.dtype)
-        replay(px, pw, out.data_ptr(), pb, pr)
-        return out
-
-    return again
-
-
-# By all that calls differ in but addresses. For all weights; calls of one weight are cached in it. None: these cannot be replayed.
-_calls = Bounded[tuple[Any, ...], _Again | None](MOST_REPLAYS)
-
-
-def linear_again(
+def packed_linear(
     x: Tensor,
     packed: Packed,
     bias: Tensor | None,
@@ -72,16 +43,23 @@ def linear_again(
     low: float,
     high: float,
 ) -> Tensor:
-    """`linear` with a weight that has been validated."""
-    key = _call_key(x, bias, residual, (compute, activation, low, high))
-    again = None if is_noted() else packed.calls.get(key)
-    if again is not None and (y := again(x, packed.data, bias, residual)) is not None:
+    """`linear` with a weight that has been validated, which caches the replays of its calls."""
+    key = (
+        compute,
+        activation,
+        low,
+        high,
+        (x.shape, x.stride(), x.dtype, x.get_device()),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
+    )  # `key_of`, written out: to call it takes longer
+    replay = packed.calls.get(key)
+    if replay is not None and current_recording() is None and (y := replay(x, packed.data, bias, residual)) is not None:
         return y  # type: ignore[no-any-return]
-    settings, weight = (packed.name, *packed.shape, compute, activation, low, high), packed.data
-    y = linear(x, weight, bias, residual, *settings)
-    found = _calls.get((weight.shape, weight.dtype, weight.get_device(), _call_key(x, bias, residual, settings)))
-    if again is None and found is not None and weight.is_contiguous():
-        packed.calls[key] = found
+    settings = (packed.name, *packed.shape, compute, activation, low, high)
+    y = linear(x, packed.data, bias, residual, *settings)
+    if replay is None and (tape := tapes.get(key_of((x, packed.data, bias, residual), "linear", *settings))) is not None and tape.replay:
+        packed.calls[key] = tape.replay
     return y
 
 
@@ -89,27 +67,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     """The op. settings: format, n, k, compute, activation, low, high."""
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
-    key = (weight.shape, weight.dtype, weight.get_device(), _call_key(x, bias, residual, settings))
-    again = None if is_noted() else _calls.get(key)
-    if again is not None and weight.is_contiguous() and (y := again(x, weight, bias, residual)) is not None:
-        return y
-    return _linear(key, x, weight, bias, residual, *settings)
-
-
-def _call_key(x: Tensor, bias: Tensor | None, residual: Tensor | None, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Equal for calls that differ only in addresses."""
-    return (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        settings,
-        None if bias is None else (bias.dtype, bias.shape),
-        None if residual is None else (residual.dtype, residual.shape),
-    )
+    key = (
+        "linear",
+        *settings,
+        (x.shape, x.stride(), x.dtype, x.get_device()),
+        (weight.shape, weight.stride(), weight.dtype, weight.get_device()),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        None if residual is None else (residual.shape, residual.stride(), residual.dtype, residual.get_device()),
+    )  # `key_of`, written out
+    tape = tapes.get(key)
+    if tape is not None and tape.replay is not None and current_recording() is None:
+        y: Tensor | None = tape.replay(x, weight, bias, residual)
+        if y is not None:
+            return y
+    return _linear(x, weight, bias, residual, *settings)
 
 
 def _linear(
-    key: tuple[Any, ...],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -122,7 +96,7 @@ def _linear(
     low: float,
     high: float,
 ) -> Tensor:
-    """The first call of its kind, or one with an unusual layout of operands."""
+    """One of the first calls of its kind, or one with an unusual layout of operands."""
     check_linear(x, weight, format, n, k, activation, low, high)
     shape = (*x.shape[:-1], n)
     if bias is not None:
@@ -133,44 +107,52 @@ def _linear(
         return sum_of_nothing(x, shape, bias, residual).clamp_(low, high).to(x.dtype)
     x, weight = aligned(x), aligned(weight)
     bias, residual = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
-    again = None if is_noted() else _calls.get(key)
-    with on(x):
-        if again is not None and (y := again(x, weight, bias, residual)) is not None:
-            return y
-        out = keep(x.new_empty(shape))
-        operands, flat = (x, weight, out, bias, residual), x.view(-1, k)
+
+    def steps() -> Tensor:
+        out, flat = output(x.new_empty(shape)), x.view(-1, k)
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         settings = {"compute": compute_of(compute), "activation": activation, "sparse": geo.sparse, "paired": geo.paired}
         problem = Problem("linear", len(flat), n, k, geo.format, x.dtype, **settings)  # type: ignore[arg-type]
         ends = Epilogue(bias, None if residual is None else residual.view(-1, n), low, high)
-        run = _run(problem, flat, (weight, geo), out.view(-1, n), ends)
-        if key not in _calls and not is_noted() and can_record(operands):
-            replay = None if run is None else recorded(run, operands)
-            _calls[key] = None if replay is None else _again(replay, shape, x.get_device())
-    return out
+        _run(problem, flat, (weight, geo), out.view(-1, n), ends)
+        return out
+
+    with on(x):
+        settings = format, n, k, compute, activation, low, high
+        return replayed(steps, (x, weight, bias, residual), "linear", *settings, weight=1)
 
 
-def is_replayed(rows: int, packed: Packed, dtype: torch.dtype) -> bool:
-    """Whether launches of a product of so many rows can be made again: not where torch computes it."""
-    n, k = packed.shape
-    geo = gpu_tiles.geometry_of(packed.format, n, k, packed.data.numel())
-    problem = Problem("linear", rows, n, k, geo.format, dtype, sparse=geo.sparse, paired=geo.paired)
-    taken = choose_gpu(problem, gpu(packed.data.get_device())).taken
-    return taken is not None and taken.candidate.replayable
-
-
-def _run(
-    problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry], out: Tensor, epilogue: Epilogue
-) -> Callable[[], None] | None:
-    """Multiplies. A function that does so again, where its launches can be replayed."""
+def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry], out: Tensor, epilogue: Epilogue) -> None:
+    """Multiply."""
     here = gpu(x.get_device())
     if env.tune() and not torch.cuda.is_current_stream_capturing():
-        tune_linear(problem, here, anew=False)
+        Context().run(tune_linear, problem, here, anew=False)  # whose launches are not recorded
     choice = choose_gpu(problem, here)
-    if choice.taken is None:
-        plain.linear(problem, x, weight[0], out, epilogue)
-        return None
-    return run_first(problem, here, choice.options, (x, *gpu_tiles.views(*weight), out, epilogue))
+    if choice.taken is not None:
+        run_first(problem, here, choice.options, (x, *gpu_tiles.views(*weight), out, epilogue))
+        return
+    if (recording := current_recording()) is not None:
+        recording.why_not_replayed = "torch multiplies"
+    plain.linear(problem, x, weight[0], out, epilogue)
+
+
+def run_first(problem: Problem, here: Gpu, options: Sequence[GpuOption], arguments: Sequence[Any]) -> None:
+    """Run the first of `options` that runs on this GPU; those before it are not chosen again."""
+    recording = current_recording()
+    before = 0 if recording is None else len(recording.launches)
+    for option in options:
+        try:
+            option.candidate.launch(problem, option.config, *arguments)
+        except KernelError as error:
+            report_failure(problem, here, option, str(error))
+            warnings.warn(f"{option.candidate.name} {option.config} is skipped: {error}", stacklevel=2)
+            if recording is not None:
+                del recording.launches[before:]
+            continue
+        if recording is not None and not option.candidate.replayable:
+            recording.why_not_replayed = f"the kernel {option.candidate.name} is not replayable"
+        return
+    raise UnsupportedError(f"no kernel on {here.name} runs {problem}: halfbyte explain says why; use the CPU")
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from halfbyte.bounded import ByTensor
 from halfbyte.dispatch.gpu import compute_of, triton_trouble
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.gpu.runtime.launch import current_recording, output
 from halfbyte.kernels.problem import Addition, Epilogue, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -38,7 +39,7 @@ from halfbyte.ops.images import (
     nothing,
     out_shape,
 )
-from halfbyte.ops.replay import Replay, Replays, empty
+from halfbyte.ops.replay import key_of, replayed, tapes
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
@@ -46,10 +47,8 @@ if TYPE_CHECKING:
 
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
 
-_replays = Replays()
-
-# What depthwise kernels (whether they take integers) and those of stems ("stem") multiply by, by the packed bytes it comes from.
-_made = ByTensor[dict[bool | str, Tensor]]()
+# What depthwise kernels (whether they take integers) and those of stems ("stem") multiply by, by the packed bytes it is derived from.
+_derived = ByTensor[dict[bool | str, Tensor]]()
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -85,18 +84,18 @@ class _Plan(NamedTuple):
     shape: Shape
     weight_bytes: int
     way: str  # "depthwise", "linear" or "patches"
-    numbers: tuple[int, ...]
+    key: tuple[Hashable, ...]  # equal for equal filters and windows
 
 
 @lru_cache(maxsize=4096)
 def _plan(shape: torch.Size, format: str, filter_numbers: tuple[int, ...], window_numbers: tuple[int, ...]) -> _Plan:
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
-    out = out_shape(torch.empty(shape, device="meta"), sizes, window)
+    out, key = out_shape(torch.empty(shape, device="meta"), sizes, window), (format, *filter_numbers, *window_numbers)
     if sizes.depthwise:
-        return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", (*filter_numbers, *window_numbers))
+        return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", key)
     nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
     linear = sizes.taps == sizes.groups == 1 and sizes.k == sizes.channels  # no block is filled up with channels that x has not
-    return _Plan(sizes, window, out, nbytes, "linear" if linear else "patches", (*filter_numbers, *window_numbers))
+    return _Plan(sizes, window, out, nbytes, "linear" if linear else "patches", key)
 
 
 def _fitting(x: Tensor, weight: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int]) -> _Plan:
@@ -107,13 +106,12 @@ def _fitting(x: Tensor, weight: Tensor, format: str, filter_numbers: Sequence[in
     return plan
 
 
-# A call like an earlier one, with x, the weight, and two more tensors or None. None: it is to be made the long way.
-_Again = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
-_Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-_Result = tuple[Tensor, _Again | None]  # of a call, and what makes it again
+_Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # x, the weight, and two more
+_Replay = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]  # of a call; None where it refuses its operands
+_Result = tuple[Tensor, _Replay | None]
 
 
-def conv2d_again(
+def packed_conv2d(
     x: Tensor,
     packed: PackedConv,
     bias: Tensor | None,
@@ -122,46 +120,18 @@ def conv2d_again(
     *settings: Any,
 ) -> Tensor:
     """`conv2d` with a PackedConv. settings: compute, activation, low, high."""
-    key = _kind(x), _kind(bias), _kind(residual), window_numbers, settings
-    again = packed.calls.get(key)
-    if again is not None and (y := again(x, packed.data, bias, residual)) is not None:
+    key = key_of((x, bias, residual), window_numbers, settings)
+    replay = packed.calls.get(key)
+    if replay is not None and current_recording() is None and (y := replay(x, packed.data, bias, residual)) is not None:
         return y  # type: ignore[no-any-return]
-    y, found = _conv2d(x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, *settings)
-    _keep(packed, key, found)
+    y, replay = _conv2d(x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, *settings)
+    _cache(packed, key, replay)
     return y
 
 
-def _kind(x: Tensor | None) -> Hashable:
-    """Equal for tensors that differ only in their addresses."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
-
-
-def _keep(packed: PackedConv, key: Hashable, again: _Again | None) -> None:
-    if again is not None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is not for others
-        packed.calls[key] = again
-
-
-def _again(plan: _Plan, replay: Replay, x: Tensor, made: Tensor | None, scratch: Tensor | None) -> _Again:
-    """`replay` for tensors laid out as those that it was recorded with. `made`: of the weight, which is read instead of it; `scratch`: in
-    the shape of this."""
-    _, co, ho, wo = plan.shape
-    stride, device, dtype = (ho * wo * co, 1, wo * co, co), x.get_device(), x.dtype
-    memory = None if scratch is None else (tuple(scratch.shape), scratch.stride())
-
-    def again(x: Tensor, weight: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor | None:
-        px, pw = x.data_ptr(), (weight if made is None else made).data_ptr()
-        p1, p2 = 0 if first is None else first.data_ptr(), 0 if second is None else second.data_ptr()
-        if (px | pw | p1 | p2) & 15 or weight.get_device() != device or torch._C._cuda_getDevice() != device:
-            return None
-        out = empty(plan.shape, stride, dtype)
-        if memory is None:
-            replay(px, pw, out.data_ptr(), p1, p2)
-        else:
-            held = empty(*memory, dtype)
-            replay(px, pw, out.data_ptr(), p1, p2, held.data_ptr())
-        return out
-
-    return again
+def _cache(packed: PackedConv, key: Hashable, replay: _Replay | None) -> None:
+    if replay is not None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is not for others
+        packed.calls[key] = replay
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
@@ -194,7 +164,7 @@ def _conv2d(
     check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
         return nothing(x, bias, residual, plan.shape, low, high), None
-    given = x, weight, bias, residual
+    given: _Operands = x, weight, bias, residual
     if bias is not None:
         bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
     residual = None if residual is None else _rows(residual)
@@ -203,25 +173,23 @@ def _conv2d(
         scaling = "row" if activation == "image" else activation
         settings = str(plan.sizes.matrix_format), plan.sizes.out, plan.sizes.k, wanted, scaling, low, high
         y = _image(cuda.linear(_pixels(x, plan, 0), weight, bias, residual, *settings), plan)
-        return y, _linear_again(settings) if plan.window == Window() else None
+        return y, _linear_replay(settings) if plan.window == Window() else None
     if (trouble := triton_trouble()) is not None:
         if integers:
             raise UnsupportedError(f"compute='int8' needs Triton: {trouble}, or use compute='float'")
         return _plain(x, weight, bias, residual, plan, low, high), None
-    kinds = None if bias is None else bias.dtype, residual is None
-    key = (x.shape, x.dtype, x.get_device(), format, plan.numbers, compute, activation, low, high, kinds)
     with cuda.on(x):
-        return _multiply(key, given, plan, Epilogue(bias, residual, low, high), wanted, activation)
+        return _multiply(given, plan, Epilogue(bias, residual, low, high), wanted, activation)
 
 
-def _linear_again(settings: tuple[Any, ...]) -> _Again:
+def _linear_replay(settings: tuple[Any, ...]) -> _Replay:
     """A linear layer of pixels."""
 
-    def again(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def replay(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         added = None if residual is None else residual.permute(0, 2, 3, 1)
         return cuda.linear(x.permute(0, 2, 3, 1), weight, bias, added, *settings).permute(0, 3, 1, 2)
 
-    return again
+    return replay
 
 
 def _beats_linear(plan: _Plan, x: Tensor) -> bool:
@@ -234,7 +202,7 @@ def _beats_linear(plan: _Plan, x: Tensor) -> bool:
     return beats_linear(problem.flat, gpu(x.get_device()))
 
 
-def _multiply(key: tuple[Any, ...], given: _Given, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> _Result:
+def _multiply(given: _Operands, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> _Result:
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
     from halfbyte.kernels.gpu import conv_depthwise, conv_dynamic, conv_image, conv_library
     from halfbyte.kernels.gpu.conv_tile import Convolution
@@ -242,49 +210,47 @@ def _multiply(key: tuple[Any, ...], given: _Given, plan: _Plan, epilogue: Epilog
     x, weight = given[:2]
     here, added = gpu(x.get_device()), (epilogue.bias, epilogue.residual)
     problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
-    out = x.new_empty(problem.m, plan.sizes.out)
+    settings = "conv2d", compute, activation, epilogue.low, epilogue.high
     if plan.way == "depthwise":
         image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=False)
         config = conv_depthwise.configs(problem, here)[0]
-        run = partial(conv_depthwise.launch, problem, config, image, taps, out, epilogue)
-        return _image(out, plan), _launched(key, run, plan, given, (image, taps, out, *added), made=taps)
+        run = partial(conv_depthwise.launch, problem, config, image, taps)
+        return _launched(lambda rows: run(rows, epilogue), plan, given, (image, taps, *added), *settings, derived=True)
     if compute == "int8":
         image, packed = with_channels(_memory(x), plan.sizes, 0), aligned(weight)
         kernel: Any = conv_image if activation == "image" else conv_dynamic
         if (reason := kernel.supports(problem, here)) is not None:
             raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
         how = () if kernel is conv_image else (activation,)
-        run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed, out, epilogue)
-        return _image(out, plan), _launched(key, run, plan, given, (image, packed, out, *added))
+        run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed)
+        return _launched(lambda rows: run(rows, epilogue), plan, given, (image, packed, *added), *settings)
     read = _read(x, weight, problem, 0)
     choice = choose_gpu_conv(read.problem, here)
     if choice.config is None:
-        return _image(conv_library.launch(read.problem, read.image, read.weight, epilogue), plan), None
+        return _image(conv_library.launch(read.problem, read.image(), read.weight, epilogue), plan), None
 
-    def solve() -> None:
-        read.write()
-        choice.module.launch(read.problem, choice.config, read.image, read.weight, out, epilogue)
+    def solve(rows: Tensor) -> None:
+        choice.module.launch(read.problem, choice.config, read.image(), read.weight, rows, epilogue)
 
-    return _image(out, plan), read.launched(key, solve, plan, given, out, *added)
+    return _launched(solve, plan, given, (read.x, read.weight, *added), *settings, derived=read.derived)
 
 
 class _Read(NamedTuple):
-    """A problem as kernels solve it, image and weight as they read them, and what writes that image, if it isn't x."""
+    """A problem as kernels solve it.
+
+    Attributes:
+        problem: The convolution of the image that kernels read.
+        x: What that image is written from, or itself.
+        weight: The weight that they read.
+        derived: Whether it is derived from the packed bytes.
+        image: Returns the image, [B, H, W, C]; may write it.
+    """
 
     problem: Convolution
-    image: Tensor
+    x: Tensor
     weight: Tensor
-    stem: Callable[[], None] | None
-
-    def write(self) -> None:
-        if self.stem is not None:
-            self.stem()
-
-    def launched(self, key: tuple[Any, ...], run: Callable[[], None], plan: _Plan, given: _Given, *rest: Tensor | None) -> _Again | None:
-        key = *key, given[0].stride(), given[0].data_ptr() % 16 == 0
-        if self.stem is None:
-            return _launched(key, run, plan, given, (self.image, self.weight, *rest))
-        return _launched(key, run, plan, given, (given[0], self.weight, *rest), made=self.weight, scratch=self.image)
+    derived: bool
+    image: Callable[[], Tensor]
 
 
 def _read(x: Tensor, weight: Tensor, problem: Convolution, outside: int) -> _Read:
@@ -294,35 +260,43 @@ def _read(x: Tensor, weight: Tensor, problem: Convolution, outside: int) -> _Rea
     if stem is None:
         problem = problem.flat
         image = with_channels(_memory(x), problem.sizes, outside).view(problem.batch, *problem.image, -1)
-        return _Read(problem, image, aligned(weight), None)
-    image = conv_stem.memory_for(stem, x)
-    packed = _kept(weight, "stem", lambda: conv_stem.weight_of(weight, stem))
-    return _Read(stem, image, packed, lambda: conv_stem.write(stem, x, image, outside))
+        return _Read(problem, image, aligned(weight), False, lambda: image)
+
+    def written() -> Tensor:
+        image = output(conv_stem.memory_for(stem, x))
+        conv_stem.write(stem, x, image, outside)
+        return image
+
+    return _Read(stem, x, _cached(weight, "stem", lambda: conv_stem.weight_of(weight, stem)), True, written)
 
 
 def _launched(
-    key: tuple[Any, ...],
-    run: Callable[[], None],
-    plan: _Plan,
-    given: _Given,
-    operands: tuple[Tensor | None, ...],
-    made: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> _Again | None:
-    """Runs; later calls that differ only in addresses replay the launches. `operands`: what kernels read for `given`, with the result in
-    third place. What makes the call again, where these are the same tensors."""
+    run: Callable[[Tensor], None], plan: _Plan, given: _Operands, operands: _Operands, *settings: Hashable, derived: bool = False
+) -> _Result:
+    """The result, by `run`, which writes its pixels [M, Co], or by a replay of its launches; and that replay, where it takes `given`, too.
 
-    def start() -> Callable[[], None]:
-        run()
-        return run
+    operands: what kernels read for `given`; derived: the weight among them is derived from that of `given`, which is read no more.
+    """
+    b, co, ho, wo = plan.shape
 
-    replay = _replays.run(key, start, operands if scratch is None else (*operands, scratch))
-    taken = operands[0], given[1] if made is not None else operands[1], *operands[3:]
+    def steps() -> Tensor:
+        strides = (ho * wo * co, 1, wo * co, co)
+        out = output(torch.empty_strided(plan.shape, strides, dtype=given[0].dtype, device=given[0].device))
+        run(out.permute(0, 2, 3, 1).view(b * ho * wo, co))
+        return out
+
+    settings = (*settings, given[0].shape, plan.key)
+    y = replayed(steps, operands, *settings, weight=1)
+    tape = tapes.get(key_of(operands, *settings))
+    taken = operands[0], given[1] if derived else operands[1], *operands[2:]
     same = all(a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr()) for a, b in zip(given, taken, strict=True))
-    return None if replay is None or not same else _again(plan, replay, given[0], made, scratch)
+    if tape is None or tape.replay is None or not same:
+        return y, None
+    replay: _Replay = tape.replay
+    return y, (lambda x, _, first, second: replay(x, operands[1], first, second)) if derived else replay
 
 
-def qconv2d_again(
+def packed_qconv2d(
     x: Tensor,
     packed: PackedConv,
     table: Tensor,
@@ -334,12 +308,12 @@ def qconv2d_again(
     """`qconv2d` with a PackedConv. `addition`: what happens to the codes then, with others [B, Co, Ho, Wo]."""
     other = None if addition is None else addition.other
     added = None if addition is None else (addition.numbers, addition.leads)
-    key = _kind(x), _kind(table), _kind(other), window_numbers, in_zero, clamp, added
-    again = packed.calls.get(key)
-    if again is not None and (y := again(x, packed.data, table, other)) is not None:
+    key = key_of((x, table, other), window_numbers, in_zero, clamp, added)
+    replay = packed.calls.get(key)
+    if replay is not None and current_recording() is None and (y := replay(x, packed.data, table, other)) is not None:
         return y  # type: ignore[no-any-return]
-    y, found = _qconv2d(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp, addition)
-    _keep(packed, key, found)
+    y, replay = _qconv2d(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp, addition)
+    _cache(packed, key, replay)
     return y
 
 
@@ -385,27 +359,25 @@ def _qconv2d(
     from halfbyte.kernels.gpu.conv_tile import Convolution
 
     problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
-    out, clamp = x.new_empty(problem.m, plan.sizes.out), (low, high)
-    key: tuple[Any, ...] = (x.shape, x.dtype, x.get_device(), format, plan.numbers, in_zero, clamp)
-    given: _Given = (x, weight, table, None if addition is None else addition.other)
+    clamp, settings = (low, high), ("qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.leads)
+    given: _Operands = (x, weight, table, None if addition is None else addition.other)
     if addition is not None:
         addition = replace(addition, other=_rows(addition.other))
-        key = (*key, addition.numbers, addition.leads)
     with cuda.on(x):
         table = aligned(table)
         if plan.way == "depthwise":
             image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=True)
             config = conv_depthwise.configs(problem, gpu(x.get_device()))[0]
-            run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table, out, in_zero, clamp)
-            return _image(out, plan), _launched(key, run, plan, given, (image, taps, out, table, None), made=taps)
+            run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table)
+            return _launched(lambda rows: run(rows, in_zero, clamp), plan, given, (image, taps, table, None), *settings, derived=True)
         read = _read(x, weight, problem, in_zero)
         choice = choose_gpu_conv(read.problem, gpu(x.get_device()))
 
-        def solve() -> None:
-            read.write()
-            choice.module.launch_integer(read.problem, choice.config, read.image, read.weight, table, out, in_zero, clamp, addition)
+        def solve(rows: Tensor) -> None:
+            choice.module.launch_integer(read.problem, choice.config, read.image(), read.weight, table, rows, in_zero, clamp, addition)
 
-        return _image(out, plan), read.launched(key, solve, plan, given, out, table, None if addition is None else addition.other)
+        operands = read.x, read.weight, table, None if addition is None else addition.other
+        return _launched(solve, plan, given, operands, *settings, derived=read.derived)
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, plan: _Plan, low: float, high: float) -> Tensor:
@@ -463,15 +435,15 @@ def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
         numbers = codes.values().to(torch.int32) if integer else codes.dequantize(torch.float32)
         return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
 
-    return _kept(weight, integer, make)
+    return _cached(weight, integer, make)
 
 
-def _kept(weight: Tensor, what: bool | str, make: Callable[[], Tensor]) -> Tensor:
-    """What is made of a weight, once."""
-    found = _made.get(weight)
-    if found is not None and what in found:
-        return found[what]
-    made = make()
+def _cached(weight: Tensor, what: bool | str, derive: Callable[[], Tensor]) -> Tensor:
+    """A tensor that is derived from a weight, once."""
+    cached = _derived.get(weight)
+    if cached is not None and what in cached:
+        return cached[what]
+    tensor = derive()
     if not torch.cuda.is_current_stream_capturing():  # else its memory belongs to the graph
-        _made.put(weight, {**(found or {}), what: made})
-    return made
+        _derived.put(weight, {**(cached or {}), what: tensor})
+    return tensor

@@ -18,7 +18,7 @@ from torch.nn import functional
 from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.made import keep
+from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.problem import GATES, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
@@ -29,7 +29,7 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import MADE, PAIRS, Heads, Norm
 from halfbyte.ops.library import OPS
 from halfbyte.ops.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
-from halfbyte.ops.replay import run_alike
+from halfbyte.ops.replay import replayed
 from halfbyte.ops.tensors import aligned
 
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
@@ -158,6 +158,21 @@ def _normed(
     return activated_in_torch(y, gates, factor, gated=gated) if gates else y
 
 
+def activated_on_gpu(y: Tensor, gates: str, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
+    """`activated` by a kernel, of contiguous y on the current device."""
+    from halfbyte.kernels.gpu import gates as kernel
+
+    other = None if beside is None else beside.view(-1, beside.shape[-1])
+
+    def steps() -> Tensor:
+        out = output(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))
+        rows = y.view(-1, y.shape[-1]), out.view(-1, out.shape[-1])
+        kernel.launch(gpu(y.get_device()), *rows, gates, factor, gated=gated, beside=other)
+        return out
+
+    return replayed(steps, (y, other), "gates", gates, factor, gated)
+
+
 def activated_in_torch(y: Tensor, gates: str, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
     """Of a product's result, as `normed_linear` has it, in float32, rounded once; what is not `gated` times what lies beside."""
     gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if beside is None else beside.float())
@@ -197,7 +212,6 @@ def _normed_cuda(
     plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=bias is not None)
     if isinstance(plan, str):
         return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, gated, factor)
-    from halfbyte.kernels.gpu import gates as separate
     from halfbyte.kernels.gpu import skinny, skinny_hopper
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
@@ -205,7 +219,6 @@ def _normed_cuda(
         check_bias(bias, n, x.device)
     shape = *x.shape[:-1], n // 2 if gates and gated else n
     within = gates if gated and plan.config is not None else ""  # what the product has
-    y = keep(x.new_empty(rows, shape[-1] if within else n))
     inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
     with on(x):
         z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
@@ -213,20 +226,21 @@ def _normed_cuda(
         if plan.config is not None:
             weight, bias = aligned(weight), None if bias is None else bias.contiguous()
 
-            def launch() -> None:
+            def multiply() -> Tensor:
+                out = output(x.new_empty(rows, shape[-1] if within else n))
                 views, epilogue = gpu_tiles.views(weight, geo), Epilogue(bias, gates=within, factor=factor)
                 if plan.kernel == "skinny":
-                    skinny.launch(plan.problem, plan.config, z, *views, y, epilogue, inside)
+                    skinny.launch(plan.problem, plan.config, z, *views, out, epilogue, inside)
                 else:
-                    skinny_hopper.launch(plan.problem, plan.config, z, *views, y, epilogue)
+                    skinny_hopper.launch(plan.problem, plan.config, z, *views, out, epilogue)
+                return out
 
-            run_alike(launch, (z, weight, bias, inside and inside[0], y), "normed_linear", plan, within, factor, inside and inside[1:])
+            operands = z, weight, bias, inside and inside[0]
+            y = replayed(multiply, operands, "normed_linear", plan, within, factor, inside and inside[1:])
         else:
             y = _product(z, weight, bias, format, n, k)
         if gates and not within:
-            product, y = y, keep(x.new_empty(rows, shape[-1]))
-            alike = "gates", gates, factor, gated
-            run_alike(lambda: separate.launch(here, product, y, gates, factor, gated=gated), (product, y), *alike)
+            y = activated_on_gpu(y, gates, factor, gated=gated)
     return y.view(shape)
 
 
@@ -481,23 +495,23 @@ def _attend_cuda(*args: Any) -> Tensor:
     from halfbyte.kernels.gpu import attend as kernel
     from halfbyte.kernels.gpu import norm
 
-    out = keep(torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device))
     norms = None if token.norms is None else (token.norms[0][:3], token.norms[1][:3])
-    normed = keep(torch.empty_like(qkv)) if norms is not None and token.of_all_heads else None
 
-    def launch() -> None:
-        if normed is not None and norms is not None:
-            norm.launch_parts(here, qkv, norms, normed)
-        read, within = (qkv, norms) if normed is None else (normed, None)
+    def steps() -> Tensor:
+        out = output(torch.empty((qkv.shape[0], heads * keys.shape[3]), dtype=qkv.dtype, device=qkv.device))
+        read, within = qkv, norms
+        if norms is not None and token.of_all_heads:
+            read, within = output(torch.empty_like(qkv)), None
+            norm.launch_parts(here, qkv, norms, read)
         of_heads = token.turned, token.pairs, token.sinks, token.turned_first, token.others, token.values_normed
         how = kernel.How(token.factor, token.ring, *of_heads)
         cache = keys, values, *token.scales
         kernel.launch(here, read, token.rotary, cache, token.length, token.mask, out, token.scale, token.advance, within, how)
+        return out
 
     tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]
     with on(qkv):
-        run_alike(launch, (*tensors, out, normed), "attend", *settings)
-    return out
+        return replayed(steps, tensors, "attend", *settings)
 
 
 def why_not_attend(

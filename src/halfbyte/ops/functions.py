@@ -186,7 +186,7 @@ def linear(
         if plain(x, bias, residual) and not differentiated(x, bias, residual):
             if x.is_cpu:
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
-            return gpu_ops().linear_again(x, packed, bias, residual, compute, activation, low, high)  # type: ignore[no-any-return]
+            return gpu_ops().packed_linear(x, packed, bias, residual, compute, activation, low, high)  # type: ignore[no-any-return]
         run = transformed_linear if transformed() else OPS.linear.default
         return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, *optional(low, high))
     except Exception:

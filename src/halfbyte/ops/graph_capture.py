@@ -1,5 +1,5 @@
-"""CUDA graphs that share memory: a graph's memory serves those that are captured after it, and so does the workspace that kernels of this
-package have for each graph (`launch.release`).
+"""CUDA graphs that share memory: a graph's memory serves those that are captured after it, and so do the scratch buffers of each graph
+(`scratch.release`).
 
 Graphs of one device and stream share a memory pool, so they must be replayed one after the other.
 """
@@ -52,9 +52,9 @@ class CapturedGraph:
             try:
                 self._graph.capture_begin(pool=_pools[self._place].pool(), capture_error_mode=_MODE)
                 if triton_trouble() is None:
-                    from halfbyte.kernels.gpu import launch
+                    from halfbyte.kernels.gpu.runtime import scratch
 
-                    self._owner = launch.owner(self._device)
+                    self._owner = scratch.owner(self._device)
                 found = run()
             except BaseException:
                 self._abandon()
@@ -79,9 +79,9 @@ class CapturedGraph:
         torch.cuda.current_stream(self._device).synchronize()
         self._graph.reset()
         if self._owner is not None:
-            from halfbyte.kernels.gpu import launch
+            from halfbyte.kernels.gpu.runtime import scratch
 
-            launch.release(self._owner)
+            scratch.release(self._owner)
 
 
 def _trivial(device: torch.device) -> Any:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.made import keep
+from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, autocast, casts, differentiated, loops, plain, transformed
 from halfbyte.ops.tensors import aligned
-
-if TYPE_CHECKING:
-    from halfbyte.ops.replay import Replays
 
 
 def grouped_linear(
@@ -144,36 +141,27 @@ def _cpu_kernel(*settings: Any) -> Any:
     return kernel_for(*settings)
 
 
-@functools.cache
-def _replays() -> Replays:
-    from halfbyte.ops.replay import Replays
-
-    return Replays()
-
-
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     from halfbyte.dispatch.gpu import choose_gpu, compute_of
     from halfbyte.machine import gpu
     from halfbyte.ops import cuda
-    from halfbyte.ops.replay import run_first
+    from halfbyte.ops.replay import replayed
 
     compute = compute_of(s.compute)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = keep(x.new_empty(ids.numel(), s.n))
         if bias is not None:
             bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
-        operands = (aligned(x), aligned(weight), aligned(ids.flatten()), out, bias)
-        key = (*s, x.dtype, x.device, len(x), ids.numel(), ids.dtype, None if bias is None else bias.dtype)
+        operands = (aligned(x), aligned(weight), aligned(ids.flatten()))
 
-        def start() -> Callable[[], None] | None:
-            here = gpu(x.get_device())
+        def steps() -> Tensor:
+            out, here = output(x.new_empty(ids.numel(), s.n)), gpu(x.get_device())
             problem = Problem("grouped_linear", ids.numel(), s.n, s.k, as_format(s.format), x.dtype, compute, experts=s.experts)
-            return run_first(problem, here, choose_gpu(problem, here).options, operands)
+            cuda.run_first(problem, here, choose_gpu(problem, here).options, (*operands, out, bias))
+            return out
 
         with cuda.on(x):
-            _replays().run(key, start, operands)
-        return out
+            return replayed(steps, (*operands, bias), "grouped_linear", *s)
 
     return multiply
 

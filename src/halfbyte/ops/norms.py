@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.kernels.made import keep
+from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.library import OPS, in_mode, plain, refuses_derivatives, transformed
 
@@ -81,7 +81,7 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
     """By a kernel, where it supports that."""
     from halfbyte.machine import gpu
     from halfbyte.ops.cuda import on
-    from halfbyte.ops.replay import run_alike
+    from halfbyte.ops.replay import replayed
 
     _check(x, norm)
     here = gpu(x.get_device())
@@ -90,19 +90,18 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
     from halfbyte.kernels.gpu import norm as kernel
 
     z = x.contiguous()
-    out, rows = keep(torch.empty_like(z)), (-1, z.shape[-1])
     weight, shift = norm.weight.contiguous(), None if norm.shift is None else norm.shift.contiguous()
 
-    def launch() -> None:
-        parts = weight, norm.eps, norm.plus_one
+    def steps() -> Tensor:
+        out, rows, parts = output(torch.empty_like(z)), (-1, z.shape[-1]), (weight, norm.eps, norm.plus_one)
         if norm.centred:
             kernel.launch_centred(here, z.view(rows), parts, shift, out.view(rows))
         else:
             kernel.launch(here, z.view(rows), parts, out.view(rows))
+        return out
 
     with on(x):
-        run_alike(launch, (z, weight, shift, out), "normed", *norm[1:4])
-    return out
+        return replayed(steps, (z, weight, shift), "normed", *norm[1:4])
 
 
 def why_not_norm(k: int, here: Gpu) -> str | None:
@@ -164,7 +163,7 @@ def _add_normed_cuda(
 ) -> tuple[Tensor, Tensor]:
     from halfbyte.machine import gpu
     from halfbyte.ops.cuda import on
-    from halfbyte.ops.replay import run_alike
+    from halfbyte.ops.replay import replayed
 
     _check_added(x, residual, weight, then, scale)
     here, k = gpu(x.get_device()), x.shape[-1]
@@ -173,16 +172,17 @@ def _add_normed_cuda(
     from halfbyte.kernels.gpu import norm as kernel
 
     z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
-    h, second = keep(torch.empty_like(z)), None if then is None else keep(torch.empty_like(z))
     weight, then = weight.contiguous(), None if then is None else then.contiguous()
 
-    def launch() -> None:
-        following = None if then is None or second is None else ((then, then_eps, plus_one), second)
+    def steps() -> list[Tensor]:
+        h, *second = (output(torch.empty_like(z)) for _ in range(1 if then is None else 2))
+        following = None if then is None else ((then, then_eps, plus_one), second[0])
         kernel.launch_added(here, z, (weight, eps, plus_one), added, h, following, scale)
+        return [h, *second]
 
     with on(x):
-        run_alike(launch, (z, weight, added, then, scale, h, second), "add_normed", eps, plus_one, then_eps)
-    return h.view(x.shape), h.new_empty(0) if second is None else second.view(x.shape)
+        h, *second = replayed(steps, (z, weight, added, then, scale), "add_normed", eps, plus_one, then_eps)
+    return h.view(x.shape), second[0].view(x.shape) if second else h.new_empty(0)
 
 
 def _add_normed_fake(

@@ -6,20 +6,18 @@ only addresses differ (`replay.py`); elsewhere the same formula in torch's opera
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
-from halfbyte.kernels.made import keep
+from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import MADE, PAIRS, Heads, Norm
-from halfbyte.ops.decoding import activated_in_torch, parted_in_torch, placed_in_torch
+from halfbyte.ops.decoding import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
 from halfbyte.ops.norms import why_not_norm, wide_norm
-from halfbyte.ops.replay import run_alike
+from halfbyte.ops.replay import replayed
 
 
 def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
@@ -46,15 +44,8 @@ def activated(y: Tensor, gates: str, factor: float = 1.0, *, gated: bool = True,
     here = gpu(y.get_device()) if y.is_cuda and y.numel() and y.is_contiguous() else None
     if here is None or why_not_norm(1, here) is not None:
         return activated_in_torch(y, gates, factor, gated=gated, beside=beside)
-    from halfbyte.kernels.gpu import gates as kernel
-
-    out = keep(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))
-    rows = y.view(-1, y.shape[-1]), out.view(-1, out.shape[-1])
-    other = None if beside is None else beside.view(-1, beside.shape[-1])
     with on(y):
-        launch = partial(kernel.launch, here, *rows, gates, factor, gated=gated, beside=other)
-        run_alike(launch, (y, out, other), "gates", gates, factor, gated)
-    return out
+        return activated_on_gpu(y, gates, factor, gated=gated, beside=beside)
 
 
 # Positions
@@ -78,24 +69,22 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     from halfbyte.kernels.gpu import turn as kernel
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
-    queries = keep(qkv.new_empty((*qkv.shape[:2], heads.query, heads.dim)))
     norms = None if heads.norms is None else (heads.norms[0][:3], heads.norms[1][:3])
-    beside = keep(torch.empty_like(flat)) if norms is not None and heads.rows else None
-
     turned = 0 if rotary is None else heads.width, heads.pairs, heads.turned_first, len(heads.made) - 1, heads.values_normed
 
-    def launch() -> None:
-        if beside is not None and norms is not None:
-            norm.launch_parts(here, flat, norms, beside)
-            kernel.launch(here, beside, rotary, queries, (keys, values), length, None, *turned)
-        else:
-            kernel.launch(here, flat, rotary, queries, (keys, values), length, norms, *turned)
+    def steps() -> Tensor:
+        queries = output(qkv.new_empty((*qkv.shape[:2], heads.query, heads.dim)))
+        read, within = flat, norms
+        if norms is not None and heads.rows:
+            read, within = output(torch.empty_like(flat)), None
+            norm.launch_parts(here, flat, norms, read)
+        kernel.launch(here, read, rotary, queries, (keys, values), length, within, *turned)
+        return queries
 
     weights, settings = (None, None) if norms is None else (norms[0][0], norms[1][0]), None if norms is None else norms[0][1:]
-    operands = (flat, *(rotary or (None, None)), keys, values, length, *weights, queries, beside)
+    operands = flat, *(rotary or (None, None)), keys, values, length, *weights
     with on(qkv):
-        run_alike(launch, operands, "turn", heads.query, heads.key, *turned, settings)
-    return queries
+        return replayed(steps, operands, "rope", qkv.shape[:2], heads.query, heads.key, heads.rows, *turned, settings)
 
 
 def _check_turn(
@@ -173,14 +162,15 @@ def attend_many(
         return _attend_many(queries, keys, values, length, mask, scale, factor, sinks, cap)
     from halfbyte.kernels.gpu import attend_many as kernel
 
-    queries, out = queries.contiguous(), keep(queries.new_empty((batch, tokens, heads * dim)))
+    queries = queries.contiguous()
 
-    def launch() -> None:
+    def steps() -> Tensor:
+        out = output(queries.new_empty((batch, tokens, heads * dim)))
         kernel.launch(here, queries, keys, values, length, mask, out, scale, factor, sinks)
+        return out
 
     with on(queries):
-        run_alike(launch, (queries, keys, values, length, mask, sinks, out), "attend_many", scale, factor)
-    return out
+        return replayed(steps, (queries, keys, values, length, mask, sinks), "attend_many", scale, factor)
 
 
 def _check_attend(

@@ -13,7 +13,7 @@ from torch.nn import functional
 from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.made import keep
+from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
@@ -207,12 +207,12 @@ def _add_experts_cuda(*args: Any) -> Tensor:
 
     x = a.x.contiguous().view(-1, k)
     m, pairs = len(x), len(x) * a.chosen
-    z, out, inner = keep(torch.empty_like(x)), keep(torch.empty_like(x)), keep(x.new_empty(pairs, a.inner))
-    logits, weights = (keep(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
-    ids = keep(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
+    z, out, inner = output(torch.empty_like(x)), output(torch.empty_like(x)), output(x.new_empty(pairs, a.inner))
+    logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
+    ids = output(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
     problem = Problem("grouped_linear", pairs, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
     with on(x):
-        own = None if a.own is None else (a.own.contiguous(), keep(torch.empty(m, dtype=torch.float32, device=x.device)))
+        own = None if a.own is None else (a.own.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
         router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
         routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
         correction = None if a.correction is None else a.correction.contiguous()

@@ -1,7 +1,7 @@
 """The arithmetic on GPUs: Triton, and Gluon, its lower level, where a kernel is made for Hopper (`…_hopper.py`).
 
 Starting kernels
-  launch.py        the one door to the GPU; relaunch.py: launches made again without Python's share of the work
+  runtime/         launches, scratch buffers, and tapes, which replay launches
   hopper.py        what kernels for Hopper share; gluon_compat.py: what Gluon has in different ways in versions of Triton
   compile_time.py  the constants that kernels are compiled for: how compiled ones are found again on disk
   clock.py         times on a GPU; probe.py: what it can do at the most

@@ -34,8 +34,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch
 from halfbyte.kernels.gpu.arithmetic import fma, round_product, scale_of
+from halfbyte.kernels.gpu.runtime import launch
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -242,7 +243,7 @@ def first(multiply: Callable[..., None], beside: Callable[..., int], *, early: b
     ) -> None:
         """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
         own = plan(problem)
-        memory = launch.workspace(out.device, own.nbytes + beside(problem, config))
+        memory = workspace(out.device, own.nbytes + beside(problem, config))
         quantized = quantize_activation(x, own, memory, early=early)
         multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[own.nbytes :])
 

@@ -36,11 +36,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, tiled, whole
 from halfbyte.kernels.gpu.norm import Norm
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
 
@@ -209,7 +210,7 @@ def launch(
     s = replace(s, others=how.others, values_normed=how.values_normed)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
-    scratch = launcher.workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
+    scratch = workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
     parts = scratch, scratch[sums:]
     strides = (
         *(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary or (out, out)),

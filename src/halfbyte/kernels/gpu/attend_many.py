@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.compile_time import CompileTime
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.machine import Gpu
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -94,7 +95,7 @@ def launch(
     if mask is not None:
         pieces = -(-size // _PIECE)
         stride = mask.stride(0) if mask.shape[0] > 1 else 0
-        flags = launcher.workspace(out.device, mask.shape[0] * tiles * pieces)
+        flags = workspace(out.device, mask.shape[0] * tiles * pieces)
         seen, beyond = mask.view(torch.uint8), (tiles * pieces if mask.shape[0] > 1 else 0)
         grid = (tiles, pieces, mask.shape[0])
         launcher.run(_find, grid, seen, stride, mask.stride(1), flags, tokens, size, s.rows, _PIECE, s.pdl, num_warps=4, early=s.pdl)

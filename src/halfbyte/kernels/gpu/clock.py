@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from halfbyte.kernels.gpu import launch
+from halfbyte.kernels.gpu.runtime import scratch
 from halfbyte.timing import Timing
 
 
@@ -33,7 +33,7 @@ def graph_times(
         order.reverse()
     for graph, _, owner in graphs.values():
         graph.reset()
-        launch.release(owner)
+        scratch.release(owner)
     return {name: Timing(median(times), min(times), max(times), len(times), sum(times)) for name, times in runs.items()}
 
 
@@ -42,7 +42,7 @@ def copies(nbytes: int, l2: int) -> int:
     return max(2, min(64, -(-4 * l2 // max(1, nbytes))))
 
 
-def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tuple[torch.cuda.CUDAGraph, int, launch.Owner]:
+def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tuple[torch.cuda.CUDAGraph, int, scratch.Owner]:
     """The graph, how many launches it holds, and who keeps the memory that kernels share in it."""
 
     def once() -> None:
@@ -59,7 +59,7 @@ def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tupl
     turns = max(1, min(64, round(min_seconds / max(seconds, 1e-6))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        owner = launch.owner(torch.device("cuda", torch.cuda.current_device()))
+        owner = scratch.owner(torch.device("cuda", torch.cuda.current_device()))
         for _ in range(turns):
             once()
     graph.replay()

@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import decode
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import added as with_others
 from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization, requantized
 from halfbyte.kernels.gpu.conv_tile import (
@@ -42,6 +41,8 @@ from halfbyte.kernels.gpu.conv_tile import (
     weight_at,
     words_of,
 )
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
 from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
@@ -170,9 +171,9 @@ def _start(
     static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps, leads=addition is not None and addition.leads)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
-        memory = launcher.workspace(out.device, beside(problem, config)) if memory is None else memory
+        memory = workspace(out.device, beside(problem, config)) if memory is None else memory
         sums = memory.view(torch.int32 if integer else torch.float32)
-        scratch = sums, launcher.locks(out.device, tiles * sizes.groups)
+        scratch = sums, locks(out.device, tiles * sizes.groups)
     image, window = places(problem, x)
     launcher.run(
         _conv,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC, clamped
 from halfbyte.kernels.gpu.conv_tile import Convolution
-from halfbyte.kernels.gpu.launch import run
+from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.machine import Gpu
 

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
 from halfbyte.kernels.gpu.conv import supports as supports_float
 from halfbyte.kernels.gpu.conv_tile import (
@@ -34,6 +33,8 @@ from halfbyte.kernels.gpu.conv_tile import (
     weight_at,
     words_of,
 )
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import Activation, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
@@ -78,7 +79,7 @@ def launch(
     block = geo.block if blockwise else sizes.padded
     blocks = sizes.padded // block
     count = sizes.groups * blocks * pixels  # of ranges, and of their other ends
-    ranges = launcher.workspace(out.device, (2 if with_offset else 1) * 4 * count).view(torch.int32)
+    ranges = workspace(out.device, (2 if with_offset else 1) * 4 * count).view(torch.int32)
     launcher.run(
         _ranges,
         (-(-pixels // _PIXELS), blocks, sizes.groups),

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import skinny_config
 from halfbyte.kernels.gpu.conv_tile import Convolution, places
 from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.skinny_config import BAND, Config
 from halfbyte.kernels.gpu.skinny_tile import sums
 from halfbyte.kernels.problem import Epilogue, Problem

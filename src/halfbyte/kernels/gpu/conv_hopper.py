@@ -30,13 +30,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu import dequantize
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_hopper_tile import Static, convolve
 from halfbyte.kernels.gpu.conv_hopper_write import GROUP
 from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.gluon_compat import LARGER_VIEWS
 from halfbyte.kernels.gpu.hopper import not_hopper
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import double_buffer
 from halfbyte.kernels.problem import Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -208,7 +209,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     geo = convolution.gpu_geometry(problem.sizes)
     padded = round_up(problem.n, GROUP.value)
     nbytes = padded * geo.k * x.element_size()
-    rows = launcher.turns(out.device, nbytes)[:nbytes].view(x.dtype).view(padded, geo.k)
+    rows = double_buffer(out.device, nbytes)[:nbytes].view(x.dtype).view(padded, geo.k)
     dequantize.write(gpu_tiles.views(weight, geo), geo, rows[: problem.n], early=True)
     _start(problem, config, x, rows, out, epilogue, None)
 

@@ -305,7 +305,7 @@ def convolve(xd, wd, table, yd, rd, out, added, units, grid, image, window, boun
         taken = barriers(S.places, 2)
     fence_async_shared()
     gdc_wait()
-    if table is None:  # the next one may write a weight from here on, as `launch.turns` has it
+    if table is None:  # the next one may write a weight from here on, as `scratch.double_buffer` has it
         gdc_launch_dependents()
     held = (xs, ws, ys, full, empty, loaded, given, taken, table, yd, out, added, N, grid, image, window, bounds, row)
     gl.warp_specialize(

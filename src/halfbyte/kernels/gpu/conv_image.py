@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import conv
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.activations import aligned
 from halfbyte.kernels.gpu.arithmetic import MAGIC, scale_of
 from halfbyte.kernels.gpu.conv_tile import Config, Convolution
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.machine import Gpu
 
@@ -52,7 +53,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     scales_at = aligned(x.numel())
     most_at = scales_at + aligned(4 * batch)
     own = most_at + aligned(4 * batch * pieces)
-    memory = launcher.workspace(out.device, own + conv.beside(integers, config))
+    memory = workspace(out.device, own + conv.beside(integers, config))
     q = memory[: x.numel()].view(torch.int8).view(x.shape)
     scales = memory[scales_at:][: 4 * batch].view(torch.float32)
     most = memory[most_at:][: 4 * batch * pieces].view(torch.int32)

@@ -16,7 +16,8 @@ from torch import Tensor
 from halfbyte.kernels.gpu import dequantize
 from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.conv_tile import Convolution
-from halfbyte.kernels.gpu.launch import run, workspace
+from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.gpu.conv_tile import Convolution
-from halfbyte.kernels.gpu.launch import early_after, run
+from halfbyte.kernels.gpu.runtime.launch import early_after, run
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up

@@ -26,7 +26,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import hopper_tile
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.conv import supports as supports_any
 from halfbyte.kernels.gpu.conv_hopper import boxes_of, count_boxes
@@ -34,6 +33,7 @@ from halfbyte.kernels.gpu.conv_tile import Convolution
 from halfbyte.kernels.gpu.gluon_compat import async_load, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper import barriers, not_hopper
 from halfbyte.kernels.gpu.hopper_weights import high_bytes, two_planes
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu

@@ -16,7 +16,7 @@ from halfbyte.kernels.gpu import spread
 from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED
 from halfbyte.kernels.gpu.decode import e2m1_codes
-from halfbyte.kernels.gpu.launch import run
+from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.gpu_tiles import RECORD
 
@@ -32,7 +32,7 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
 def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1, early: bool = False) -> None:
     """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k].
 
-    early: this starts before the kernel before has ended and writes meanwhile, to memory of `launch.turns`.
+    early: this starts before the kernel before has ended and writes meanwhile, to memory of `scratch.double_buffer`.
     """
     early = early and not INTERPRETED
     run(

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import dequantize
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -56,7 +57,7 @@ def launch(
     m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
     plain = epilogue.bias is None and epilogue.residual is None and not epilogue.clamps
     at = round_up(n * k * element, 256)
-    memory = launcher.workspace(out.device, at + (0 if plain else 4 * m * n))
+    memory = workspace(out.device, at + (0 if plain else 4 * m * n))
     weight = memory[: n * k * element].view(problem.dtype).view(n, k)
     geo = gpu_tiles.geometry(problem.format, (n, k), paired=problem.paired)
     dequantize.write(gpu_tiles.Views(codes, scale, zero), geo, weight)
@@ -71,7 +72,7 @@ def launch(
 
 
 class _Library:
-    """torch's matrix product as `launch.run` starts kernels. It is not bound: `relaunch.py` makes only Triton's launches again."""
+    """torch's matrix product as `launch.run` starts kernels. It is not replayed: tapes are of Triton's launches only."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self._multiply

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC, clamped, fma
-from halfbyte.kernels.gpu.launch import early_after, run
+from halfbyte.kernels.gpu.runtime.launch import early_after, run
 from halfbyte.kernels.problem import Combination
 
 _BLOCK = 2048

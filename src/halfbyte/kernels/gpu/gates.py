@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.epilogue import activated, times_sigmoid
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
 _WIDE = 1024

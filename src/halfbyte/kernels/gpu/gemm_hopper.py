@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import GROUP
 from halfbyte.kernels.gpu.gluon_compat import thread_barrier
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, not_hopper, of_second
@@ -45,6 +44,8 @@ from halfbyte.kernels.gpu.hopper_tile import (
     write_tile,
 )
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -154,7 +155,7 @@ def launch(
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
     nbytes = beside(problem, config)
-    memory = launcher.workspace(out.device, nbytes) if nbytes else None
+    memory = workspace(out.device, nbytes) if nbytes else None
     multiply(problem, config, x, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory)
 
 
@@ -192,7 +193,7 @@ def multiply(
     yd = TensorDescriptor.from_tensor(out, [config.block_m, static.rows], layout) if static.sent else None
     scratch: tuple[Tensor, Tensor] | None = None
     if memory is not None and beside(problem, config):
-        scratch = memory.view(torch.float32), launcher.locks(out.device, 4 * _tiles(problem, config))
+        scratch = memory.view(torch.float32), locks(out.device, 4 * _tiles(problem, config))
     launcher.run(
         _gemm,
         (config.programs,),

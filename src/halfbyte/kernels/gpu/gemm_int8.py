@@ -31,7 +31,8 @@ from halfbyte.kernels.gpu import activations
 from halfbyte.kernels.gpu.activations import ZEROS, Quantized, aligned
 from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, collect, leave, requantization, requantized
 from halfbyte.kernels.gpu.epilogue import write
-from halfbyte.kernels.gpu.launch import locks, run
+from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.runtime.scratch import locks
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu

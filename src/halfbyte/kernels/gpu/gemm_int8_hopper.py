@@ -29,7 +29,8 @@ from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.gluon_compat import async_load, async_store, thread_barrier
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage, not_hopper, of_second
 from halfbyte.kernels.gpu.int8_hopper_tile import Static, scaled, sum_blocks, sum_whole
-from halfbyte.kernels.gpu.launch import locks, run
+from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.runtime.scratch import locks
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu

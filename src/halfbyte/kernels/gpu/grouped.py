@@ -21,11 +21,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import skinny, skinny_config, skinny_tile
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -150,7 +151,7 @@ def sorted_by_expert(
     lengths = (length, blocks, blocks, blocks, experts + 1, 3 + marks * blocks, programs * bins if several else 1)
     for size in lengths:
         starts.append(starts[-1] + round_up(size, 4))
-    memory = launcher.workspace(ids.device, 4 * starts[-1]).view(torch.int32)
+    memory = workspace(ids.device, 4 * starts[-1]).view(torch.int32)
     table = tuple(memory[start : start + size] for start, size in zip(starts, lengths, strict=False))
     if several:
         launcher.run(_count, (programs,), ids, table[6], pairs, experts, each, BINS=bins, PART=_PART, num_warps=4)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import dequantize, grouped, skinny_config
-from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu

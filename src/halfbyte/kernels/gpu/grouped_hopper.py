@@ -26,13 +26,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import gemm_hopper, grouped
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.gemm_hopper import Config, compiled_for, most_stages
 from halfbyte.kernels.gpu.gluon_compat import thread_barrier
 from halfbyte.kernels.gpu.hopper_tile import OUT, PIECES, load_stage, pieces_of, ring, sums, tails_read, write_tile
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
-from halfbyte.kernels.made import keep
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -86,7 +86,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     first = gpu_tiles.views(weight[: geo.nbytes], geo)
     scale, zero = _of_all(first.scale, experts, geo.nbytes), None if first.zero is None else _of_all(first.zero, experts, geo.nbytes)
     table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST.value, marks=-(-k // CHUNK.value) + 1, even=True)
-    rows = keep(torch.empty(problem.m, k, dtype=x.dtype, device=x.device))
+    rows = output(torch.empty(problem.m, k, dtype=x.dtype, device=x.device))
     layout, static = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2), compiled_for(problem, config, clamp=False)
     if geo.format.bits == 4:
         codes = TensorDescriptor.from_tensor(weight.view(torch.int16).view(-1, 64), [32, 64], layout)

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu import activations, gemm_int8_hopper, grouped
 from halfbyte.kernels.gpu.gemm_int8_hopper import Config, compiled_for, descriptor, load_tile, multiply_tile, ring
 from halfbyte.kernels.gpu.grouped_hopper import NARROWEST, TOLD, as_narrow, learn, tell, tile_of, untaken
-from halfbyte.kernels.gpu.launch import run
+from halfbyte.kernels.gpu.runtime.launch import output, run
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -62,7 +62,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     geo, static = gpu_tiles.geometry(problem.format, (n, k)), compiled_for(linear, config, clamp=False)
     table = grouped.sorted_by_expert(ids, experts, config.block_m, NARROWEST.value, _ALIGNED)
     plan = activations.plan(replace(linear, m=len(table[0])))
-    memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=out.device)
+    memory = output(torch.empty(plan.nbytes, dtype=torch.uint8, device=out.device))
     rows = activations.quantize_activation(x, plan, memory, order=table[0], share=problem.m // len(x))
     scale = weight[geo.scale_offset :].view(geo.format.scale)  # of the first expert, and so on
     zero = scale if geo.zero_dtype is None else weight[geo.zero_offset :].view(geo.zero_dtype)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
 MOST = 1 << 15  # columns: all of a row is in registers

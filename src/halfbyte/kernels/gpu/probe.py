@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu import launch
+from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 

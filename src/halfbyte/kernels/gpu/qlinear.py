@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu import activations, gemm_int8
 from halfbyte.kernels.gpu.gemm_int8 import Config
-from halfbyte.kernels.gpu.launch import workspace
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu

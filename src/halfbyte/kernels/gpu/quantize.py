@@ -18,7 +18,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC
-from halfbyte.kernels.gpu.launch import run
+from halfbyte.kernels.gpu.runtime.launch import run
 
 _TILE = 4096
 _PER_WARP = 1024  # elements; what is done once a block costs a thread with fewer of them more than their codes do

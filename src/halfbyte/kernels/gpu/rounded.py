@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations, gemm_hopper, gemm_int8
-from halfbyte.kernels.gpu import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -67,7 +67,7 @@ def round_first(problem: Problem, x: Tensor, beside: int) -> tuple[Tensor, Tenso
     plan = activations.plan(problem)
     nbytes = plan.columns * problem.k * x.element_size()
     own = activations.aligned(nbytes)
-    memory = launcher.workspace(x.device, own + beside)
+    memory = workspace(x.device, own + beside)
     seen = memory[:nbytes].view(x.dtype).view(plan.columns, problem.k)
     activations.round_activation(x, plan, seen[: problem.m], early=not triton.knobs.runtime.interpret)
     return seen, memory[own:]

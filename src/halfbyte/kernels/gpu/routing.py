@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import norm as norms
 from halfbyte.kernels.gpu.arithmetic import dot
 from halfbyte.kernels.gpu.epilogue import times_sigmoid
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
 MOST_EXPERTS = 1024  # logits of a row in the registers of a warp

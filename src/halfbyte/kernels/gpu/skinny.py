@@ -22,10 +22,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from halfbyte.errors import KernelError
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.arithmetic import collect, in_groups, leave
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
 from halfbyte.kernels.gpu.skinny_config import BAND, Config, compiled_for, mode
 from halfbyte.kernels.gpu.skinny_tile import sums
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -238,7 +239,7 @@ def launch(
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
         nbytes = 4 * config.split * tiles * static.outputs * config.columns
-        scratch = launcher.workspace(out.device, nbytes).view(torch.float32), launcher.locks(out.device, tiles)
+        scratch = workspace(out.device, nbytes).view(torch.float32), locks(out.device, tiles)
     options: dict[str, int] = {}
     if epilogue.gates and config.pdl:
         options["maxnreg"] = min(255, 1024 // config.warps)  # two blocks for each multiprocessor: left alone the compiler takes more

@@ -32,13 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu import skinny_hopper_config
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.gluon_compat import async_load, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage
 from halfbyte.kernels.gpu.hopper_weights import high_bytes
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
 from halfbyte.kernels.gpu.skinny_hopper_config import Config, beside, compiled_for, programs_of_tile, row_tiles
 from halfbyte.kernels.gpu.skinny_hopper_tile import LIFT, ROWS, Static, add_record
 from halfbyte.kernels.problem import Epilogue, Problem
@@ -54,7 +55,7 @@ def launch(
     if x.data_ptr() % 16 or x.stride(0) % 8:  # which TMA can't read
         x = x.clone(memory_format=torch.contiguous_format)
     static = compiled_for(problem, config, clamp=epilogue.clamps, gates=epilogue.gates)
-    memory = launcher.workspace(out.device, 0 if epilogue.gates else beside(problem, config))
+    memory = workspace(out.device, 0 if epilogue.gates else beside(problem, config))
     multiply(problem, config, static, (x, None), (codes, scale, zero), out, epilogue, memory)
 
 
@@ -76,10 +77,10 @@ def multiply(
     share, together = divmod(tiles, config.programs), 0
     if not static.gated and (together := programs_of_tile(problem, config)) > 1:
         waited_for = (config.programs - tiles) * static.rows * config.columns * rows_of_tiles
-        scratch, share = (launcher.locks(out.device, waited_for),), divmod(steps, together)
+        scratch, share = (locks(out.device, waited_for),), divmod(steps, together)
     elif not static.gated and beside(problem, config):
         sums = memory.view(torch.int32 if static.integers else torch.float32)
-        scratch = sums, launcher.locks(out.device, tiles * static.panels * rows_of_tiles)
+        scratch = sums, locks(out.device, tiles * static.panels * rows_of_tiles)
         share = divmod(tiles * steps, config.programs)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if static.sparse else 16 if static.bits == 4 else 8, rank=2)
     positions = None

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu import launch
+from halfbyte.kernels.gpu.runtime import launch
+from halfbyte.kernels.gpu.runtime.scratch import codes_workspace
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.gpu_tiles import Geometry, Views
 
@@ -25,7 +26,7 @@ def sections(data: Tensor, geo: Geometry) -> Views:
 def spread(sparse: Views, geo: Geometry) -> Views:
     """Those of a sparse weight, whose sections are given. Codes stay until this is called on the same stream again."""
     dense = gpu_tiles.geometry(geo.format, (geo.n, geo.k))
-    out = launch.spread_codes(sparse.codes.device, dense.codes_bytes)
+    out = codes_workspace(sparse.codes.device, dense.codes_bytes)
     kept, positions = sparse.codes.split([geo.kept_bytes // 4, (geo.codes_bytes - geo.kept_bytes) // 4])
     # It lets no kernel start early, as those that follow ask for codes at once.
     launch.run(

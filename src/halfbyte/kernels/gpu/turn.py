@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu import launch as launcher
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.norm import Norm
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
 _ELEMENTS = 1024  # of a block
