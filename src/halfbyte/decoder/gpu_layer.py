@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from halfbyte.bounded import Bounded
+from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.kernels.made import keep
 from halfbyte.ops.cuda import is_replayed, on
 from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
@@ -251,7 +252,9 @@ def _is_parallel(half: Dense | Experts | None) -> TypeGuard[Dense]:
     return isinstance(half, Dense) and half.parallel
 
 
-def _product(x: Tensor, norm: Norm | None, weight: Weight, gates: str = "", factor: float = 1.0, *, gated: bool = True) -> Tensor:
+def _product(
+    x: Tensor, norm: Norm | None, weight: Weight, gates: GateFunction | Literal[""] = "", factor: float = 1.0, *, gated: bool = True
+) -> Tensor:
     """`normed_linear` as the weight computes."""
     if weight.compute != "int8":
         return normed_linear(x, norm, weight.packed, weight.bias, gates=gates, gated=gated, factor=factor)

@@ -7,6 +7,7 @@ from typing import Any
 from halfbyte.decoder.families import FAMILIES, family_of_layer
 from halfbyte.decoder.family import Family
 from halfbyte.integrations.replaced import name_in_transformers
+from halfbyte.kernels.layer_kinds import Projections, projections_of
 
 NAMES = sorted(family.layer_class for family in FAMILIES.values())
 
@@ -46,10 +47,10 @@ def added_by(layer: Any) -> float:
     return 1.0 if name is None else float(getattr(layer, name))
 
 
-def made_of(layer: Any) -> str:
+def made_of(layer: Any) -> Projections:
     """What it makes of its input, as `ops.decoder.Heads` has it: some configs of a family leave out values, or keys and values."""
     names = known(layer).qkv
-    return "qkv" if len(names) == 1 else "qkv"[: sum(getattr(layer.self_attn, name, None) is not None for name in names)]
+    return "qkv" if len(names) == 1 else projections_of(sum(getattr(layer.self_attn, name, None) is not None for name in names))
 
 
 def per_layer_of(layer: Any) -> tuple[Any, Any, Any] | None:

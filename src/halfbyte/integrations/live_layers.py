@@ -14,12 +14,13 @@ from halfbyte.integrations.families import NAMES, added_by, borrows, family_of, 
 from halfbyte.integrations.hooked import why_hooked
 from halfbyte.integrations.mixtures import half_of, routed_of, weight_of, why_not_routed
 from halfbyte.integrations.replaced import original, products_of, why_not_fused
+from halfbyte.kernels.layer_kinds import RopePairs
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
 from halfbyte.ops.decoder import Attention, Dense, FeedForward, Heads, Norm, PerLayer, why_not
 
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that families.py knows
-_PAIRS = {"": "", "half": "once", "repeated": "twice"}  # `Heads.pairs` by `Family.rope_interleaved`
+_PAIRS: dict[str, RopePairs] = {"": "", "half": "once", "repeated": "twice"}  # `Heads.pairs` by `Family.rope_interleaved`
 
 # Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
 LAYER_ARGUMENTS: Understood = {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.layer_kinds import MADE, GateFunction, Projections, RopePairs, key_value_heads
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.checks import place
 from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PAIRS = "", "once", "twice"  # what `Heads.pairs` may be
-MADE = "qkv", "qk", "q"  # what `Heads.made` may be
 
 
 class Norm(NamedTuple):
@@ -58,15 +57,15 @@ class Heads(NamedTuple):
     turned: int | None = None
     cap: float | None = None
     sinks: Tensor | None = None
-    pairs: str = ""
+    pairs: RopePairs = ""
     turned_first: bool = False
-    made: str = "qkv"
+    made: Projections = "qkv"
     values_normed: bool = False
 
     @property
     def outputs(self) -> int:
         """Elements that are made for a token."""
-        return (self.query + (len(self.made) - 1) * self.key) * self.dim
+        return (self.query + key_value_heads(self.made) * self.key) * self.dim
 
     @property
     def width(self) -> int:
@@ -163,7 +162,7 @@ class Dense(NamedTuple):
     down           [K, I]
     before, after  the norms of h and of what down gives, if any
     factor         1 where there is a norm after
-    gates          f: "silu", "gelu_tanh" or "relu2"
+    gates          f, as in `layer_kinds.py`
     gated          whether there are gates
     parallel       x, which the attention half reads, is read in the place of h: y = h + … norm(x) …
     scale          [1]: y is multiplied by it, where there is a norm after (Gemma 4); None: by nothing
@@ -174,7 +173,7 @@ class Dense(NamedTuple):
     before: Norm | None
     after: Norm | None = None
     factor: float = 1.0
-    gates: str = "silu"
+    gates: GateFunction = "silu"
     gated: bool = True
     parallel: bool = False
     scale: Tensor | None = None
@@ -228,14 +227,14 @@ class PerLayer(NamedTuple):
     gate        [P, K], P the elements of e
     projection  [K, P]
     after       the norm
-    function    f: "silu", "gelu_tanh" or "relu2"
+    function    f, as in `layer_kinds.py`
     scale       [1], or None: 1
     """
 
     gate: Weight
     projection: Weight
     after: Norm
-    function: str = "gelu_tanh"
+    function: GateFunction = "gelu_tanh"
     scale: Tensor | None = None
 
     @property

@@ -116,7 +116,7 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
     values = torch.cat([part[0] for part in parts])
     if static is not None:
         return Codes.from_values(fmt, values, static.scale, static.zero)
-    zero = None if fmt.zero == "none" else torch.cat([part[2] for part in parts]).to(fmt.scale if fmt.zero == "offset" else torch.uint8)
+    zero = None if fmt.zero_dtype is None else torch.cat([part[2] for part in parts]).to(fmt.zero_dtype)
     return Codes.from_values(fmt, values, torch.cat([part[1] for part in parts]).to(fmt.scale), zero)
 
 

@@ -34,14 +34,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.errors import lookup
 from halfbyte.kernels.gpu import launch
 from halfbyte.kernels.gpu.arithmetic import fma, round_product, scale_of
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.gpu.weight_kinds import zero_of
+from halfbyte.kernels.problem import ACTIVATION_SCALINGS, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
 
-ZEROS = {"none": 0, "point": 1, "offset": 2}  # what kernels call the kinds of a format's zero
 _TILE, _MOST_TILES = 4096, 8  # elements that a program reads together, and how often: all stay in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
 _LARGEST_TILE = 256  # rows
@@ -122,7 +123,7 @@ def aligned(nbytes: int) -> int:
 @lru_cache(maxsize=4096)
 def plan(problem: Problem) -> Plan:
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    whole_row = problem.activation in ("row", "row_offset")
+    whole_row, with_offset = lookup(ACTIVATION_SCALINGS, problem.activation, "the scaling of activations")
     block, padded = geo.block, geo.padded
     if piece(block, problem.k) < block:
         block = padded = piece(block, problem.k)
@@ -136,8 +137,8 @@ def plan(problem: Problem) -> Plan:
         padded=geo.k_padded if whole else padded,
         whole_row=whole_row or whole,
         whole=whole,
-        summed=problem.format.zero != "none",
-        with_offset=problem.activation in ("block_offset", "row_offset"),
+        summed=zero_of(problem.format) != "none",
+        with_offset=with_offset,
         order=_order(problem, whole or padded >= gpu_tiles.RECORD),
     )
 

@@ -41,6 +41,7 @@ from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, tiled, whole
 from halfbyte.kernels.gpu.norm import Norm
+from halfbyte.kernels.layer_kinds import RopePairs, is_interleaved
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
 
@@ -71,7 +72,7 @@ class Static(CompileTime):
     turned: int
     plus_one: bool = False
     ring: bool = False
-    pairs: str = ""
+    pairs: RopePairs = ""
     short: bool = False
     added: bool = False
     turned_first: bool = False
@@ -92,7 +93,7 @@ class Static(CompileTime):
     @property
     def neighbours(self) -> bool:
         """Whether they are turned together."""
-        return self.pairs != ""
+        return is_interleaved(self.pairs)
 
     @property
     def group(self) -> int:
@@ -117,7 +118,7 @@ class How(NamedTuple):
     factor: float = 1.0
     ring: bool = False
     turned: int | None = None
-    pairs: str = ""
+    pairs: RopePairs = ""
     sinks: Tensor | None = None
     turned_first: bool = False
     others: int = 2

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.compile_time import CompileTime
+from halfbyte.kernels.gpu.weight_kinds import zero_of
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -92,7 +94,7 @@ class Static(CompileTime, Config):
     """
 
     bits: int
-    zero: str
+    zero: Zero
     mode: str
     taps: int
     kernel_w: int
@@ -155,7 +157,7 @@ def padded_channels(sizes: Filter) -> int:
 def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
     """What a kernel is compiled for that reads x [B, H, W, C], whose channels may be padded already."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
-    bits, zero, whole, channels = geo.format.bits, geo.format.zero, geo.block_rows == 1, padded_channels(sizes)
+    bits, zero, whole, channels = geo.format.bits, zero_of(geo.format), geo.block_rows == 1, padded_channels(sizes)
     block, padded = (channels, channels) if whole or mode in ("int8", "image") else (geo.block, geo.padded)
     record = 128 if bits == 4 else config.step
     step = 32 if mode in ("int8", "image", "dynamic") and bits == 4 else config.step

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.compile_time import CompileTime
+from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -55,7 +57,7 @@ class Static(CompileTime):
     ptx: bool
     pdl: bool
     bits: int
-    zero: str
+    zero: Zero
     padded: int  # elements of a block with its padding
     block: int  # without; 0 where padded k is k
     whole: bool  # one block along K
@@ -135,8 +137,8 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         ptx=config.ptx,
         pdl=config.pdl,
         bits=bits,
-        zero=geo.format.zero,
-        table=bool(geo.format.table),
+        zero=zero_of(geo.format),
+        table=has_floats(geo.format),
         paired=problem.paired,
         padded=geo.padded,
         block=0 if geo.contiguous else geo.block,
