@@ -5,18 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, lookup
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.layer_kinds import GateFunction
 
 Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
 Activation = Literal["block", "row", "block_offset", "row_offset"]
+LONGEST_INTEGER_SUM = (2**31 - 1) // (255 * 128)  # products (x - in_zero) * q whose sum is an int32, for all int8 x, in_zero and q
+AskedCompute = Literal["auto", "int8", "float"]  # what operations are asked for
+COMPUTES: tuple[AskedCompute, ...] = get_args(AskedCompute)
+
+
+def check_compute(compute: str) -> AskedCompute:
+    """`compute`. Raises ArgumentError where there is no such."""
+    for known in COMPUTES:
+        if compute == known:
+            return known
+    raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
 
 
 class ActivationScaling(NamedTuple):
@@ -33,13 +44,11 @@ ACTIVATION_SCALINGS: dict[Activation, ActivationScaling] = {
     "row_offset": ActivationScaling(whole_row=True, with_offset=True),
 }
 Pair = tuple[int, int]
-LONGEST_INTEGER_SUM = (2**31 - 1) // (255 * 128)  # products (x - in_zero) * q whose sum is an int32, for all int8 x, in_zero and q
-COMPUTES = ("auto", "int8", "float")  # what operations are asked for
 
 
-def check_compute(compute: str) -> None:
-    if compute not in COMPUTES:
-        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
+def scaling_of(activation: Activation) -> ActivationScaling:
+    """Raises UnsupportedError for a scaling of activations that no kernel computes."""
+    return lookup(ACTIVATION_SCALINGS, activation, "the scaling of activations")
 
 
 @dataclass(frozen=True, slots=True)

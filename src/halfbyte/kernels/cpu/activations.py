@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from halfbyte.errors import unreachable
+from halfbyte.errors import UnsupportedError, unreachable
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.bracketed import CENTER, TURNED
 from halfbyte.kernels.cpu.elements import Kind, element_of
@@ -281,7 +281,10 @@ class _FloatRow(_Row):
             total = f.variable(f.value(self.floats, 0.0))
             for u, _, raw in self.units(x, real, n):
                 if spec.inner == "bf16":
-                    order = [8 * g + k for g in range(spec.unit // 8) for k in (0, 2, 4, 6, 1, 3, 5, 7)]  # AVX512BF16.bf16_pairs
+                    if spec.source != "bf16":
+                        raise UnsupportedError(f"products of bfloat16 take activations of bfloat16, got {spec.source}: use compute='int8'")
+                    pairs = self.isa.bf16_order()
+                    order = [8 * g + k for g in range(spec.unit // 8) for pair in pairs for k in pair]
                     (data + u * self.rows * self.unit_bytes).store(raw.shuffle(order))
                 else:
                     (data + u * self.rows * self.unit_bytes).store(self.isa.to_float(raw, spec.source))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from halfbyte.errors import KernelError, unreachable
+from halfbyte.errors import KernelError, UnsupportedError, unreachable
 from halfbyte.kernels.cpu.elements import Kind
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.tile_spec import Inner
@@ -116,6 +116,10 @@ class ISA:
             return f"it is for {self.arch}, and this machine is {machine().arch}"
         lacking = sorted(self.needs - machine().features)
         return f"the CPU lacks {', '.join(lacking)}" if lacking else None
+
+    def _lacks(self, method: str) -> UnsupportedError:
+        """The error for a method that a class has to implement which says that it can do it."""
+        return UnsupportedError(f"the instruction set {self.name} has no {method}, which kernels ask of it: this is a fault in halfbyte")
 
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         """The tiles for M rows of activations: every choice that depends on the format and on M. `codes`: int8 in, int8 out."""
@@ -234,7 +238,7 @@ class ISA:
 
     def pair_sum(self, total: Value, codes: Value) -> Value:
         """`total` and twice the products of neighbours among a unit of laid-out activations, for `multiplies_sums`."""
-        raise NotImplementedError
+        raise self._lacks("pair_sum")
 
     def row_start(self, total: Value, bits: int, paired: bool) -> Value:
         """What accumulators of a row begin at, for signed weights, from the lanes' sum of `code_sum`."""
@@ -268,11 +272,11 @@ class ISA:
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
         """acc + the two products of int16 in each int32 lane."""
-        raise NotImplementedError
+        raise self._lacks("dot_shorts")
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
         """Of 16 bytes each, those that `picks` has the numbers of; 0 where its highest bit is set."""
-        raise NotImplementedError
+        raise self._lacks("picked")
 
     def kept_codes(self, stored: Value, bits: int) -> list[Value]:
         """32 stored bytes of a 2:4 sparse weight -> the codes kept of each 4 k, a byte each."""
@@ -280,15 +284,27 @@ class ISA:
 
     def spread_kept(self, f: Function, kept: Value, places: Value, zeros: Value) -> Value:
         """The 32 codes in those of 64 bytes whose bit of `places`, an i64, is 1; what `zeros` has in the others."""
-        raise NotImplementedError
+        raise self._lacks("spread_kept")
 
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
         """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; less than -128 becomes that."""
-        raise NotImplementedError
+        raise self._lacks("narrowed")
+
+    def bf16_order(self) -> tuple[tuple[int, int], ...]:
+        """Which two of eight k are a pair of bfloat16, for each of the vectors that `bf16_codes` gives; for `bf16_dot`."""
+        raise self._lacks("bf16_order")
+
+    def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
+        """Stored 4-bit codes (quads), or indices in a table of them -> pairs of bfloat16 weights for each of `bf16_order`, exactly."""
+        raise self._lacks("bf16_codes")
+
+    def bf16_multiply(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
+        """acc + the two products of bfloat16 in each lane."""
+        raise self._lacks("bf16_multiply")
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         """Two products of bytes in each int16, summed; where the sum is none, the nearest."""
-        raise NotImplementedError
+        raise self._lacks("byte_products")
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""

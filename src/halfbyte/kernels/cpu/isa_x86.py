@@ -384,11 +384,11 @@ class AVX512BF16(AVX512VNNI):
         super().__init__(core)
         self.bf16_pays = not self.intel  # on Emerald Rapids it takes 1.6 times as long as the products of float32 that it stands for
 
-    # The two k that each shift of a lane of eight nibbles delivers, in its low and its high half.
-    bf16_pairs = ((0, 2), (4, 6), (1, 3), (5, 7))
+    def bf16_order(self) -> tuple[tuple[int, int], ...]:
+        """The two k that each shift of a lane of eight nibbles delivers, in its low and its high half."""
+        return ((0, 2), (4, 6), (1, 3), (5, 7))
 
     def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
-        """Stored 4-bit codes (quads), or indices in a table of them -> pairs of bfloat16 weights for each of `bf16_pairs`, exactly."""
         values = [float(code) for code in table or _codes(signed)] * 2  # vpermw reads five bits: the table stands twice
         numbers = f.constant("<32 x i16>", [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in values])
         words = stored.bits("<32 x i16>")

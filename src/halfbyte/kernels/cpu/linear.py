@@ -35,7 +35,7 @@ from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.tile_spec import FIELDS, Inner, TileSpec
-from halfbyte.kernels.problem import Activation
+from halfbyte.kernels.problem import Activation, scaling_of
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.memory import in_huge_pages
@@ -304,8 +304,8 @@ def specs(
     fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
     bits = fmt.code_bits
     # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
-    shifted, whole_row = integers and activation.endswith("_offset"), integers and activation.startswith("row")
-    if shifted and fmt.family == "iq4" and (geo.padded, geo.last_padded) != (geo.block, geo.last):
+    whole_row, shifted = scaling_of(activation) if integers else (False, False)
+    if shifted and fmt.table and fmt.table[fmt.nothing] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
         what = f"blocks of {geo.block} in rows of {geo.k} are padded, and {fmt} has no code for 0"
         raise KernelError(f"activation={activation!r} is not for this weight: {what}: use 'block' or 'row'")
     by_row = whole_row and not shifted

@@ -32,7 +32,6 @@ from halfbyte.kernels.cpu.elements import element_of
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
-from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.kernels.cpu.kernel import function
 from halfbyte.kernels.cpu.prefetch import Prefetcher, SharingPrefetcher
 from halfbyte.kernels.cpu.sparse import SparseUnit
@@ -320,7 +319,6 @@ class Tile(BlockEnd):
 
     def _bf16_row(self, stored: Iterable[Value], a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
-        assert isinstance(isa, AVX512BF16)
         by_vector = [isa.bf16_codes(f, s, spec.signed, self.int8.table) for s in stored]
         out = list(totals)
         for s, codes in enumerate(zip(*by_vector, strict=True)):

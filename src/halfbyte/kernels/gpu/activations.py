@@ -34,11 +34,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.errors import lookup
 from halfbyte.kernels.gpu import launch
 from halfbyte.kernels.gpu.arithmetic import fma, round_product, scale_of
 from halfbyte.kernels.gpu.weight_kinds import zero_of
-from halfbyte.kernels.problem import ACTIVATION_SCALINGS, Epilogue, Problem
+from halfbyte.kernels.problem import Epilogue, Problem, scaling_of
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
@@ -123,7 +122,7 @@ def aligned(nbytes: int) -> int:
 @lru_cache(maxsize=4096)
 def plan(problem: Problem) -> Plan:
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    whole_row, with_offset = lookup(ACTIVATION_SCALINGS, problem.activation, "the scaling of activations")
+    whole_row, with_offset = scaling_of(problem.activation)
     block, padded = geo.block, geo.padded
     if piece(block, problem.k) < block:
         block = padded = piece(block, problem.k)
