@@ -68,7 +68,7 @@ def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
     """What is wrong with a module called `module`, one sentence each."""
     tree = ast.parse(text)
     found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree), *_left_to_defaults(module, tree)]
-    found += _kept_bounds(tree)
+    found += [*_kept_bounds(tree), *_open_matches(tree)]
     if is_package:
         found += _logic(module, tree)
     if (lines := len(text.splitlines())) > MAX_LINES:
@@ -188,6 +188,18 @@ def _kept_bounds(tree: ast.AST) -> Iterator[str]:
                         yield f"line {inner.lineno}: {name} bounds a loop and changes in the loop around it: make that `while`"
 
 
+def _open_matches(tree: ast.AST) -> Iterator[str]:
+    """A `match` over names, of activations, dtypes, formats, …, raises for those that it does not name."""
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Match)):
+        alternatives = [getattr(case.pattern, "patterns", [case.pattern]) for case in node.cases]
+        names = [part for parts in alternatives for part in parts if isinstance(part, ast.MatchValue)]
+        if any(isinstance(part.value, ast.Constant) and isinstance(part.value.value, str) for part in names):
+            match node.cases[-1]:
+                case ast.match_case(pattern=ast.MatchAs(pattern=None), guard=None, body=[*_, ast.Raise()]):
+                    continue
+            yield f"line {node.lineno}: a match over names has no last case that raises: end it with `raise unreachable(…)`"
+
+
 _LAZY = ("halfbyte", "halfbyte.checkpoint")
 
 
@@ -292,6 +304,11 @@ def test_the_whole_package_is_read() -> None:
             "@gluon.jit\ndef f(n):\n  for i in range(n):\n    for j in range(n, 9): g(j)\n    n -= n",
             "line 4: n bounds a loop and changes in the loop around it: make that `while`",
         ),
+        (
+            "halfbyte.ops",
+            "match x:\n  case 'silu': f()\n  case _: g()",
+            "line 1: a match over names has no last case that raises: end it with `raise unreachable(…)`",
+        ),
         ("halfbyte.ops", "x = 1\n" * 601, "601 lines, over 600"),
         ("halfbyte.ops", "def f(a, b, c, d, e, f, /, g, h, i, *j, k, l, **m): ...", "f has 13 parameters, over 12: group them"),
         ("halfbyte.ops", "f = lambda a, b, c, d, e, f, g, h, i, j, k, l, m: 0", "lambda has 13 parameters, over 12: group them"),
@@ -334,6 +351,7 @@ def test_logic_in_a_package_is_found(line: str) -> None:
         ("halfbyte.cli.explain", "import halfbyte\nhalfbyte.explain()"),
         ("halfbyte", "from halfbyte.cli import main\nX = {a: b for a, b in T.items()}\ndef __getattr__(name): ...\ndef __dir__(): ..."),
         ("halfbyte.ops", "x = 1\n" * 600),
+        ("halfbyte.ops", "match x:\n  case 'silu' | 'relu2': f()\n  case _: raise unreachable(x, 'gate')\nmatch y:\n  case A(b='c'): g()"),
         ("halfbyte.ops", "torch.full((), 1.5, device=d)\ntorch.empty(3, device='meta')\nx.new_empty(3)"),
         ("halfbyte.cli.bench", "torch.empty(3)"),
         ("halfbyte.kernels.gpu.a", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i, j, k, l, m): ..."),

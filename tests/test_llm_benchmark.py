@@ -46,9 +46,7 @@ def test_a_contender_that_fails_in_a_round_leaves_the_others(dies: str, family: 
     program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{dies}\n', encoding="utf-8")
     program.chmod(0o755)
     more = ["--gguf", str(tmp_path / "model.gguf")] if file else []
-    found, told = run(
-        "--contenders", "llama-bench", "halfbyte", "--llama-bench", str(program), "--rounds", "2", "--family", family, *more
-    )
+    found, told = run("--contenders", "llama-bench", "halfbyte", "--llama-bench", str(program), "--rounds", "2", "--family", family, *more)
     why = "llama-bench: the process ended with code -9" if "kill" in dies else f"llama-bench: Failed: {program} ended with code 3: broken"
     assert why in told
     assert list(found["medians"]) == ["halfbyte"]

@@ -176,6 +176,7 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     for name in ("conv2d", "conv2d_channels_last", "qconv2d_with"):
         run: Any = getattr(conv, name)
+
         def noted(x: Tensor, *others: Any, run: Any = run, **more: Any) -> Tensor:
             seen.append(is_channels_last(x))
             return run(x, *others, **more)  # type: ignore[no-any-return]

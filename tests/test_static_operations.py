@@ -163,7 +163,7 @@ def _dequantized(model: nn.Module, static: nn.Module) -> nn.Module:
 
 def _gradient(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
-    found, = torch.autograd.grad((model(x) * weights).sum() + x.square().sum(), x)
+    (found,) = torch.autograd.grad((model(x) * weights).sum() + x.square().sum(), x)
     return found
 
 

@@ -25,9 +25,7 @@ JOBS = {
     "gemm_int8_hopper": linear_job(f"{HOME}.gemm_int8_hopper", "sm_90", **MANY, format="int8_channel", compute="int8", activation="row"),
     "skinny_hopper": linear_job(f"{HOME}.skinny_hopper", "sm_90", **FEW, format="int8_g64_zp"),
     "skinny_hopper, 2:4 sparse": linear_job(f"{HOME}.skinny_hopper", "sm_90", **FEW, format="int4_g128", sparse=True),
-    "skinny_int8_hopper": linear_job(
-        f"{HOME}.skinny_int8_hopper", "sm_90", **FEW, format="int4_channel", compute="int8", activation="row"
-    ),
+    "skinny_int8_hopper": linear_job(f"{HOME}.skinny_int8_hopper", "sm_90", **FEW, format="int4_channel", compute="int8", activation="row"),
     "grouped_hopper": Job("tests/gpu/test_grouped_compiled.py:launch", "sm_90", {"format": "q8_0", "tile": 64, "compute": "float"}),
     "conv_hopper": Job("tests/gpu/test_gpu_conv_compiled.py:launch_hopper", "sm_90", CONV, "resources"),
     "conv_teams": Job(

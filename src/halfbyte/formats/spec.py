@@ -55,12 +55,17 @@ _ELSEWHERE = {
     r"fp8.*|w8.*|8_?bits?": "int8_channel",
 }
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
-_ZEROS = {suffix: zero for zero, suffix in _ZERO_NAMES.items()}
-_GRAMMAR = re.compile(
-    rf"(?:int(?P<bits>4|8)|(?P<family>{'|'.join((*TABLES, *TIGHT))}))_(?:g(?P<block>[1-9]\d{{0,8}})|(?P<scope>channel|tensor))"
-    rf"(?P<zero>{'|'.join(filter(None, _ZEROS))})?(?:_(?P<scale>{'|'.join(SCALE_DTYPES)}))?",
-    re.ASCII,
-)
+
+
+def _grammar() -> re.Pattern[str]:
+    """What spells the formats that are in no list."""
+    family, zero, scale = ("|".join(filter(None, names)) for names in ((*TABLES, *TIGHT), _ZERO_NAMES.values(), SCALE_DTYPES))
+    number = rf"(?:int(?P<bits>4|8)|(?P<family>{family}))"
+    scope = r"(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))"
+    return re.compile(rf"{number}_{scope}(?P<zero>{zero})?(?:_(?P<scale>{scale}))?", re.ASCII)
+
+
+_GRAMMAR = _grammar()
 _SCALE_SUFFIXES = f"[_{'|_'.join(SCALE_DTYPES)}]"
 
 
@@ -275,7 +280,7 @@ def as_format(name: str | Format) -> Format:
             "for example int4_g128_zp"
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
-    zero = _ZEROS[match["zero"] or ""]
+    zero = next(zero for zero, suffix in _ZERO_NAMES.items() if suffix == (match["zero"] or ""))
     family: Any = match["family"] or "int"
     bits = 8 if family in TIGHT else int(match["bits"] or 4)
     return Format(bits, block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)

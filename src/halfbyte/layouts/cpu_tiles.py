@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.errors import FormatError
+from halfbyte.errors import FormatError, lookup
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.base import Packed, round_up
@@ -59,7 +59,7 @@ _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their
 
 def plane_groups(tight: int) -> int:
     """Of how many 4 k a byte of the second plane holds bits."""
-    return 8 // (tight - 4)
+    return lookup({5: 8, 6: 4}, tight, "the planes of codes of so many bits,")
 
 
 def has_pairs(fmt: Format) -> bool:

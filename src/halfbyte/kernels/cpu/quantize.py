@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfbyte.errors import lookup
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Family, Format, Zero, zero_size
 from halfbyte.kernels.cpu import runtime
@@ -123,9 +124,10 @@ class _Rows(Emitter):
         stored = self._stored(exact)
         if spec.family != "int":
             inverse = self._inverse(exact)
-            if spec.bits == 4 and spec.family == "ggml":
-                return stored, None if lo is None else self._stored(lo), functools.partial(self._truncated, inverse, lo, 0.5)
-            return stored, None if lo is None else self._stored(lo), functools.partial(self._away, inverse)
+            away = functools.partial(self._away, inverse)
+            truncated = functools.partial(self._truncated, inverse, lo, 0.5)
+            encode = lookup({"ggml": truncated if spec.bits == 4 else away, "inferllm": away}, spec.family, "the rounding of the family")
+            return stored, None if lo is None else self._stored(lo), encode
         inverse = self._inverse(self.isa.to_float(stored, spec.scale))
         if lo is None:
             return stored, None, functools.partial(self._nearest, inverse, None, None)

@@ -137,6 +137,7 @@ def _quantize(
     FULL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """FULL: blocks fill the tile's width. EVEN: no byte holds one nibble alone."""
+    tl.static_assert(FAMILY < 3, "a family whose rounding has no code for GPUs")
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
     Q_MIN: tl.constexpr = 0 if ZERO != 0 else -(1 << BITS - 1)
     UP: tl.constexpr = -Q_MIN if BITS == 4 else 0  # nibbles are stored without a sign
