@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -42,6 +42,7 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
 
+Order = Literal["planes", "pairs", "plain"]  # of codes of x, as in the text above
 _TILE, _MOST_TILES = 4096, 8  # elements that a program reads together, and how often: all stay in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
 _LARGEST_TILE = 256  # rows
@@ -69,7 +70,7 @@ class Plan:
     whole: bool
     summed: bool
     with_offset: bool
-    order: str  # "plain", "pairs", or "planes": see the text of this file
+    order: Order  # see the text of this file
 
     @cached_property
     def columns(self) -> int:
@@ -142,7 +143,7 @@ def plan(problem: Problem) -> Plan:
     )
 
 
-def _order(problem: Problem, records: bool) -> str:
+def _order(problem: Problem, records: bool) -> Order:
     """Of the codes, in granules of whole `records` or of less."""
     if problem.format.bits == 4:
         return "planes" if records else "pairs"
@@ -277,6 +278,8 @@ def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
         q = tl.permute(tl.reshape(q, (HELD * G // 16, 4, 2, 2)), (0, 1, 3, 2))
     elif ORDER == "plain":
         q = tl.permute(tl.reshape(q, (HELD * G // 16, 8, 2)), (0, 2, 1))
+    else:
+        tl.static_assert(ORDER == "planes", "an order that has no code")
     return tl.reshape(q, (HELD, G))
 
 

@@ -7,6 +7,7 @@ for, where the tile's patches and its part of the weight lie, how patches are re
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -76,6 +77,9 @@ class Config:
     pdl: bool = False
 
 
+Mode = Literal["int8", "image", "sums", "weights", "exact", "dynamic"]  # how products are made, as `Static` says
+
+
 @dataclass(frozen=True, kw_only=True)
 class Static(CompileTime, Config):
     """What the kernel is compiled for.
@@ -95,7 +99,7 @@ class Static(CompileTime, Config):
 
     bits: int
     zero: Zero
-    mode: str
+    mode: Mode
     taps: int
     kernel_w: int
     whole: bool
@@ -154,7 +158,7 @@ def padded_channels(sizes: Filter) -> int:
     return padded.padded // geo.block * geo.padded
 
 
-def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
+def static_of(problem: Convolution, config: Config, x: Tensor, mode: Mode, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
     """What a kernel is compiled for that reads x [B, H, W, C], whose channels may be padded already."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     bits, zero, whole, channels = geo.format.bits, zero_of(geo.format), geo.block_rows == 1, padded_channels(sizes)

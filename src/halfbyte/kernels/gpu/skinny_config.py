@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -39,6 +40,9 @@ class Config:
     hopper: bool = field(default=False, repr=False)  # the GPU's
 
 
+Mode = Literal["sums", "weights", "exact"]
+
+
 @dataclass(frozen=True)
 class Static(CompileTime):
     """What the kernel is compiled for."""
@@ -53,7 +57,7 @@ class Static(CompileTime):
     ahead: int  # records of each part that are on their way to the L2 cache before the kernel before has ended
     scales_ahead: int  # records whose scales are, too
     split: bool
-    mode: str  # "sums", "weights", or "exact": see the text of `skinny_tile.py`
+    mode: Mode  # "sums", "weights", or "exact": see the text of `skinny_tile.py`
     ptx: bool
     pdl: bool
     bits: int
@@ -152,7 +156,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     ), per
 
 
-def mode(problem: Problem) -> str:
+def mode(problem: Problem) -> Mode:
     """Where the scale goes: "sums", "weights" or "exact"."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     if problem.dtype == torch.float32:
