@@ -72,6 +72,7 @@ def specifications(fmt: str = "int4_g32_zp", inner: Any = "int8") -> tuple[Any, 
 def new_zero(monkeypatch: pytest.MonkeyPatch) -> Format:
     """A format whose zero is in the grammar's list alone."""
     monkeypatch.setitem(spec._ZERO_NAMES, NEW, "_new")
+    monkeypatch.setitem(spec._ZEROS, "_new", NEW)
     monkeypatch.setattr(spec, "_GRAMMAR", spec._grammar())
     return Format(4, 32, NEW)
 

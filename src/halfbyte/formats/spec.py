@@ -55,6 +55,7 @@ _ELSEWHERE = {
     r"fp8.*|w8.*|8_?bits?": "int8_channel",
 }
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
+_ZEROS: dict[str | None, Zero] = {suffix or None: zero for zero, suffix in _ZERO_NAMES.items()}
 
 
 def _grammar() -> re.Pattern[str]:
@@ -101,7 +102,8 @@ class Format:
         if self.block not in ("channel", "tensor") and not (type(self.block) is int and 0 < self.block < 10**9):
             raise FormatError(f'a format\'s block is a positive number of elements, "channel" or "tensor", not {self.block!r}')
         if self.zero not in _ZERO_NAMES:
-            raise FormatError(f"a format's zero is {_listed(map(repr, _ZERO_NAMES))}, not {self.zero!r}")
+            allowed = _listed(f'"{zero}"' for zero in _ZERO_NAMES)
+            raise FormatError(f"a format's zero is {allowed}, not {self.zero!r}")
         if self.scale not in _SCALE_NAMES:
             raise FormatError(f"a format's scales are {_listed(_dtype_name(dtype) for dtype in _SCALE_NAMES)}, not {self.scale!r}")
         fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
@@ -280,7 +282,6 @@ def as_format(name: str | Format) -> Format:
             "for example int4_g128_zp"
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
-    zero = next(zero for zero, suffix in _ZERO_NAMES.items() if suffix == (match["zero"] or ""))
     family: Any = match["family"] or "int"
     bits = 8 if family in TIGHT else int(match["bits"] or 4)
-    return Format(bits, block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)
+    return Format(bits, block, _ZEROS[match["zero"]], SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)
