@@ -19,7 +19,7 @@ from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
-from halfbyte.kernels.cpu.plan_cache import Call, PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, Call
 from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Combination
@@ -29,9 +29,6 @@ _TENSORS = ELEMENTWISE.offset("a")
 _pack_tensors = ELEMENTWISE.struct("a", "out").pack_into
 _TOGETHER = 4  # vectors in flight
 _ELEMENTS_A_THREAD = 1 << 16
-
-
-_plans = PlanCache[Call]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,9 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     isa = current()
     out = torch.empty_like(a, dtype=how.dtype if isa.half_conversions or how.dtype != torch.float16 else torch.float32)
     key = a.dtype, None if b is None else b.dtype, how, a.numel(), runtime.threads()
-    call = _plans.entries.get(key) or _plans.get(key, lambda: _prepare(a, b, out.dtype, how))
+    call = PLANS.elementwise.get(key)
+    if call is None:
+        call = PLANS.elementwise[key] = _prepare(a, b, out.dtype, how)
     _pack_tensors(call.buffer, _TENSORS, a.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr())
     runtime.runner()(call.address, call.threads)
     return out if out.dtype == how.dtype else out.to(how.dtype)
