@@ -73,6 +73,7 @@ TOKENIZERS = {
 }
 BESIDE = ("tests", "benchmarks", "examples")
 MAX_PARAMETERS = 12
+MAX_STORES = 48
 
 
 def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
@@ -80,6 +81,7 @@ def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
     tree = ast.parse(text)
     found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree), *_left_to_defaults(module, tree)]
     found += [*_kept_bounds(tree), *_families(module, tree)]
+    found += [*_kept_bounds(tree), *_open_matches(tree)]
     if is_package:
         found += _logic(module, tree)
     if (lines := len(text.splitlines())) > MAX_LINES:
@@ -217,6 +219,62 @@ def _families(module: str, tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno}: {name} is a family of models: what is special about it belongs into decoder/families"
 
 
+def _open_matches(tree: ast.AST) -> Iterator[str]:
+    """A `match` over names, of activations, dtypes, formats, …, raises for those that it does not name."""
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Match)):
+        alternatives = [getattr(case.pattern, "patterns", [case.pattern]) for case in node.cases]
+        names = [part for parts in alternatives for part in parts if isinstance(part, ast.MatchValue)]
+        if any(isinstance(part.value, ast.Constant) and isinstance(part.value.value, str) for part in names):
+            match node.cases[-1]:
+                case ast.match_case(pattern=ast.MatchAs(pattern=None), guard=None, body=[*_, ast.Raise()]):
+                    continue
+            yield f"line {node.lineno}: a match over names has no last case that raises: end it with `raise unreachable(…)`"
+
+
+# Classes of bounded.py and others whose instances store results, and methods by which a container is changed.
+_CACHES = {"Bounded", "ByTensor", "PlanCache", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary"}
+_CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "put", "remove", "setdefault", "update"}
+
+
+def stores(text: str) -> list[str]:
+    """The names of a module that functions change: containers and caches at module level, and variables that are rebound by `global`.
+
+    Memoized functions are none (`functools.cache`, `bounded.by_tensor`), nor are locks, counters and context variables.
+    """
+    tree = ast.parse(text)
+    values: dict[str, ast.expr] = {}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                values[name] = value
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=parts)):
+                values |= {name.id: part for name, part in zip(names, parts, strict=False) if isinstance(name, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                values[name] = value
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    of_threads = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and "threading.local" in map(ast.unparse, node.bases)}
+    caches = _CACHES | of_threads
+    found |= {name for name, value in values.items() if isinstance(value, ast.Call) and _class_of(value) in caches}
+    contexts = {name for name, value in values.items() if isinstance(value, ast.Call) and _class_of(value) == "ContextVar"}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    for node in (node for function in functions for node in ast.walk(function)):
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                found.add(name)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in _CHANGES:
+                found.add(name)
+            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name)), ctx=ast.Store() | ast.Del()):
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id=name), ctx=ast.Store()) if isinstance(values.get(name), ast.Call):
+                found.add(name)
+    return sorted(found & values.keys() - contexts)
+
+
+def _class_of(call: ast.Call) -> str:
+    made = call.func.value if isinstance(call.func, ast.Subscript) else call.func
+    return ast.unparse(made).rpartition(".")[2]
+
+
 _LAZY = ("halfbyte", "halfbyte.checkpoint")
 
 
@@ -254,6 +312,30 @@ def _sources() -> list[tuple[str, Path]]:
 @pytest.mark.parametrize(("module", "path"), _sources(), ids=lambda value: value if isinstance(value, str) else "")
 def test_rules(module: str, path: Path) -> None:
     assert not check(module, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
+
+
+def test_the_stores_of_modules_become_no_more() -> None:
+    """A result that a function keeps belongs to an object, or to a memoized function. Whoever takes one away lowers MAX_STORES."""
+    found = [f"{module}.{name}" for module, path in _sources() for name in stores(path.read_text("utf-8"))]
+    assert len(found) <= MAX_STORES, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("_seen = {}\ndef f(x): _seen[x] = 1", ["_seen"]),
+        ("_seen: set[int] = set()\ndef f(x): _seen.add(x)", ["_seen"]),
+        ("_seen: dict[int, int] = {}\nf = lambda x: _seen.pop(x)", ["_seen"]),
+        ("class P(threading.local): ...\nPLANS = P()", ["PLANS"]),
+        ("_linked = _Linked()\ndef f(x): _linked.loaded[x] = 1", ["_linked"]),
+        ("_count = 0\ndef f():\n  global _count\n  _count += 1", ["_count"]),
+        ("_a, _b = ByTensor[int](), bounded.Bounded[int, int](9)", ["_a", "_b"]),
+        ("TABLE = {'a': 1}\ndef f(x):\n  y = {}\n  y[x] = TABLE[x]", []),
+        ("_how = ContextVar('how')\n_lock = Lock()\n@cache\ndef f(x): return g(x)", []),
+    ],
+)
+def test_stores_are_found(text: str, names: list[str]) -> None:
+    assert stores(text) == names
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -332,6 +414,11 @@ A_FAMILY = "line 1: {} is a family of models: what is special about it belongs i
             "@gluon.jit\ndef f(n):\n  for i in range(n):\n    for j in range(n, 9): g(j)\n    n -= n",
             "line 4: n bounds a loop and changes in the loop around it: make that `while`",
         ),
+        (
+            "halfbyte.ops",
+            "match x:\n  case 'silu': f()\n  case _: g()",
+            "line 1: a match over names has no last case that raises: end it with `raise unreachable(…)`",
+        ),
         ("halfbyte.ops", "x = 1\n" * 601, "601 lines, over 600"),
         ("halfbyte.ops", "def f(a, b, c, d, e, f, /, g, h, i, *j, k, l, **m): ...", "f has 13 parameters, over 12: group them"),
         ("halfbyte.ops", "f = lambda a, b, c, d, e, f, g, h, i, j, k, l, m: 0", "lambda has 13 parameters, over 12: group them"),
@@ -374,6 +461,7 @@ def test_logic_in_a_package_is_found(line: str) -> None:
         ("halfbyte.cli.explain", "import halfbyte\nhalfbyte.explain()"),
         ("halfbyte", "from halfbyte.cli import main\nX = {a: b for a, b in T.items()}\ndef __getattr__(name): ...\ndef __dir__(): ..."),
         ("halfbyte.ops", "x = 1\n" * 600),
+        ("halfbyte.ops", "match x:\n  case 'silu' | 'relu2': f()\n  case _: raise unreachable(x, 'gate')\nmatch y:\n  case A(b='c'): g()"),
         ("halfbyte.ops", "torch.full((), 1.5, device=d)\ntorch.empty(3, device='meta')\nx.new_empty(3)"),
         ("halfbyte.cli.bench", "torch.empty(3)"),
         ("halfbyte.kernels.gpu.a", "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i, j, k, l, m): ..."),

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import BertConfig, BertModel, DynamicCache
 
 import halfbyte as hb
-from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
 from halfbyte.decoder.families import FAMILIES
+from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
 from halfbyte.integrations import embedding, encoder_stack, encoding, model_step, stack
 from halfbyte.integrations.calls import CACHE, KV_CACHE, OLD_CACHE, any_value, bind, cache_name, is_true, parameters_of, unset, why_unknown
 from halfbyte.integrations.forwards import replace_forwards_

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -37,6 +39,18 @@ class ByTensor(Generic[V]):
     def put(self, tensor: Tensor, value: V) -> V:
         self._entries[tensor] = version_of(tensor), value
         return value
+
+
+def by_tensor(function: Callable[[Tensor], V]) -> Callable[[Tensor], V]:
+    """Memoizes a function of one tensor, for each tensor as long as it lives and is not written to."""
+    results = ByTensor[V]()
+
+    @functools.wraps(function)
+    def memoized(tensor: Tensor) -> V:
+        result = results.get(tensor)
+        return results.put(tensor, function(tensor)) if result is None else result
+
+    return memoized
 
 
 def version_of(tensor: Tensor) -> int | None:

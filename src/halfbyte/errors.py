@@ -2,11 +2,16 @@
 
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Never, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _LONGEST_NAME = 400  # characters of a path in a message
+_FAULT = "this is a fault in halfbyte, please report it"
 
 
 class HalfbyteError(Exception):
@@ -31,6 +36,22 @@ class UnsupportedError(HalfbyteError, NotImplementedError):
 
 class KernelError(HalfbyteError, RuntimeError):
     """A kernel that could not be compiled, cached or linked."""
+
+
+def lookup(table: Mapping[Key, Value], key: Key, what: str) -> Value:
+    """Returns `table[key]`, where the table has one entry for each `what` that halfbyte implements.
+
+    Raises:
+        UnsupportedError: The table has no such key.
+    """
+    if key in table:
+        return table[key]
+    raise UnsupportedError(f"{what} {key!r} is not implemented here, only {', '.join(map(str, table))}: {_FAULT}")
+
+
+def unreachable(value: Never, what: str) -> UnsupportedError:
+    """The error to raise in the last case of a `match` over all values of a Literal: mypy reports a value that no case names."""
+    return UnsupportedError(f"{what} {value!r} is not implemented here: {_FAULT}")
 
 
 def not_there(path: Path, kinds: str) -> CheckpointError:

@@ -157,5 +157,5 @@ def test_bfloat16_rows_are_pairs_in_the_order_of_the_dot_product(monkeypatch: py
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     kernel = LinearKernel(Format(4, 32), 1, 64, torch.bfloat16, "bf16", "block")
     x = torch.randn(3, 64).bfloat16()
-    order = [k for pair in isa.bf16_pairs for k in pair]
+    order = [k for pair in isa.bf16_order() for k in pair]
     assert torch.equal(Tile(kernel, x).data, x.view(3, 8, 8)[:, :, order].reshape(3, 64))

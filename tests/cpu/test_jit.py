@@ -37,14 +37,14 @@ from halfbyte.ops import cpu as cpu_ops
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and a process that has loaded nothing and warned of nothing yet."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(jit, "_loaded", {})
-    monkeypatch.setattr(jit, "_warned", set())
+    monkeypatch.setattr(jit._linked, "loaded", {})
+    monkeypatch.setattr(jit._linked, "warned", set())
     return tmp_path / "cache" / "cpu"
 
 
 def forget() -> None:
     """As if the process had just begun."""
-    jit._loaded.clear()
+    jit._linked.loaded.clear()
 
 
 def answer(number: int = 42) -> int:

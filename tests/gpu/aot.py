@@ -25,12 +25,13 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.formats.spec import as_format
+from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
@@ -152,7 +153,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
         module, config = option.candidate.module, option.config
         module.launch(problem, config, empty(rows, k), *views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))
 
-    def normed(n: int, k: int, *, function: str = "") -> None:
+    def normed(n: int, k: int, *, function: GateFunction | Literal[""] = "") -> None:
         plan = normed_plan(Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16), gpu, gated=bool(function))
         assert isinstance(plan, NormedPlan)
         before = (empty(k), 1e-5, False)

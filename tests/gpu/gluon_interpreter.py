@@ -460,10 +460,15 @@ def _where(condition: Any, a: Any, b: Any) -> Value:
     return Value(torch.where(torch.as_tensor(_raw(condition)), _raw(a), _raw(b)))
 
 
+def _static_assert(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
 _LANGUAGE = _Language(
     program_id=lambda axis: _scalar(_here.program[0][axis]),
     num_programs=lambda axis: _scalar(_here.program[1][axis]),
     static_range=range,
+    static_assert=_static_assert,
     arange=lambda start, end, layout=None: Value(torch.arange(start, end, dtype=torch.int32)),
     zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=_TORCH[dtype])),
     full=lambda shape, value, dtype, layout=None: Value(torch.full(shape, _raw(value), dtype=_TORCH[dtype])),

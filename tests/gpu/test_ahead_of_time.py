@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from aot import Binary, compile_all, linear_job
+import torch
+from aot import Binary, Job, compile_all, linear_job
 
-from halfbyte.machine import GPUS
+from halfbyte.kernels.gpu import gates
+from halfbyte.machine import GPUS, Gpu
 
 ARCHES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 ODD = ("sm_80", "sm_90", "gfx942")  # where what has no fast path is compiled
@@ -54,3 +56,14 @@ def test_weights_are_read_16_bytes_at_a_time(arch: str, binaries: dict[tuple[str
     text = binaries["one row", arch][-1].assembly
     assert "LDG.E.128" in text or "LDGSTS.E.BYPASS.128" in text or "LDG.E.ENL2.256" in text
     assert "LOP3" in text
+
+
+def launch_unknown_gate(gpu: Gpu) -> None:
+    name: Any = "new"
+    gates.launch(gpu, torch.empty(1, 64, device="meta"), torch.empty(1, 32, device="meta"), name)
+
+
+def test_a_gate_function_without_code_does_not_compile() -> None:
+    job = Job("tests/gpu/test_ahead_of_time.py:launch_unknown_gate", "sm_90", wanted="resources")
+    with pytest.raises(AssertionError, match="a gate function that has no code for GPUs"):
+        compile_all([job])

@@ -14,13 +14,14 @@ from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
+from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections, RopePairs
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.decoding_step import Inputs
 from halfbyte.ops.experts import Clamped
 from halfbyte.ops.layers import Weight
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
-_PAIRS = {"": "", "half": "once", "repeated": "once"}  # tables of `Rope` have rotary_dim / 2 columns
+_PAIRS: dict[str, RopePairs] = {"": "", "half": "once", "repeated": "once"}  # tables of `Rope` have rotary_dim / 2 columns
 
 
 class Tensors(Protocol):
@@ -209,7 +210,7 @@ def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[i
     return [config.count("sliding_window") if kind == SLIDING else None for kind in types]
 
 
-def _logits(family: Family, config: TextConfig) -> tuple[str, float] | None:
+def _logits(family: Family, config: TextConfig) -> tuple[LogitsFunction, float] | None:
     if family.logits_divisor is not None:
         return "over", config.positive(family.logits_divisor)
     if family.logits_multiplier is not None:
@@ -219,7 +220,7 @@ def _logits(family: Family, config: TextConfig) -> tuple[str, float] | None:
     return None
 
 
-def projections(family: Family, config: TextConfig, index: int, kv_source: int | None) -> str:
+def projections(family: Family, config: TextConfig, index: int, kv_source: int | None) -> Projections:
     """Return which of queries, keys and values a layer has projections of, as `Heads.made`."""
     key = family.values_are_keys
     if kv_source is not None:
@@ -238,7 +239,7 @@ class _StoredLayer:
         self.residual_multiplier = 1.0 if name is None else config.number(name)
 
     @property
-    def activation(self) -> str:
+    def activation(self) -> GateFunction:
         return self._config.activation
 
     def head_settings(self) -> HeadSettings:

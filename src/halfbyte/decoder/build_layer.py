@@ -13,6 +13,7 @@ from torch import Tensor
 from halfbyte.decoder.family import Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
+from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopePairs
 from halfbyte.ops.decoder import Attention, Dense, Heads, Norm, PerLayer
 from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
@@ -50,8 +51,8 @@ class HeadSettings(NamedTuple):
     scale: float
     rotary_dim: int
     softcap: float | None
-    projections: str
-    interleaved: str
+    projections: Projections
+    interleaved: RopePairs
 
 
 class RouterSettings(NamedTuple):
@@ -79,7 +80,7 @@ class LayerSource(Protocol):
     residual_multiplier: float
 
     @property
-    def activation(self) -> str:
+    def activation(self) -> GateFunction:
         """The activation function of its MLP, as kernels name it."""
 
     def head_settings(self) -> HeadSettings:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family
 from halfbyte.errors import CheckpointError, UnsupportedError
+from halfbyte.kernels.layer_kinds import GateFunction
 
 _MOST_LAYERS = 10_000
 _MOST_DIM = 1 << 16  # of a head
@@ -123,7 +124,7 @@ class TextConfig:
         return value
 
     @property
-    def activation(self) -> str:
+    def activation(self) -> GateFunction:
         """The activation function of its MLPs.
 
         Raises:

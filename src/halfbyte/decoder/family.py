@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     from halfbyte.io.gguf_metadata import Metadata
 
+from halfbyte.kernels.layer_kinds import GateFunction, RouterScores
+
 # Activation functions of configs, by the names that kernels use.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
+ACTIVATIONS: dict[str, GateFunction] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
 SLIDING = "sliding_attention"  # of a config's `layer_types`
 
 
@@ -37,7 +45,7 @@ class MoEFamily:
     router: str = "gate"
     router_weight: str = "weight"
     router_bias: bool = False
-    scores: str = ""
+    scores: RouterScores = ""
     correction: str | None = None
     norm_topk: str | None = "norm_topk_prob"
     scaling_factor: str | None = None

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.gpu.runtime.launch import output
+from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
 from halfbyte.ops.decoding import attend, normed_linear
@@ -230,7 +231,7 @@ def _decoded(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask:
     if not second.parallel:
         read = h if z is None else z
     before = second.before if z is None else None
-    inner = _product(read, before, second.gate_up, second.gates, second.factor, gated=second.gated)
+    inner = _product(read, before, second.gate_up, second.gate_function, second.factor, gated=second.gated)
     return added(second, layer.down_proj, inner, h)[0]
 
 
@@ -239,7 +240,9 @@ def _is_parallel(half: Dense | Experts | None) -> TypeGuard[Dense]:
     return isinstance(half, Dense) and half.parallel
 
 
-def _product(x: Tensor, norm: Norm | None, weight: Weight, gates: str = "", factor: float = 1.0, *, gated: bool = True) -> Tensor:
+def _product(
+    x: Tensor, norm: Norm | None, weight: Weight, gates: GateFunction | Literal[""] = "", factor: float = 1.0, *, gated: bool = True
+) -> Tensor:
     """`normed_linear` as the weight computes."""
     if weight.compute != "int8":
         return normed_linear(x, norm, weight.packed, weight.bias, gates=gates, gated=gated, factor=factor)
@@ -344,7 +347,7 @@ def _after(layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyVal
     if not second.parallel:
         z = then if then is not None else h if second.before is None else normed(h, second.before)
     product = linear(z, second.gate_up.packed, second.gate_up.bias, **_how(second.gate_up))
-    y = added(second, layer.down_proj, activated(product, second.gates, second.factor, gated=second.gated), h)[0]
+    y = added(second, layer.down_proj, activated(product, second.gate_function, second.factor, gated=second.gated), h)[0]
     return with_own_input(layer, y, own)
 
 

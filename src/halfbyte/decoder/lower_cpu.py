@@ -16,6 +16,7 @@ from halfbyte.decoder.cache import Cache, OnGpu
 from halfbyte.decoder.program import ALL_HEADS, TORCH, Lowered, Op, Program, readers_of
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
 from halfbyte.ops.decoding_step import MOST_IN_A_ROW, DecodingStep
@@ -255,12 +256,7 @@ class CpuModel:
         else:
             y = x @ head.float().T
             y = y if self.spec.lm_head_bias is None else y + self.spec.lm_head_bias
-        if self.spec.logits is None:
-            return y
-        function, constant = self.spec.logits
-        if function == "times":
-            return y * constant
-        return y / constant if function == "over" else torch.tanh(y / constant) * constant
+        return logits_in_torch(y, self.spec.logits)
 
 
 def first_reusing(spec: DecoderSpec) -> int | None:

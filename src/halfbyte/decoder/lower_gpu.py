@@ -23,6 +23,7 @@ from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
@@ -430,13 +431,7 @@ class GpuModel:
 
     def _scaled(self, y: Tensor) -> Tensor:
         """The model's logits, float32, in memory of their own."""
-        logits = y.to(torch.float32, copy=True)
-        if self.spec.logits is None:
-            return logits
-        function, constant = self.spec.logits
-        if function == "times":
-            return logits * constant
-        return logits / constant if function == "over" else torch.tanh(logits / constant) * constant
+        return logits_in_torch(y.to(torch.float32, copy=True), self.spec.logits)
 
 
 def _table(rope: Rope, count: int, lengths: Sequence[int]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.errors import unreachable
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
@@ -282,11 +283,15 @@ def _end(spec: DecoderSpec) -> Iterator[Op]:
         yield Op("linear", "lm_head", None, ("norm",), *_form(head), settings, part=head)
     if spec.logits is not None:
         function, constant = spec.logits
-        if function == "cap":
-            yield Op("softcap", "softcap", None, ("lm_head",), settings=(("softcap", constant),))
-        else:
-            settings = (("factor" if function == "times" else "divisor", constant),)
-            yield Op("logit_scale", "logit_scale", None, ("lm_head",), settings=settings)
+        match function:
+            case "cap":
+                yield Op("softcap", "softcap", None, ("lm_head",), settings=(("softcap", constant),))
+            case "times":
+                yield Op("logit_scale", "logit_scale", None, ("lm_head",), settings=(("factor", constant),))
+            case "over":
+                yield Op("logit_scale", "logit_scale", None, ("lm_head",), settings=(("divisor", constant),))
+            case _:
+                raise unreachable(function, "the function of logits")
 
 
 def _added(half: Attention | Dense | PerLayer, read: str, name: str, residual: str) -> Iterator[Op]:

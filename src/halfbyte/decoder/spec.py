@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfbyte.decoder.rope import Rope
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
 from halfbyte.ops.decoding_step import Inputs
@@ -78,7 +79,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     norm: Norm
     lm_head: Weight | Tensor
-    logits: tuple[str, float] | None
+    logits: tuple[LogitsFunction, float] | None
     ropes: tuple[Rope, ...]
     max_positions: int | None
     lm_head_bias: Tensor | None = None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
@@ -67,7 +68,8 @@ def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Ch
             taken = candidate
         else:
             rejected.append((candidate, reason))
-    assert taken is not None  # the plain candidates of both computes refuse nothing
+    if taken is None:  # the plain candidates of both computes refuse nothing
+        raise UnsupportedError(f"compute={compute!r} has no kernel on a CPU: this is a fault in halfbyte, please report it")
     return Choice(taken, tuple(rejected))
 
 

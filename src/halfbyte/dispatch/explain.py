@@ -17,9 +17,10 @@ from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import grouped, probe, runtime
+from halfbyte.kernels.cpu.elements import KINDS
 from halfbyte.kernels.cpu.isa import ISA, Tiling
 from halfbyte.kernels.cpu.isas import current, native
-from halfbyte.kernels.cpu.linear import KINDS, linear_kernel
+from halfbyte.kernels.cpu.linear import linear_kernel
 from halfbyte.kernels.cpu.quantize import quantize
 from halfbyte.kernels.cpu.sparse import pack as pack_sparse
 from halfbyte.kernels.cpu.sparse import why_no_layout

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfbyte.dispatch import tune
 from halfbyte.dispatch.roofline import Tiles, predict, reading, spreading
-from halfbyte.errors import UnsupportedError
+from halfbyte.errors import UnsupportedError, unreachable
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.problem import Compute, Problem, check_compute
 from halfbyte.layouts import gpu_tiles
@@ -184,8 +184,13 @@ def triton_trouble() -> str | None:
 
 def compute_of(compute: str) -> Compute:
     """What "auto" means on a GPU: "float", which is as fast where rows are few and leaves the activations as they are."""
-    check_compute(compute)
-    return "int8" if compute == "int8" else "float"
+    match check_compute(compute):
+        case "int8":
+            return "int8"
+        case "auto" | "float":
+            return "float"
+        case asked:
+            raise unreachable(asked, "on a GPU compute")
 
 
 def why_no_sparse_layout(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> str | None:

@@ -6,9 +6,10 @@ from halfbyte.formats.spec import Format
 
 
 def packed_format(fmt: Format, *, on_cpu: bool) -> Format:
-    """On this CPU or on GPUs, which hold codes of iq4 and of 5 and 6 bits as integers of 8; CPUs with AMX or i8mm the latter."""
+    """On this CPU or on GPUs, which hold codes of 5 and 6 bits, and of codebooks but 4-bit floats, as integers of 8 bits; CPUs with AMX or
+    i8mm those of 5 and 6 bits."""
     if on_cpu and fmt.tight:
         from halfbyte.kernels.cpu.isas import current
 
         return fmt if current().reads_tight else fmt.integers
-    return fmt.integers if not on_cpu and (fmt.tight or fmt.family == "iq4") else fmt
+    return fmt.integers if not on_cpu and fmt.restricted and fmt.family != "fp4" else fmt

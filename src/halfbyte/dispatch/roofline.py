@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from halfbyte.kernels.problem import Compute, Problem
+from halfbyte.kernels.problem import Compute, Problem, scaling_of
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
 
@@ -202,10 +202,10 @@ def _predict_linear(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) ->
     if problem.compute == "int8" and not (fed and m <= cost.hides):
         seconds += _QUANTIZE_START + (element + (element if cost.floats else 1)) * m * k / (ceilings.bandwidth * _OF_QUANTIZE)
     if not cost.floats:
-        seconds += _OF_OFFSETS if problem.activation.endswith("offset") else 0.0
+        seconds += _OF_OFFSETS if scaling_of(problem.activation).with_offset else 0.0
         rate = ceilings.integer
         if geo.block_rows > 1:
-            scaling = cost.scaling[not problem.activation.startswith("row")]
+            scaling = cost.scaling[not scaling_of(problem.activation).whole_row]
             rate /= _BETWEEN_SCALES + scaling * max(1.0, 128 / geo.padded)
     else:
         rate = ceilings.half / (3 if element == 4 else 1)

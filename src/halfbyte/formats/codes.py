@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.errors import FormatError
+from halfbyte.errors import FormatError, unreachable
 from halfbyte.formats.spec import Format
 
 
@@ -47,8 +47,8 @@ def stored_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch
         "data": (torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8, (*shape[:-1], width)),
         "scale": (fmt.scale, scale_shape),
     }
-    if fmt.zero != "none":
-        stored["zero"] = (torch.uint8 if fmt.zero == "point" else fmt.scale, scale_shape)
+    if fmt.zero_dtype is not None:
+        stored["zero"] = (fmt.zero_dtype, scale_shape)
     return stored
 
 
@@ -152,7 +152,15 @@ class Codes:
         if self.zero is None:
             return (q * scale).to(dtype)
         zero = self.spread(self.zero.double())
-        return ((q - zero) * scale if self.format.zero == "point" else q * scale + zero).to(dtype)
+        match self.format.zero:
+            case "point":
+                return ((q - zero) * scale).to(dtype)
+            case "offset":
+                return (q * scale + zero).to(dtype)
+            case "none":
+                raise FormatError(f"{self.format} codes have no zero, got a tensor of shape {list(self.zero.shape)}")
+            case _:
+                raise unreachable(self.format.zero, "the zero of a format")
 
     @property
     def nbytes(self) -> int:

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from halfbyte.errors import FormatError
+from halfbyte.errors import FormatError, lookup, unreachable
 
 Zero = Literal["none", "point", "offset"]
 Family = Literal["int", "ggml", "inferllm", "fp4", "iq4", "int5", "int6"]
 Scope = int | Literal["channel", "tensor"]
 
+# The one list of the dtypes of scales and offsets, by their names in the grammar.
 SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 _SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
 # The codes that 4-bit indices stand for, by family: twice the values of 4-bit floats (e2m1), and ggml's kvalues_iq4nl.
-TABLES = {
+TABLES: dict[str, tuple[int, ...]] = {
     "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
@@ -53,11 +55,19 @@ _ELSEWHERE = {
     r"fp8.*|w8.*|8_?bits?": "int8_channel",
 }
 _ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
-_GRAMMAR = re.compile(
-    r"(?:int(?P<bits>4|8)|(?P<family>fp4|iq4|int5|int6))_(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))(?P<zero>_zp|_offset)?"
-    r"(?:_(?P<scale>f16|bf16|f32))?",
-    re.ASCII,
-)
+_ZEROS: dict[str | None, Zero] = {suffix or None: zero for zero, suffix in _ZERO_NAMES.items()}
+
+
+def _grammar() -> re.Pattern[str]:
+    """What spells the formats that are in no list."""
+    family, zero, scale = ("|".join(filter(None, names)) for names in ((*TABLES, *TIGHT), _ZERO_NAMES.values(), SCALE_DTYPES))
+    number = rf"(?:int(?P<bits>4|8)|(?P<family>{family}))"
+    scope = r"(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))"
+    return re.compile(rf"{number}_{scope}(?P<zero>{zero})?(?:_(?P<scale>{scale}))?", re.ASCII)
+
+
+_GRAMMAR = _grammar()
+_SCALE_SUFFIXES = f"[_{'|_'.join(SCALE_DTYPES)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +102,10 @@ class Format:
         if self.block not in ("channel", "tensor") and not (type(self.block) is int and 0 < self.block < 10**9):
             raise FormatError(f'a format\'s block is a positive number of elements, "channel" or "tensor", not {self.block!r}')
         if self.zero not in _ZERO_NAMES:
-            raise FormatError(f'a format\'s zero is "none", "point" or "offset", not {self.zero!r}')
+            allowed = _listed(f'"{zero}"' for zero in _ZERO_NAMES)
+            raise FormatError(f"a format's zero is {allowed}, not {self.zero!r}")
         if self.scale not in _SCALE_NAMES:
-            raise FormatError(f"a format's scales are float16, bfloat16 or float32, not {self.scale!r}")
+            raise FormatError(f"a format's scales are {_listed(_dtype_name(dtype) for dtype in _SCALE_NAMES)}, not {self.scale!r}")
         fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
         if self.table and (self.bits, self.zero, self.sums) != (4, "none", False):
             raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
@@ -108,6 +119,19 @@ class Format:
     @property
     def signed(self) -> bool:
         return self.zero == "none"
+
+    @property
+    def zero_dtype(self) -> torch.dtype | None:
+        """The dtype in which zero points or offsets are stored; None where there are none."""
+        match self.zero:
+            case "none":
+                return None
+            case "point":
+                return torch.uint8
+            case "offset":
+                return self.scale
+            case _:
+                raise unreachable(self.zero, "the zero of a format")
 
     @property
     def table(self) -> tuple[int, ...]:
@@ -162,8 +186,7 @@ class Format:
         """Bits in files per weight in a row of K, scales and zeros included (with one scale per tensor: codes alone)."""
         if self.block == "tensor":
             return float(self.stored_bits)
-        zero_bits = {"none": 0, "point": 8, "offset": 8 * self.scale.itemsize}[self.zero]
-        return self.stored_bits + (8 * self.scale.itemsize + zero_bits) / self.block_size(k)
+        return self.stored_bits + 8 * (self.scale.itemsize + zero_size(self.zero, self.scale.itemsize)) / self.block_size(k)
 
     def with_scale(self, dtype: torch.dtype) -> Format:
         """The same codes with scales of another dtype, and no other project's rules."""
@@ -180,6 +203,34 @@ class Format:
         scope = f"g{self.block}" if isinstance(self.block, int) else self.block
         scale = "" if self.scale == _usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
         return f"{self.family if self.restricted else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """ "a, b or c" """
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def zero_size(zero: Zero, number_bytes: int) -> int:
+    """The bytes of a zero beside a scale of `number_bytes`."""
+    match zero:
+        case "none":
+            return 0
+        case "point":
+            return 1
+        case "offset":
+            return number_bytes
+        case _:
+            raise unreachable(zero, "the zero of a format")
+
+
+def codebook(family: Family | Literal[""]) -> tuple[int, ...]:
+    """The codes that indices of a family with a codebook stand for; none for ""."""
+    return lookup(TABLES, family, "the codebook") if family else ()
 
 
 def _usual_scale(block: Scope) -> torch.dtype:
@@ -227,11 +278,10 @@ def as_format(name: str | Format) -> Format:
     if match is None:
         raise FormatError(
             f"unknown format {name!r}{_suggestion(name)}: use one of {', '.join(_NAMED)} or spell it out as "
-            "int{4|8}_{g<block>|channel|tensor}[_zp|_offset][_f16|_bf16|_f32] or int{5|6}_g<block>[_offset][_f16|_bf16|_f32], "
+            f"int{{4|8}}_{{g<block>|channel|tensor}}[_zp|_offset]{_SCALE_SUFFIXES} or int{{5|6}}_g<block>[_offset]{_SCALE_SUFFIXES}, "
             "for example int4_g128_zp"
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
-    zero: Zero = "point" if match["zero"] == "_zp" else "offset" if match["zero"] == "_offset" else "none"
     family: Any = match["family"] or "int"
     bits = 8 if family in TIGHT else int(match["bits"] or 4)
-    return Format(bits, block, zero, SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)
+    return Format(bits, block, _ZEROS[match["zero"]], SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)

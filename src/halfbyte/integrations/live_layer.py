@@ -21,6 +21,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.calls import CACHE, Understood, any_value, is_true, unset, why_unknown
 from halfbyte.integrations.hooked import why_hooked
 from halfbyte.integrations.replaced import name_in_transformers, original, products_of, why_not_fused
+from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopePairs, key_value_heads, projections_of
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
@@ -31,7 +32,7 @@ from halfbyte.ops.layers import Weight
 NAMES = sorted(family.layer_class for family in FAMILIES.values())
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that the table of families means
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")  # names within an MLP
-_INTERLEAVED = {"": "", "half": "once", "repeated": "twice"}  # `Heads.pairs` by `Family.rope_interleaved`
+_INTERLEAVED: dict[str, RopePairs] = {"": "", "half": "once", "repeated": "twice"}  # `Heads.pairs` by `Family.rope_interleaved`
 
 # Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
 LAYER_ARGUMENTS: Understood = {
@@ -122,7 +123,7 @@ class LiveLayer:
         self.residual_multiplier = 1.0 if name is None else float(getattr(layer, name))
 
     @property
-    def activation(self) -> str:
+    def activation(self) -> GateFunction:
         name = getattr(self._attention.config, self.family.activation)
         if name not in ACTIVATIONS:
             raise UnsupportedError(f"its activation is {name}, not {' or '.join(ACTIVATIONS)}")
@@ -150,10 +151,10 @@ class LiveLayer:
         )
 
     @property
-    def _projections(self) -> str:
+    def _projections(self) -> Projections:
         """Some configs of a family leave out values, or keys and values."""
         names = self.family.qkv
-        return "qkv" if len(names) == 1 else "qkv"[: sum(getattr(self._attention, name, None) is not None for name in names)]
+        return "qkv" if len(names) == 1 else projections_of(sum(getattr(self._attention, name, None) is not None for name in names))
 
     @property
     def _rotary_dim(self) -> int:
@@ -170,7 +171,7 @@ class LiveLayer:
         query = o_proj.packed.shape[1] // dim
         if projections == "q":
             return query, query // self._attention.num_key_value_groups
-        return query, (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // (len(projections) - 1)
+        return query, (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // key_value_heads(projections)
 
     def router_settings(self, moe: MoEFamily) -> RouterSettings:
         router = _get(self._layer, f"{self.family.mlp}.{moe.router}")

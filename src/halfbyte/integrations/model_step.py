@@ -19,6 +19,7 @@ from halfbyte.integrations.live_layer import weight_of
 from halfbyte.integrations.replaced import name_in_transformers
 from halfbyte.integrations.stack import compiled, is_compiled_stack
 from halfbyte.integrations.token_step import Logits, TokenStep
+from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.nn.modules import QuantLinear, has_global_hooks
 from halfbyte.nn.parallel import part_of
 from halfbyte.ops.layers import why_not_packed
@@ -69,7 +70,7 @@ class ModelStep:
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not plain(ids):
             return None
         y = self._step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
-        return y if y is None or self._head is None else _through(self._head(y), self._logits)
+        return y if y is None or self._head is None else logits_in_torch(self._head(y), self._logits)
 
 
 def _logits(family: Family, config: Any) -> Logits:
@@ -80,14 +81,3 @@ def _logits(family: Family, config: Any) -> Logits:
         return "times", getattr(config, family.logits_multiplier)
     cap = None if family.logits_softcap is None else getattr(config, family.logits_softcap)
     return None if cap is None else ("cap", cap)
-
-
-def _through(y: Tensor, logits: Logits) -> Tensor:
-    """As `DecodingStep` computes it of a head of its own."""
-    if logits is None:
-        return y
-    function, constant = logits
-    if function == "times":
-        return y * constant
-    y = y / constant
-    return y if function == "over" else torch.tanh(y) * constant

@@ -19,6 +19,7 @@ from halfbyte.decoder.family import Family
 from halfbyte.integrations import growing
 from halfbyte.integrations.compiled_layers import CompiledLayer
 from halfbyte.integrations.live_layer import norm_of
+from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules import QuantEmbedding, QuantLinear
 from halfbyte.nn.parallel import part_of
@@ -28,7 +29,7 @@ from halfbyte.ops.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.layers import Weight, why_not_packed
 
 _BLOCK, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many blocks are kept
-Logits = tuple[str, float] | None  # a function of the logits and its constant, as `DecodingStep` has them
+Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecodingStep` has them
 
 
 class TokenStep:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, CheckpointError, model_path, unreadable, unwritable
+from halfbyte.errors import ArgumentError, CheckpointError, lookup, model_path, unreadable, unwritable
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.io import zero_points
 from halfbyte.io.files import open_file
@@ -59,7 +59,8 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
     if bias is not None:
         tensors["bias"] = bias.detach().to(dtype)
         inputs += [""] * (5 - len(inputs)) + ["bias"]  # B, scales, zero_points, g_idx, bias
-    number = onnx.TensorProto.FLOAT if dtype == torch.float32 else onnx.TensorProto.FLOAT16
+    numbers = {torch.float32: onnx.TensorProto.FLOAT, torch.float16: onnx.TensorProto.FLOAT16}
+    number = lookup(numbers, dtype, "the scales of MatMulNBits,")
     helper = onnx.helper
     node = helper.make_node("MatMulNBits", inputs, ["y"], domain=_DOMAIN, K=k, N=n, bits=bits, block_size=block)
     graph = helper.make_graph(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
-from halfbyte.formats.spec import Format
+from halfbyte.formats.spec import SCALE_DTYPES, Format
 
-SCALES = (torch.float16, torch.bfloat16, torch.float32)
+SCALES = tuple(SCALE_DTYPES.values())
 
 
 def middle(bits: int) -> int:

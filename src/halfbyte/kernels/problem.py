@@ -5,25 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, lookup
 from halfbyte.formats.spec import Format
+from halfbyte.kernels.layer_kinds import GateFunction
 
 Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
 Activation = Literal["block", "row", "block_offset", "row_offset"]
-Pair = tuple[int, int]
 LONGEST_INTEGER_SUM = (2**31 - 1) // (255 * 128)  # products (x - in_zero) * q whose sum is an int32, for all int8 x, in_zero and q
-COMPUTES = ("auto", "int8", "float")  # what operations are asked for
+AskedCompute = Literal["auto", "int8", "float"]  # what operations are asked for
+COMPUTES: tuple[AskedCompute, ...] = get_args(AskedCompute)
 
 
-def check_compute(compute: str) -> None:
-    if compute not in COMPUTES:
-        raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
+def check_compute(compute: str) -> AskedCompute:
+    """`compute`. Raises ArgumentError where there is no such."""
+    for known in COMPUTES:
+        if compute == known:
+            return known
+    raise ArgumentError(f"unknown compute {compute!r}: use one of {', '.join(COMPUTES)}")
+
+
+class ActivationScaling(NamedTuple):
+    """How activations are quantized on the fly: a scale for each row, or each block of the weight; with an offset, or symmetric."""
+
+    whole_row: bool
+    with_offset: bool
+
+
+ACTIVATION_SCALINGS: dict[Activation, ActivationScaling] = {
+    "block": ActivationScaling(whole_row=False, with_offset=False),
+    "row": ActivationScaling(whole_row=True, with_offset=False),
+    "block_offset": ActivationScaling(whole_row=False, with_offset=True),
+    "row_offset": ActivationScaling(whole_row=True, with_offset=True),
+}
+Pair = tuple[int, int]
+
+
+def scaling_of(activation: Activation) -> ActivationScaling:
+    """Raises UnsupportedError for a scaling of activations that no kernel computes."""
+    return lookup(ACTIVATION_SCALINGS, activation, "the scaling of activations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +170,21 @@ class Addition:
         return (codes, self.how, other) if self.leads else (other, self.how, codes)
 
 
-GATES = ("silu", "gelu_tanh", "relu2")  # functions of gates
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
     """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
 
     bias      floating point [n], or None
     residual  [m, n] in the activations' type, or None
-    gates     the sum is that of two: factor * f(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns; f, one of
-              GATES. `skinny` and `skinny_hopper` have it
+    gates     the sum is that of two: factor * f(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns; f, as in
+              `layer_kinds.py`. `skinny` and `skinny_hopper` have it
     """
 
     bias: Tensor | None = None
     residual: Tensor | None = None
     low: float = -math.inf
     high: float = math.inf
-    gates: str = ""
+    gates: GateFunction | Literal[""] = ""
     factor: float = 1.0
 
     @property

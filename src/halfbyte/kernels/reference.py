@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, FormatError, unreachable
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.problem import Activation, Compute
+from halfbyte.kernels.problem import Activation, Compute, scaling_of
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK as MAX_BLOCK
 from halfbyte.layouts.cpu_tiles import piece
 
@@ -73,8 +73,7 @@ def quantize_activation(x: Tensor, block: int, activation: Activation) -> Quanti
     """
     x = x.float()
     cuts = spans(x.shape[-1], block)
-    whole_row = activation in ("row", "row_offset")
-    with_offset = activation in ("block_offset", "row_offset")
+    whole_row, with_offset = scaling_of(activation)
     parts = [x] if whole_row else [x[:, start:end] for start, end in cuts]
     done = [quantize_block(part, with_offset) for part in parts if part.shape[-1]]
     empty = x.new_zeros(x.shape[0], int(whole_row))
@@ -126,12 +125,15 @@ def linear(
     A NaN in a row makes that row NaN, and no other; so does an infinity in int8.
     """
     rows, n = _rows(x, codes), codes.shape[0]
-    if compute == "float":
-        y = rows.double() @ codes.dequantize(torch.float64).T
-    else:
-        y = torch.zeros(len(rows), n, dtype=torch.float64, device="cpu")
-        for terms in _int8_terms(rows, codes, _affine(codes), activation):
-            y += terms.sum(dim=0)
+    match compute:
+        case "float":
+            y = rows.double() @ codes.dequantize(torch.float64).T
+        case "int8":
+            y = torch.zeros(len(rows), n, dtype=torch.float64, device="cpu")
+            for terms in _int8_terms(rows, codes, _affine(codes), activation):
+                y += terms.sum(dim=0)
+        case _:
+            raise unreachable(compute, "the compute of a linear layer,")
     if bias is not None:
         y = y + bias.double()
     if residual is not None:
@@ -188,7 +190,15 @@ def _affine(codes: Codes, stored: bool = False) -> _Affine:
     if codes.zero is None:
         o = torch.zeros_like(scale)
         return _Affine(q + 8, scale, o - 8 * scale) if stored and codes.format.bits == 4 else _Affine(q, scale, o)
-    return _Affine(q, scale, -scale * codes.zero.double() if codes.format.zero == "point" else codes.zero.double())
+    match codes.format.zero:
+        case "point":
+            return _Affine(q, scale, -scale * codes.zero.double())
+        case "offset":
+            return _Affine(q, scale, codes.zero.double())
+        case "none":
+            raise FormatError(f"{codes.format} codes have no zero, got a tensor of shape {list(codes.zero.shape)}")
+        case _:
+            raise unreachable(codes.format.zero, "the zero of a format")
 
 
 def _rows(x: Tensor, codes: Codes) -> Tensor:

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.errors import FormatError
+from halfbyte.errors import FormatError, lookup
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.base import Packed, round_up
@@ -59,7 +59,7 @@ _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their
 
 def plane_groups(tight: int) -> int:
     """Of how many 4 k a byte of the second plane holds bits."""
-    return 8 // (tight - 4)
+    return lookup({5: 8, 6: 4}, tight, "the planes of codes of so many bits,")
 
 
 def has_pairs(fmt: Format) -> bool:
@@ -137,7 +137,7 @@ class Geometry:
 
     @functools.cached_property
     def zero_bytes(self) -> int:
-        return {"none": 0, "point": 1, "offset": self.scale_bytes}[self.format.zero]
+        return 0 if self.format.zero_dtype is None else self.format.zero_dtype.itemsize
 
     @functools.cached_property
     def pairs(self) -> bool:
@@ -332,8 +332,9 @@ def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tup
         quads = torch.stack((quads & 15, quads >> 4), dim=4)
     u = quads.reshape(panels * PANEL, blocks, padded)[:, :, :size].reshape(panels * PANEL, blocks * size)
     tails = []
-    kinds = [fmt.scale] if fmt.zero == "none" else [fmt.scale, torch.uint8 if fmt.zero == "point" else fmt.scale]
-    for dtype in kinds:
+    for dtype in (fmt.scale, fmt.zero_dtype):
+        if dtype is None:
+            continue
         width = PANEL * dtype.itemsize
         tail = records[:, :, at : at + width].contiguous().view(dtype).view(panels, blocks, PANEL)
         tails.append(tail.permute(0, 2, 1).reshape(panels * PANEL, blocks))

@@ -142,7 +142,7 @@ class Geometry:
 
     @functools.cached_property
     def zero_dtype(self) -> torch.dtype | None:
-        return {"none": None, "point": torch.uint8, "offset": self.format.scale}[self.format.zero]
+        return self.format.zero_dtype
 
     @functools.cached_property
     def zero_bytes(self) -> int:

@@ -11,7 +11,7 @@ The moments of the inputs x of a linear layer, over all tokens: sum(x x^T) and s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.errors import ArgumentError, FormatError, check_type
+from halfbyte.errors import ArgumentError, FormatError, check_type, lookup
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibrate_experts import FEW, quantize_experts
@@ -255,8 +255,11 @@ def _quantize(linear: nn.Module, name: str, fmt: Format, method: str, moments: M
 
 def _codes(weight: Tensor, fmt: Format, method: str, moments: Moments | None, calibration: Calibration, name: str) -> Codes:
     """The codes of a float32 weight [N, K]; without moments those of `mse`."""
-    if moments is not None and method == "gptq":
-        return gptq(weight, fmt, moments.expected(), calibration.gptq, name)
-    if moments is not None and method == "awq":
-        return awq(weight, fmt, moments.expected(), calibration.awq, name)
-    return mse(weight, fmt, name, None if moments is None else moments.expected())
+    if moments is None:
+        return mse(weight, fmt, name, None)
+    methods: dict[str, Callable[[Tensor], Codes]] = {
+        "gptq": lambda expected: gptq(weight, fmt, expected, calibration.gptq, name),
+        "awq": lambda expected: awq(weight, fmt, expected, calibration.awq, name),
+        "mse": lambda expected: mse(weight, fmt, name, expected),
+    }
+    return lookup(methods, method, "the calibrated method")(moments.expected())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
@@ -32,7 +32,8 @@ Decisions = Mapping[str, Format | str]  # of each module its format, or the reas
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 # How the range of a result on codes is chosen.
-OBSERVERS = ("minmax", "percentile", "mse")
+Observer = Literal["minmax", "percentile", "mse"]  # how static networks find the scales of activations
+OBSERVERS: tuple[Observer, ...] = get_args(Observer)
 
 # What Config.auto chooses from.
 AUTO_FORMATS = ("int4_g128", "int4_g64", "q4_0", "q8_0")
@@ -88,7 +89,7 @@ class Config:
     embedding: str | Format | None = "q8_0"
     activations: str = "dynamic"
     calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
-    observer: str = "minmax"
+    observer: Observer = "minmax"
     strict: bool = False
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.bounded import ByTensor
+from halfbyte.bounded import by_tensor
 from halfbyte.errors import ArgumentError
 
 _SAMPLES = 4096  # bytes of a packed weight that `digest` reads
@@ -18,12 +18,7 @@ def digest(data: Tensor) -> Tensor:
     return (sample * sample).sum().view(1)
 
 
-_checks = ByTensor[Tensor]()
-
-
-def check_of(data: Tensor) -> Tensor:
-    """The digest of a packed weight, one tensor for all modules that share the weight."""
-    return _checks.put(data, digest(data)) if (check := _checks.get(data)) is None else check
+check_of = by_tensor(digest)  # of a packed weight, one tensor for all modules that share it
 
 
 def check_bytes(module: str, data: Tensor, check: Tensor | None) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte import ops
-from halfbyte.errors import ArgumentError, UnsupportedError, check_type
+from halfbyte.errors import ArgumentError, UnsupportedError, check_type, unreachable
 from halfbyte.formats.sharding import Ranges, narrowed, take
 from halfbyte.memory import size_text
 from halfbyte.nn.fused import FusedLinear
@@ -220,18 +220,27 @@ def _forward(module: Any, x: Tensor, *others: Any) -> Tensor:
     part = part_of(module)
     assert part is not None
     cut, processes = part.cut, part.processes
-    if cut.before == "look up":
-        return _look_up(module, part, x)
-    if cut.before == "gather":
-        x = _gather(x, cut.sizes, processes)
-    elif cut.before == "split":
-        x = torch.cat([x[..., a:b] for a, b in part.mine], -1) if len(part.mine) > 1 else x[..., part.mine[0][0] : part.mine[0][1]]
+    match cut.before:
+        case "look up":
+            return _look_up(module, part, x)
+        case "gather":
+            x = _gather(x, cut.sizes, processes)
+        case "split":
+            x = torch.cat([x[..., a:b] for a, b in part.mine], -1) if len(part.mine) > 1 else x[..., part.mine[0][0] : part.mine[0][1]]
+        case "":
+            pass
+        case _:
+            raise unreachable(cut.before, "the communication before a product,")
     y: Tensor = type(module).forward(module, x, *others)
-    if cut.after == "reduce":
-        return _reduce(y, processes)
-    if cut.after == "gather":
-        return _gather(y, [sum(stop - start for start, stop in runs) for runs in cut.parts], processes)
-    return y
+    match cut.after:
+        case "reduce":
+            return _reduce(y, processes)
+        case "gather":
+            return _gather(y, [sum(stop - start for start, stop in runs) for runs in cut.parts], processes)
+        case "":
+            return y
+        case _:
+            raise unreachable(cut.after, "the communication after a product,")
 
 
 def linear_added(linear: QuantLinear, x: Tensor, residual: Tensor) -> Tensor:

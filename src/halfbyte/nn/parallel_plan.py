@@ -309,7 +309,7 @@ class _Planner:
             return "its columns are permuted"
         if fmt is None or holder.compute == "float" or (holder.compute == "auto" and self.device != "cpu"):
             return None
-        if not isinstance(fmt.block, int) or not holder.activation.startswith("block"):
+        if not isinstance(fmt.block, int) or holder.activation not in ("block", "block_offset"):
             return "activations are quantized with one scale for all inputs"
         return None
 

@@ -25,7 +25,7 @@ from halfbyte.nn.report import add_notes
 from halfbyte.nn.runs import Progress, Runs
 from halfbyte.nn.transposed import is_conv1d
 from halfbyte.nn.weight_view import AnyPacked, pack_like
-from halfbyte.quantizers.sparse import SPARSE_METHODS, Sparsity, as_sparsity, prune
+from halfbyte.quantizers.sparse import SPARSE_METHODS, SparseMethod, Sparsity, as_sparsity, prune
 
 _ROWS = as_format("int8_channel")  # any format whose codes are the rows of a convolution's matrix
 
@@ -33,7 +33,7 @@ _ROWS = as_format("int8_channel")  # any format whose codes are the rows of a co
 def prune_(
     model: nn.Module,
     sparsity: str | float | Sparsity = "2:4",
-    method: str = "magnitude",
+    method: SparseMethod = "magnitude",
     calibration: Calibration | Tensor | None = None,
     *,
     skip: Sequence[str] = (),
@@ -85,7 +85,7 @@ def drop_zeros_(model: nn.Module, sparse: bool = True) -> nn.Module:
 def _prune_expanded_(
     model: nn.Module,
     wanted: Sparsity,
-    method: str,
+    method: SparseMethod,
     calibration: Calibration | Tensor | None,
     skip: Sequence[str],
     progress: Progress | None,
@@ -125,7 +125,7 @@ def _by_magnitude(layer: nn.Linear | nn.Conv1d | nn.Conv2d, wanted: Sparsity, na
 
 @torch.no_grad()
 def _by_inputs(
-    model: nn.Module, names: Sequence[str], wanted: Sparsity, method: str, calibration: Calibration, progress: Progress | None
+    model: nn.Module, names: Sequence[str], wanted: Sparsity, method: SparseMethod, calibration: Calibration, progress: Progress | None
 ) -> dict[str, Tensor]:
     """The new weights of the Linears `names`, except those that no token reaches: each decoder layer is pruned for the outputs of the
     pruned layers before it."""
@@ -145,7 +145,7 @@ def _by_inputs(
     return pruned
 
 
-def _said(pruned: Mapping[str, Tensor], wanted: Sparsity, method: str) -> str:
+def _said(pruned: Mapping[str, Tensor], wanted: Sparsity, method: SparseMethod) -> str:
     total, zeros = sum(w.numel() for w in pruned.values()), sum(int((w == 0).sum()) for w in pruned.values())
     density = 1 - zeros / max(1, total)
     return f"pruned to {wanted} by {method}: {zeros} of {total} weights in {len(pruned)} layers became 0, a density of {density:.3f}"

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, UnsupportedError, unreachable
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.batchnorm import fold_
 from halfbyte.nn.candidates import FLOATS
+from halfbyte.nn.config import Observer
 from halfbyte.nn.described import LEAST, MOST, Calibrated, Scale
 from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, MaxPool, Quantize, Requantize, nearest
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
@@ -77,7 +78,7 @@ def calibrated(model: nn.Module) -> Calibrated | None:
     return found if isinstance(found, Calibrated) else None
 
 
-def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, observer: str) -> fx.GraphModule:
+def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, observer: Observer) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
     images      batches that show what the network meets, each a tensor or a tuple that begins with one, as a DataLoader gives them;
@@ -223,7 +224,7 @@ def _image_of(batch: Any) -> Tensor:
 class _Watcher(fx.Interpreter):
     """Runs the network and remembers, of each tensor, what its range is chosen from."""
 
-    def __init__(self, traced: fx.GraphModule, observer: str, folded: Set[str]) -> None:
+    def __init__(self, traced: fx.GraphModule, observer: Observer, folded: Set[str]) -> None:
         super().__init__(traced)
         self.extra_traceback = False  # errors stay one sentence
         self.observer, self.folded = observer, folded
@@ -273,16 +274,20 @@ class _Watcher(fx.Interpreter):
 
     def _scale(self, name: str) -> Scale:
         low, high = self.seen[name]
-        if self.observer == "minmax":
-            return Scale.of_range(low, high)
-        samples = torch.cat(self.samples[name])
-        if self.observer == "percentile":
-            tail = (1 - _PERCENTILE) / 2
-            ordered = samples.sort().values
-            last = len(ordered) - 1
-            return Scale.of_range(float(ordered[round(tail * last)]), float(ordered[round((1 - tail) * last)]))
-        choices = [Scale.of_range(low * part, high * part) for part in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)]
-        return min(choices, key=lambda scale: _squared_error(samples, scale))
+        match self.observer:
+            case "minmax":
+                return Scale.of_range(low, high)
+            case "percentile":
+                tail = (1 - _PERCENTILE) / 2
+                ordered = torch.cat(self.samples[name]).sort().values
+                last = len(ordered) - 1
+                return Scale.of_range(float(ordered[round(tail * last)]), float(ordered[round((1 - tail) * last)]))
+            case "mse":
+                samples = torch.cat(self.samples[name])
+                choices = [Scale.of_range(low * part, high * part) for part in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)]
+                return min(choices, key=lambda scale: _squared_error(samples, scale))
+            case _:
+                raise unreachable(self.observer, "the observer of a static network,")
 
 
 def _dtype(traced: fx.GraphModule) -> torch.dtype:

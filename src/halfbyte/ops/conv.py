@@ -6,6 +6,7 @@ format that torch's own convolution gives: contiguous for a contiguous image. `c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input
 
-from halfbyte.bounded import Bounded
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
@@ -33,8 +33,6 @@ from halfbyte.quantizers.check import check_weight
 _INFINITE = float("inf")
 _Sizes = int | Sequence[int]
 _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
-
-_windows = Bounded[tuple[Any, ...], tuple[int, ...]](4096)
 
 
 # Codes and layouts
@@ -254,7 +252,7 @@ def _pair(value: _Sizes, what: str) -> tuple[int, int]:
 
 
 def _whole(value: Any) -> int | None:
-    """None where it is no whole number. 1.0 is one, as it is the key in `_windows` that 1 is."""
+    """None where it is no whole number. 1.0 is one, as it is the key of `_parsed_window` that 1 is."""
     try:
         return int(value) if not isinstance(value, str) and value == int(value) else None
     except (TypeError, ValueError, OverflowError):
@@ -276,15 +274,15 @@ def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, 
     """`Window.numbers` of a caller's arguments, cached: parsing takes longer than a small kernel."""
     if torch.compiler.is_compiling():
         return _window(kernel, stride, padding, dilation).numbers
-    key = kernel, stride, padding, dilation
     try:
-        found = _windows.get(key)
+        return _parsed_window(kernel, stride, padding, dilation)
     except TypeError:  # lists
-        key = kernel, _frozen(stride), _frozen(padding), _frozen(dilation)
-        found = _windows.get(key)
-    if found is None:
-        found = _windows[key] = _window(kernel, stride, padding, dilation).numbers
-    return found
+        return _parsed_window(kernel, _frozen(stride), _frozen(padding), _frozen(dilation))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+    return _window(kernel, stride, padding, dilation).numbers
 
 
 def _frozen(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte.bounded import Bounded, version_of
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.base import round_up
@@ -216,9 +216,6 @@ class _Ready(NamedTuple):
         return self.threads != self.threads_now() or self.bytes != _bytes_of(weight)
 
 
-_ready = PlanCache[_Ready]()
-
-
 def qconv2d(
     x: Tensor,
     weight: Tensor,
@@ -232,7 +229,7 @@ def qconv2d(
 ) -> Tensor:
     check_codes(x)
     key = id(weight), id(table), x.shape, format, tuple(filter_numbers), tuple(window_numbers), in_zero, low, high
-    ready = _ready.entries.get(key)
+    ready: _Ready | None = PLANS.qconv2d.get(key)
     if ready is None or ready.weight() is not weight or ready.table() is not table or ready.is_stale(weight):
         plan = _plan(x, format, filter_numbers, window_numbers, in_zero=in_zero)
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
@@ -242,7 +239,7 @@ def qconv2d(
         if long_sums.overflows(plan.sizes.k):
             codes = convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight))  # no depthwise one has so many taps
             return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high)
-        ready = _ready.entries[key] = _prepared(x, weight, table, plan, in_zero)
+        ready = PLANS.qconv2d[key] = _prepared(x, weight, table, plan, in_zero)
     if x.stride() != ready.strides:
         x = channels_last(x)
     return ready.convolved(ready.call, x, ready.weights, table.data_ptr(), low, high)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class _Plan(NamedTuple):
     window: Window
     shape: Shape
     weight_bytes: int
-    way: str  # "depthwise", "linear" or "patches"
+    way: Literal["depthwise", "linear", "patches"]
     key: tuple[Hashable, ...]  # equal for equal filters and windows
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.layer_kinds import GATES, MADE, GateFunction, Projections, RopePairs, key_value_heads
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.checks import place
 from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 MOST_SEQUENCES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NORMED_SUM = "it has norms of sums with the residual, which are for encoders"
-PAIRS = "", "once", "twice"  # what `Heads.pairs` may be
-MADE = "qkv", "qk", "q"  # what `Heads.made` may be
 
 
 class Norm(NamedTuple):
@@ -59,15 +58,15 @@ class Heads(NamedTuple):
     turned: int | None = None
     cap: float | None = None
     sinks: Tensor | None = None
-    pairs: str = ""
+    pairs: RopePairs = ""
     turned_first: bool = False
-    made: str = "qkv"
+    made: Projections = "qkv"
     values_normed: bool = False
 
     @property
     def outputs(self) -> int:
         """Elements that are made for a token."""
-        return (self.query + (len(self.made) - 1) * self.key) * self.dim
+        return (self.query + key_value_heads(self.made) * self.key) * self.dim
 
     @property
     def width(self) -> int:
@@ -168,7 +167,7 @@ class Dense(NamedTuple):
     down           [K, I]
     before, after  the norms of h and of what down gives, if any
     factor         1 where there is a norm after
-    gates          f: "silu", "gelu_tanh" or "relu2"; "gelu", the exact one, in encoders
+    gates          f, as in `layer_kinds.py`; "gelu", the exact one, in encoders
     gated          whether there are gates
     parallel       x, which the attention half reads, is read in the place of h: y = h + … norm(x) …
     scale          [1]: y is multiplied by it, where there is a norm after (Gemma 4); None: by nothing
@@ -180,7 +179,7 @@ class Dense(NamedTuple):
     before: Norm | None
     after: Norm | None = None
     factor: float = 1.0
-    gates: str = "silu"
+    gates: GateFunction | Literal["gelu"] = "silu"
     gated: bool = True
     parallel: bool = False
     scale: Tensor | None = None
@@ -192,6 +191,13 @@ class Dense(NamedTuple):
         return self.gate_up.packed.shape[0] // (2 if self.gated else 1)
 
     @property
+    def gate_function(self) -> GateFunction:
+        """f in a decoder's layer. Raises ArgumentError for that of encoders."""
+        if self.gates == "gelu":
+            raise ArgumentError(f"the activation of a decoder layer is one of {', '.join(GATES)}, got gelu")
+        return self.gates
+
+    @property
     def k(self) -> int:
         return self.down.packed.shape[0]
 
@@ -200,15 +206,15 @@ class Dense(NamedTuple):
         return None
 
     def why_not(self) -> str | None:
-        from halfbyte.kernels.cpu.chain import GATES
+        from halfbyte.kernels.cpu import chain
         from halfbyte.layouts.cpu_tiles import PANEL
 
         if (reason := why_not_packed([self.gate_up.packed, self.down.packed])) is not None:
             return reason
         if self.inner_width % PANEL:
             return f"{self.inner_width} gates are not whole panels of {PANEL}"
-        if self.gates not in GATES:
-            return f"its activation is {self.gates}, not {' or '.join(GATES)}"
+        if self.gates not in chain.GATES:
+            return f"its activation is {self.gates}, not {' or '.join(chain.GATES)}"
         if self.residual_norm is not None:
             return _NORMED_SUM
         if self.scale is not None and self.after is None:
@@ -227,7 +233,7 @@ class Dense(NamedTuple):
         from halfbyte.kernels.cpu import feed_forward
 
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
-        how = self.factor, self.gates, self.gated, self.parallel, 0 if self.scale is None else tensors.of(self.scale)
+        how = self.factor, self.gate_function, self.gated, self.parallel, 0 if self.scale is None else tensors.of(self.scale)
         return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), before, after, *how)
 
 
@@ -237,14 +243,14 @@ class PerLayer(NamedTuple):
     gate        [P, K], P the elements of e
     projection  [K, P]
     after       the norm
-    function    f: "silu", "gelu_tanh" or "relu2"
+    function    f, as in `layer_kinds.py`
     scale       [1], or None: 1
     """
 
     gate: Weight
     projection: Weight
     after: Norm
-    function: str = "gelu_tanh"
+    function: GateFunction = "gelu_tanh"
     scale: Tensor | None = None
 
     @property
@@ -254,15 +260,15 @@ class PerLayer(NamedTuple):
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
-        from halfbyte.kernels.cpu.chain import GATES
+        from halfbyte.kernels.cpu import chain
         from halfbyte.layouts.cpu_tiles import PANEL
 
         if (reason := why_not_packed([self.gate.packed, self.projection.packed])) is not None:
             return reason
         if self.width % PANEL:
             return f"a layer's own input of {self.width} elements is not whole panels of {PANEL}"
-        if self.function not in GATES:
-            return f"its activation is {self.function}, not {' or '.join(GATES)}"
+        if self.function not in chain.GATES:
+            return f"its activation is {self.function}, not {' or '.join(chain.GATES)}"
         return _why_not_added(self.after, 1.0)
 
     def check(self, k: int) -> None:

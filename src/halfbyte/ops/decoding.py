@@ -9,24 +9,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
-from halfbyte.kernels.problem import GATES, Epilogue, Problem
+from halfbyte.kernels.layer_kinds import (
+    GATES,
+    MADE,
+    PAIRS,
+    GateFunction,
+    Projections,
+    RopePairs,
+    gate_in_torch,
+    is_interleaved,
+    key_value_heads,
+)
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, scales_of, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import MADE, PAIRS, Heads, Norm
+from halfbyte.ops.decoder import Heads, Norm
 from halfbyte.ops.library import OPS
 from halfbyte.ops.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
 from halfbyte.ops.replay import replayed
@@ -54,7 +64,7 @@ def normed_linear(
     packed: Packed,
     bias: Tensor | None = None,
     *,
-    gates: str = "",
+    gates: GateFunction | Literal[""] = "",
     gated: bool = True,
     factor: float = 1.0,
 ) -> Tensor:
@@ -63,7 +73,7 @@ def normed_linear(
     norm   an RMS norm (Zhang and Sennrich, 2019), its weight [K] of x's dtype, or a layer norm, which is `normed` before the product;
            None: x as it is
     bias   [N] or None
-    gates  "silu", "gelu_tanh" or "relu2", f: the first half of the N outputs are gates for the second:
+    gates  f, as in `layer_kinds.py`: the first half of the N outputs are gates for the second:
            factor * f(y[..., : N / 2]) * y[..., N / 2 :], [..., N / 2]
     gated  False: there are no gates, the result is factor * f(y), [..., N]
 
@@ -147,7 +157,7 @@ def _normed(
     format: str,
     n: int,
     k: int,
-    gates: str,
+    gates: GateFunction | Literal[""],
     gated: bool,
     factor: float,
 ) -> Tensor:
@@ -158,7 +168,7 @@ def _normed(
     return activated_in_torch(y, gates, factor, gated=gated) if gates else y
 
 
-def activated_on_gpu(y: Tensor, gates: str, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
+def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
     """`activated` by a kernel, of contiguous y on the current device."""
     from halfbyte.kernels.gpu import gates as kernel
 
@@ -173,13 +183,10 @@ def activated_on_gpu(y: Tensor, gates: str, factor: float, *, gated: bool, besid
     return replayed(steps, (y, other), "gates", gates, factor, gated)
 
 
-def activated_in_torch(y: Tensor, gates: str, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
+def activated_in_torch(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
     """Of a product's result, as `normed_linear` has it, in float32, rounded once; what is not `gated` times what lies beside."""
     gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if beside is None else beside.float())
-    if gates == "relu2":
-        active = gate.relu().square()
-    else:
-        active = functional.silu(gate) if gates == "silu" else functional.gelu(gate, approximate="tanh")
+    active = gate_in_torch(gate, gates)
     return (active * factor if up is None else active * up * factor).to(y.dtype)
 
 
@@ -198,7 +205,7 @@ def _normed_cuda(
     format: str,
     n: int,
     k: int,
-    gates: str,
+    gates: GateFunction | Literal[""],
     gated: bool,
     factor: float,
 ) -> Tensor:
@@ -315,9 +322,9 @@ class _Token(NamedTuple):
     sinks: Tensor | None
     scale: float
     turned: int
-    pairs: str
+    pairs: RopePairs
     turned_first: bool
-    made: str
+    made: Projections
     values_normed: bool
     factor: float
     advance: int
@@ -347,7 +354,7 @@ class _Token(NamedTuple):
     @property
     def others(self) -> int:
         """How many of keys and values are made."""
-        return len(self.made) - 1
+        return key_value_heads(self.made)
 
     @property
     def of_all_heads(self) -> bool:
@@ -438,9 +445,9 @@ def _attend(*args: Any) -> Tensor:
     return y.to(qkv.dtype).view(batch, heads * dim)
 
 
-def parted_in_torch(x: Tensor, heads: int, kv_heads: int, made: str) -> tuple[Tensor, Tensor, Tensor]:
+def parted_in_torch(x: Tensor, heads: int, kv_heads: int, made: Projections) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of x [..., heads, D]; keys stand for values that are made of them, queries for what is not made."""
-    parts = x.split((heads, *(kv_heads,) * (len(made) - 1)), -2)
+    parts = x.split((heads, *(kv_heads,) * key_value_heads(made)), -2)
     return parts[0], parts[1 if len(parts) > 1 else 0][..., :kv_heads, :], parts[-1][..., :kv_heads, :]
 
 
@@ -450,7 +457,7 @@ def placed_in_torch(
     norms: tuple[Norm, Norm] | None,
     rotary: tuple[Tensor, Tensor] | None,
     turned: int,
-    pairs: str,
+    pairs: RopePairs,
     turned_first: bool,
     *,
     rows: bool,
@@ -468,14 +475,14 @@ def placed_in_torch(
     return (q, k) if turned_first else (turn(q), turn(k))
 
 
-def turned_in_torch(x: Tensor, cos: Tensor, sin: Tensor, turned: int, pairs: str) -> Tensor:
+def turned_in_torch(x: Tensor, cos: Tensor, sin: Tensor, turned: int, pairs: RopePairs) -> Tensor:
     """x [..., D] with positions in the first elements, `turned`, by tables [..., R] or of the first R / 2."""
     part, half = x[..., :turned], turned // 2
     if pairs == "once":
         cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
     elif cos.shape[-1] < turned:
         cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
-    if pairs:
+    if is_interleaved(pairs):
         other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
     else:
         other = torch.cat((-part[..., half:], part[..., :half]), -1)
@@ -557,7 +564,7 @@ def _normed_fake(
     format: str,
     n: int,
     k: int,
-    gates: str,
+    gates: GateFunction | Literal[""],
     gated: bool,
     factor: float,
 ) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.decoder import DecoderLayer, Norm, norm_of
@@ -75,7 +76,7 @@ class DecodingStep:
         turns: Sequence[int] | None = None,
         *,
         factor: float = 1.0,
-        logits: tuple[str, float] | None = None,
+        logits: tuple[LogitsFunction, float] | None = None,
         inputs: Inputs | None = None,
     ) -> None:
         from halfbyte.kernels.cpu import decoding_step, runtime

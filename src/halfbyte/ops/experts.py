@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
+from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
 from halfbyte.ops.checks import place
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MOST_PAIRS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
-SCORES = "", "sigmoid", "softmax"  # what `Experts.scores` may be
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -113,7 +113,7 @@ class Experts(NamedTuple):
     shared: SharedExpert | None = None
     bias: Tensor | None = None
     clamped: Clamped | None = None
-    scores: str = ""
+    scores: RouterScores = ""
     correction: Tensor | None = None
     factor: float = 1.0
 
@@ -155,12 +155,12 @@ class Experts(NamedTuple):
     def inner(self, tensors: Addresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
         from halfbyte.kernels.cpu import experts
-        from halfbyte.kernels.cpu.linear import KINDS
+        from halfbyte.kernels.cpu.elements import kind_of
 
         rows = [self.router, *([] if self.shared is None or self.shared.gate is None else [self.shared.gate])]
         alike = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
         router, *gates = map(tensors.same if alike else tensors.of, rows)
-        kind = KINDS[self.router.dtype] if alike else "f32"
+        kind = kind_of(self.router.dtype) if alike else "f32"
         correction = 0
         if self.scores:
             none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.errors import FormatError, unreachable
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.conv_reference import quantized_images
-from halfbyte.kernels.problem import Activation
+from halfbyte.kernels.problem import Activation, scaling_of
 from halfbyte.kernels.reference import quantize_block
 from halfbyte.layouts.cpu_tiles import piece
 from halfbyte.ops import functions
@@ -143,7 +144,15 @@ def _zeros(fmt: Format, zero: Tensor | None) -> tuple[Tensor | float, Tensor | f
     """Zero points and offsets, 0 where there are none."""
     if zero is None:
         return 0.0, 0.0
-    return (zero.float(), 0.0) if fmt.zero == "point" else (0.0, zero.float())
+    match fmt.zero:
+        case "point":
+            return zero.float(), 0.0
+        case "offset":
+            return 0.0, zero.float()
+        case "none":
+            raise FormatError(f"{fmt} codes have no zero, got a tensor of shape {list(zero.shape)}")
+        case _:
+            raise unreachable(fmt.zero, "the zero of a format")
 
 
 def _blocks(rows: Tensor, fmt: Format) -> Tensor:
@@ -204,14 +213,15 @@ loops(_library, "fake_quantize", "fake_quantize_given")
 @torch.library.custom_op("halfbyte::fake_quantize_activation", mutates_args=(), schema="(Tensor x, int block, str activation) -> Tensor")
 def _fake_quantize_activation(x: Tensor, block: int, activation: str) -> Tensor:
     k = x.shape[-1]
-    size = piece(block, k) if activation in ("block", "block_offset") else max(1, k)
+    whole_row, with_offset = scaling_of(activation)  # type: ignore[arg-type]
+    size = max(1, k) if whole_row else piece(block, k)
     flat = x.reshape(-1, k).float()
     whole = k // size * size
     # The whole blocks of all rows at once, then the short last ones.
     parts = [part for part in (flat[:, :whole].reshape(len(flat), -1, size), flat[:, whole:].unsqueeze(1)) if part.numel()]
     rounded = []
     for part in parts:
-        q, scale, offset = quantize_block(part, activation.endswith("offset"))
+        q, scale, offset = quantize_block(part, with_offset)
         rounded.append((q * scale.unsqueeze(-1) + offset.unsqueeze(-1)).flatten(1))
     return torch.cat([*rounded, flat[:, :0]], dim=1).reshape(x.shape).to(x.dtype)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
+from halfbyte.kernels.layer_kinds import MADE, PAIRS, GateFunction, key_value_heads
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import MADE, PAIRS, Heads, Norm
+from halfbyte.ops.decoder import Heads, Norm
 from halfbyte.ops.decoding import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
 from halfbyte.ops.norms import why_not_norm, wide_norm
 from halfbyte.ops.replay import replayed
@@ -35,8 +36,8 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
 # Gates
 
 
-def activated(y: Tensor, gates: str, factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None) -> Tensor:
-    """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f: one of `problem.GATES`.
+def activated(y: Tensor, gates: GateFunction, factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None) -> Tensor:
+    """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f, as in `layer_kinds.py`.
     beside: of y's shape and type, where it is not gated: what that is multiplied by; its rows lie equally far apart, and their elements
     side by side."""
     if beside is not None and (gated or beside.shape != y.shape or beside.dtype != y.dtype):
@@ -70,7 +71,7 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
     norms = None if heads.norms is None else (heads.norms[0][:3], heads.norms[1][:3])
-    turned = 0 if rotary is None else heads.width, heads.pairs, heads.turned_first, len(heads.made) - 1, heads.values_normed
+    turned = 0 if rotary is None else heads.width, heads.pairs, heads.turned_first, key_value_heads(heads.made), heads.values_normed
 
     def steps() -> Tensor:
         queries = output(qkv.new_empty((*qkv.shape[:2], heads.query, heads.dim)))

@@ -14,6 +14,7 @@ from halfbyte.dispatch.gpu import choose_gpu
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
+from halfbyte.kernels.layer_kinds import RouterScores, scores_in_torch
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
@@ -88,7 +89,7 @@ class _Arguments(NamedTuple):
     bias: Tensor | None
     chosen: int
     normalized: bool
-    scores: str
+    scores: RouterScores
     correction: Tensor | None
     factor: float
     gate_up: Tensor
@@ -157,7 +158,7 @@ class _Arguments(NamedTuple):
             best, ids = logits.topk(self.chosen, -1)
             weights = best.softmax(-1) if self.normalized else logits.softmax(-1).gather(1, ids)
             return ids, weights * self.factor
-        scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)
+        scores = scores_in_torch(logits, self.scores)
         ids = (scores if self.correction is None else scores + self.correction.float()).topk(self.chosen, -1).indices
         weights = scores.gather(1, ids)
         if self.normalized:

@@ -47,14 +47,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from halfbyte.errors import lookup, unreachable
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.builder import Builder, Grid, as_blocks
+
+# Where a number lies in the middle between two codes of a codebook: whether it goes to the greater one, by the family and the lower code.
+_TIES_UP: dict[str, Callable[[Format, int], bool]] = {
+    "fp4": lambda fmt, low: fmt.table.index(low) % 2 == 1,
+    "iq4": lambda fmt, low: True,
+}
 
 
 @torch.no_grad()
@@ -80,25 +87,47 @@ def absmax_grid(builder: Builder, group: Sequence[Tensor]) -> Grid:
     if fmt.family == "ggml" and fmt.bits == 4 and fmt.zero == "none":
         return _ggml_q4_0(builder, as_blocks(group[0], fmt))
     lo, hi = limits(fmt, group)
-    if fmt.zero == "none":
-        amax, zero = torch.maximum(lo.abs(), hi.abs()), None
-        if fmt.family == "iq4":
-            exact = _divide(torch.where(-lo > hi, lo, hi), fmt.q_min)
-        elif fmt.family == "fp4" and fmt.scale == torch.bfloat16:
-            power = torch.ldexp(torch.ones_like(amax), (torch.frexp(amax).exponent - 4).clamp(min=-128))
-            exact = torch.where((amax > 0) & torch.isfinite(amax), power, amax)  # a NaN or an infinity stays one, and is refused below
-        else:
-            exact = _divide(amax, fmt.q_max)
-    else:
-        if fmt.zero == "point":
+    match fmt.zero:
+        case "none":
+            exact, zero = _symmetric_scale(fmt, lo, hi), None
+        case "point":
             lo, hi = lo.clamp(max=0), hi.clamp(min=0)
-        exact, zero = _divide(hi - lo, fmt.q_max), lo
+            exact, zero = _divide(hi - lo, fmt.q_max), lo
+        case "offset":
+            exact, zero = _divide(hi - lo, fmt.q_max), lo
+        case _:
+            raise unreachable(fmt.zero, "the zero of a format")
     grid = stored_grid(fmt, exact, zero)
     builder.check("scale", exact, grid.scale)
     if fmt.zero == "offset" and zero is not None and grid.zero is not None:
         builder.check("offset", zero, grid.zero)
-    # ggml and InferLLM: the codes come from the float32 values, which are rounded for storage only afterwards.
-    return Grid(grid.scale, grid.zero, _inverse(exact), zero) if fmt.family in ("ggml", "inferllm") else grid
+    return Grid(grid.scale, grid.zero, _inverse(exact), zero) if _encodes_unrounded(fmt) else grid
+
+
+def _symmetric_scale(fmt: Format, lo: Tensor, hi: Tensor) -> Tensor:
+    """The scales of blocks from `lo` to `hi` of a format without a zero, before they are rounded."""
+    amax = torch.maximum(lo.abs(), hi.abs())
+    match fmt.family:
+        case "iq4":
+            return _divide(torch.where(-lo > hi, lo, hi), fmt.q_min)
+        case "fp4" if fmt.scale == torch.bfloat16:
+            power = torch.ldexp(torch.ones_like(amax), (torch.frexp(amax).exponent - 4).clamp(min=-128))
+            return torch.where((amax > 0) & torch.isfinite(amax), power, amax)  # a NaN or an infinity stays one, which `check` refuses
+        case "fp4" | "int" | "int5" | "int6" | "ggml" | "inferllm":
+            return _divide(amax, fmt.q_max)
+        case _:
+            raise unreachable(fmt.family, "the scale of the family")
+
+
+def _encodes_unrounded(fmt: Format) -> bool:
+    """Whether codes are computed with the float32 scale and offset, which are rounded for storage only afterwards."""
+    match fmt.family:
+        case "ggml" | "inferllm":
+            return True
+        case "int" | "int5" | "int6" | "fp4" | "iq4":
+            return False
+        case _:
+            raise unreachable(fmt.family, "the rounding of the family")
 
 
 def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -119,7 +148,7 @@ def stored_grid(fmt: Format, scale: Tensor, lo: Tensor | None) -> Grid:
         return grid_of(fmt, stored, None)
     if fmt.zero == "point":
         return grid_of(fmt, stored, torch.round(-lo * _inverse(stored.float())).clamp(0, fmt.q_max).to(torch.uint8))
-    if fmt.family not in ("ggml", "inferllm"):
+    if not _encodes_unrounded(fmt):
         vanishes = (_inverse(stored.float()) == 0) & (lo < 0) & (-lo < scale * fmt.q_max)
         lo = torch.where(vanishes, 0.0, lo)
     return grid_of(fmt, stored, lo.to(fmt.scale))
@@ -136,19 +165,22 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
     if grid.start is not None:
         x = x - grid.start.unsqueeze(-1)
     v = x * grid.inverse.unsqueeze(-1)
-    if fmt.table:
-        return nearest(fmt, v)
-    if fmt.family == "int" or fmt.tight:
-        q = torch.round(v)
-        if fmt.zero == "point" and grid.zero is not None:
-            q = q + grid.zero.unsqueeze(-1).float()
-    elif fmt.bits == 4 and fmt.family == "ggml":
-        half = 8.5 if fmt.signed else 0.5
-        # On x86 ggml's cast to a byte turns the infinities and NaNs of an overflowed reciprocal into 0.
-        q = torch.trunc(torch.nan_to_num(v + half, 0.0, 0.0, 0.0)) + fmt.q_min
-    else:
-        whole = torch.trunc(v)
-        q = whole + torch.where((v - whole).abs() >= 0.5, torch.sign(v), 0.0)
+    match fmt.family:
+        case "fp4" | "iq4":
+            return nearest(fmt, v)
+        case "int" | "int5" | "int6":
+            q = torch.round(v)
+            if fmt.zero == "point" and grid.zero is not None:
+                q = q + grid.zero.unsqueeze(-1).float()
+        case "ggml" if fmt.bits == 4:
+            half = 8.5 if fmt.signed else 0.5
+            # On x86 ggml's cast to a byte turns the infinities and NaNs of an overflowed reciprocal into 0.
+            q = torch.trunc(torch.nan_to_num(v + half, 0.0, 0.0, 0.0)) + fmt.q_min
+        case "ggml" | "inferllm":
+            whole = torch.trunc(v)
+            q = whole + torch.where((v - whole).abs() >= 0.5, torch.sign(v), 0.0)
+        case _:
+            raise unreachable(fmt.family, "the rounding of the family")
     return q.clamp(fmt.q_min, fmt.q_max)
 
 
@@ -163,7 +195,8 @@ def _levels(fmt: Format) -> tuple[list[int], list[float]]:
     """The codes of a format with a table, ascending, and the greatest numbers that go to each but the last."""
     codes = sorted({*fmt.table})
     middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
-    ups = [fmt.family == "iq4" or fmt.table.index(low) % 2 == 1 for low in codes[:-1]]
+    ties_up = lookup(_TIES_UP, fmt.family, "the rounding of the codebook")
+    ups = [ties_up(fmt, low) for low in codes[:-1]]
     return codes, [middle - 2.0**-20 * up for middle, up in zip(middles, ups, strict=True)]
 
 

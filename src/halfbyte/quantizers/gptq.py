@@ -26,11 +26,12 @@ the authors' code, github.com/IST-DASLab/gptq.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, unreachable
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax, nearest
@@ -38,7 +39,8 @@ from halfbyte.quantizers.check import check_finite, check_weight
 from halfbyte.quantizers.mse import mse
 from halfbyte.quantizers.threads import at_most, each
 
-GRIDS = ("mse", "absmax")
+GridMethod = Literal["mse", "absmax"]
+GRIDS: tuple[GridMethod, ...] = get_args(GridMethod)
 _CHUNK = 1 << 24  # weights processed at a time, by all threads together
 _ROWS = 512  # of a weight, at least, for a thread: with fewer, Python takes longer than the arithmetic
 _NEAR = 16  # columns of the smaller blocks: rows that fit the nearest cache while each column is subtracted from those after it
@@ -62,7 +64,7 @@ class GPTQ:
     static_groups: bool = False
     damping: float = 0.01
     columns: int = 128
-    grid: str = "mse"
+    grid: GridMethod = "mse"
 
     def __post_init__(self) -> None:
         if not 0 < self.damping < float("inf"):
@@ -116,7 +118,7 @@ def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = No
     values = torch.cat([part[0] for part in parts])
     if static is not None:
         return Codes.from_values(fmt, values, static.scale, static.zero)
-    zero = None if fmt.zero == "none" else torch.cat([part[2] for part in parts]).to(fmt.scale if fmt.zero == "offset" else torch.uint8)
+    zero = None if fmt.zero_dtype is None else torch.cat([part[2] for part in parts]).to(fmt.zero_dtype)
     return Codes.from_values(fmt, values, torch.cat([part[1] for part in parts]).to(fmt.scale), zero)
 
 
@@ -143,7 +145,13 @@ def inverse_factor(moments: Tensor, damping: float, name: str) -> Tensor:
 
 
 def _grid(weight: Tensor, fmt: Format, energy: Tensor, options: GPTQ, name: str) -> Codes:
-    return mse(weight, fmt, name, energy) if options.grid == "mse" else absmax(weight, fmt, name)
+    match options.grid:
+        case "mse":
+            return mse(weight, fmt, name, energy)
+        case "absmax":
+            return absmax(weight, fmt, name)
+        case _:
+            raise unreachable(options.grid, "the grid of GPTQ,")
 
 
 class _Sweep:

@@ -16,15 +16,17 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, unreachable
 from halfbyte.quantizers.check import check_finite, check_weight
 from halfbyte.quantizers.gptq import inverse_factor
 
-SPARSE_METHODS = ("magnitude", "wanda", "sparsegpt")
+SparseMethod = Literal["magnitude", "wanda", "sparsegpt"]
+SPARSE_METHODS: tuple[SparseMethod, ...] = get_args(SparseMethod)
 _COLUMNS = 128  # among which sparsegpt chooses
 _GRAMMAR = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,3})", re.ASCII)
 
@@ -55,7 +57,7 @@ def as_sparsity(value: str | float | Sparsity) -> Sparsity:
 
 @torch.no_grad()
 def prune(
-    weight: Tensor, sparsity: Sparsity, method: str, moments: Tensor | None = None, *, damping: float = 0.01, name: str = "weight"
+    weight: Tensor, sparsity: Sparsity, method: SparseMethod, moments: Tensor | None = None, *, damping: float = 0.01, name: str = "weight"
 ) -> Tensor:
     """`weight` [N, K] (float32, float16 or bfloat16) pruned, in its dtype.
 
@@ -73,12 +75,16 @@ def prune(
         got = "none" if moments is None else str(list(moments.shape))
         raise ArgumentError(f"{method} takes a weight [N, K] and moments [K, K], got {name} {list(weight.shape)} and {got}")
     check_finite(moments, f"the input moments of {name}")
-    if method == "wanda":
-        scores = weight.float().abs() * moments.diagonal().float().clamp_min(0).sqrt()
-        return weight.masked_fill(_least(scores, sparsity, rows=True), 0)
-    if not bool((moments.diagonal() > 0).any()):  # all inputs are 0: every weight matters as little
-        return weight.masked_fill(_least(weight.float().abs(), sparsity, rows=False), 0)
-    return _sparsegpt(weight.double(), sparsity, inverse_factor(moments, damping, name)).to(weight.dtype)
+    match method:
+        case "wanda":
+            scores = weight.float().abs() * moments.diagonal().float().clamp_min(0).sqrt()
+            return weight.masked_fill(_least(scores, sparsity, rows=True), 0)
+        case "sparsegpt":
+            if not bool((moments.diagonal() > 0).any()):  # all inputs are 0: every weight matters as little
+                return weight.masked_fill(_least(weight.float().abs(), sparsity, rows=False), 0)
+            return _sparsegpt(weight.double(), sparsity, inverse_factor(moments, damping, name)).to(weight.dtype)
+        case _:
+            raise unreachable(method, "the method of pruning,")
 
 
 def _least(scores: Tensor, sparsity: Sparsity, *, rows: bool) -> Tensor:

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
+from halfbyte.errors import UnsupportedError, unreachable
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.bracketed import CENTER, TURNED
+from halfbyte.kernels.cpu.elements import Kind, element_of
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
@@ -40,7 +43,7 @@ class RowSpec:
     zeroed    behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
     """
 
-    source: str
+    source: Kind
     inner: Inner
     bits: int
     paired: bool
@@ -49,7 +52,7 @@ class RowSpec:
     by_row: bool
     shifted: bool
     correction: int
-    sums: str
+    sums: Literal["none", "codes", "values"]
     zeroed: bool = False
     folded: bool = False
     biased: bool = False
@@ -59,8 +62,19 @@ class RowSpec:
 @function(*["ptr"] * 3, *["i64"] * 2)
 def build(spec: RowSpec, isa: ISA, f: Function) -> None:
     """A function of (arguments, x, tile, rows of the tile, which of them)."""
-    row = _CopiedRow if spec.source == "i8" else _Int8Row if spec.inner == "int8" else _FloatRow
-    row(spec, isa, f).emit()
+    _row_of(spec)(spec, isa, f).emit()
+
+
+def _row_of(spec: RowSpec) -> type[_Row]:
+    if spec.source == "i8":
+        return _CopiedRow
+    match spec.inner:
+        case "int8":
+            return _Int8Row
+        case "float" | "bf16":
+            return _FloatRow
+        case _:
+            raise unreachable(spec.inner, "the layout of activations for products of")
 
 
 class _Row(Emitter):
@@ -70,7 +84,7 @@ class _Row(Emitter):
     def __init__(self, spec: RowSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
         _, self.x, self.tile, self.rows, self.row = f.parameters
-        self.element = {"f32": "float", "i8": "i8"}.get(spec.source, "i16")
+        self.element = element_of(spec.source).stored
         self.raw_type = vector(self.element, spec.unit)
         self.floats, self.ints = vector("float", spec.unit), vector("i32", spec.unit)
         self.element_bytes = bytes_of(self.raw_type) // spec.unit
@@ -267,7 +281,10 @@ class _FloatRow(_Row):
             total = f.variable(f.value(self.floats, 0.0))
             for u, _, raw in self.units(x, real, n):
                 if spec.inner == "bf16":
-                    order = [8 * g + k for g in range(spec.unit // 8) for k in (0, 2, 4, 6, 1, 3, 5, 7)]  # AVX512BF16.bf16_pairs
+                    if spec.source != "bf16":
+                        raise UnsupportedError(f"products of bfloat16 take activations of bfloat16, got {spec.source}: use compute='int8'")
+                    pairs = self.isa.bf16_order()
+                    order = [8 * g + k for g in range(spec.unit // 8) for pair in pairs for k in pair]
                     (data + u * self.rows * self.unit_bytes).store(raw.shuffle(order))
                 else:
                     (data + u * self.rows * self.unit_bytes).store(self.isa.to_float(raw, spec.source))

@@ -23,12 +23,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
+
+from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.elements import KINDS, Kind, element_of
 from halfbyte.kernels.cpu.exponential import exp, tanh
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, phase
+from halfbyte.kernels.layer_kinds import Projections, RopePairs, is_interleaved, key_value_heads
 from halfbyte.layouts.records import BLOCK, LEAST_SCALE, MOST, record_bytes
 
 ATTEND = Block(
@@ -47,6 +53,8 @@ ATTEND = Block(
     ),
     frozenset({"scale_eps", "cap"}),
 )
+CacheKind = Kind | Literal["int8"]
+CACHES: dict[torch.dtype, CacheKind] = {**KINDS, torch.int8: "int8"}  # of keys and values; "int8": records, `layouts/records.py`
 _CHUNK = 32  # tokens of the cache
 _LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
 MOST_GROUP = 16
@@ -64,7 +72,7 @@ class AttendSpec:
 
     dim: int
     group: int
-    kind: str
+    kind: CacheKind
     normed: bool
     masked: bool
     enters: bool = False
@@ -72,9 +80,9 @@ class AttendSpec:
     plus_one: bool = False
     capped: bool = False
     sinks: bool = False
-    pairs: str = ""
+    pairs: RopePairs = ""
     turned_first: bool = False
-    made: str = "qkv"
+    made: Projections = "qkv"
     values_normed: bool = False
 
 
@@ -117,11 +125,11 @@ class _Attend(Emitter):
             b, h = item // kv_heads, item % kv_heads
             keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
             values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")
-            for j in f.loop(tokens) if spec.made != "q" else ():
+            for j in f.loop(tokens) if key_value_heads(spec.made) else ():
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
                 keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._placed(key, "k_norm", b, j))
-                value = self._loaded(key if spec.made == "qk" else key + kv_heads * head_bytes)
+                value = self._loaded(key if key_value_heads(spec.made) == 1 else key + kv_heads * head_bytes)
                 parts = self._normed(value, None) if spec.values_normed else value
                 keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), parts)
             for j in f.loop(tokens):
@@ -174,7 +182,7 @@ class _Attend(Emitter):
         cos, sin = self.pointer("cos") + turn, self.pointer("sin") + turn
         half, out = self.turned // self.lanes // 2, []
         for at, part in enumerate(parts[: 2 * half]):
-            if self.spec.pairs:
+            if is_interleaved(self.spec.pairs):
                 other = part.shuffle([i ^ 1 for i in range(self.lanes)]) * f.constant(self.floats, [-1.0, 1.0] * (self.lanes // 2))
             else:
                 other = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]
@@ -184,10 +192,16 @@ class _Attend(Emitter):
 
     def _of_table(self, table: Value, at: int, half: int) -> Value:
         """The cosines, or sines, of vector `at` of a head of which 2 * `half` are turned."""
-        if self.spec.pairs != "once":
-            return table.load(self.floats, (at if self.spec.pairs else at % half) * self.bytes, 4)
-        some = table.load(vector("float", self.lanes // 2), at * self.bytes // 2, 4)
-        return some.shuffle([i // 2 for i in range(self.lanes)])
+        match self.spec.pairs:
+            case "":
+                return table.load(self.floats, at % half * self.bytes, 4)
+            case "twice":
+                return table.load(self.floats, at * self.bytes, 4)
+            case "once":
+                some = table.load(vector("float", self.lanes // 2), at * self.bytes // 2, 4)
+                return some.shuffle([i // 2 for i in range(self.lanes)])
+            case _:
+                raise unreachable(self.spec.pairs, "the pairs of rope,")
 
     def _kept(self, row: Value, at: int) -> Value:
         return kept(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)
@@ -268,7 +282,7 @@ class _Attend(Emitter):
 
     def _ask(self, row: Value) -> None:
         """For a token's head, which is needed in some hundred cycles: CPUs themselves read ahead in one of keys and values, not in both."""
-        size = record_bytes(self.spec.dim) if self.spec.kind == "int8" else self.spec.dim * (4 if self.spec.kind == "f32" else 2)
+        size = record_bytes(self.spec.dim) if self.spec.kind == "int8" else self.spec.dim * element_of(self.spec.kind).size
         for at in range(0, size, 64):
             self.f.prefetch(row + at)
 
@@ -313,20 +327,20 @@ def inverse_root(f: Function, x: Value) -> Value:
     return f.value(x.type, 1.0) / f.call(x.type, "llvm.sqrt.f32", x)
 
 
-def kept(isa: ISA, kind: str, dim: int, row: Value, at: int, lanes: int) -> Value:
+def kept(isa: ISA, kind: CacheKind, dim: int, row: Value, at: int, lanes: int) -> Value:
     """So many elements from `at` on of a cached head of `dim`, whose bytes begin at `row`: float."""
     if kind != "int8":
-        element, size = ("float", 4) if kind == "f32" else ("i16", 2)
+        _, element, size = element_of(kind)
         return isa.to_float(row.load(vector(element, lanes), at * size, size), kind)
     scale = isa.to_float(row.load("i16", dim + at // BLOCK * 2), "bf16")
     return row.load(vector("i8", lanes), at).to("i32").to("float") * scale.splat(lanes)
 
 
-def keep(isa: ISA, kind: str, row: Value, parts: list[Value]) -> None:
+def keep(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
     """A head's elements, vector by vector, to their place in the cache; what `kept` reads."""
     lanes = lanes_of(parts[0].type)
     if kind != "int8":
-        size = 4 if kind == "f32" else 2
+        size = element_of(kind).size
         for at, x in enumerate(parts):
             row.store(isa.from_float(x, kind), at * lanes * size, size)
         return

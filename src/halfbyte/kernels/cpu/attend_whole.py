@@ -30,7 +30,7 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.attend import capped, kept
+from halfbyte.kernels.cpu.attend import CacheKind, capped, kept
 from halfbyte.kernels.cpu.exponential import exp
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
@@ -71,7 +71,7 @@ class WholeSpec:
     masked: bool
     biased: bool = False
     group: int = 1
-    kind: str = "f32"
+    kind: CacheKind = "f32"
     causal: bool = False
     capped: bool = False
     sinks: bool = False

@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 from halfbyte.kernels.cpu import attend, attend_whole
 from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
-from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec
+from halfbyte.kernels.cpu.attend import ATTEND, AttendSpec, CacheKind
 from halfbyte.kernels.cpu.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.chain import Product
 from halfbyte.kernels.cpu.halves import FEW, OUT_STRIDE, Added, Fields, Laid, Norm, needs_sums, room, shared
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
+from halfbyte.kernels.layer_kinds import Projections, RopePairs
 
 _X = LINEAR.offset("x")
 _pack_one = struct.Struct("<q").pack_into
@@ -39,7 +40,7 @@ class Size(NamedTuple):
 
     batch: int
     tokens: int
-    kind: str
+    kind: CacheKind
     masked: bool
     threads: int
 
@@ -66,9 +67,9 @@ class Heads(NamedTuple):
     turned: int
     cap: float | None
     sinks: int
-    pairs: str
+    pairs: RopePairs
     turned_first: bool = False
-    made: str = "qkv"
+    made: Projections = "qkv"
     values_normed: bool = False
 
 
@@ -145,8 +146,13 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     turned = None if heads.turned == heads.dim else heads.turned
     masked = size.masked and not many
     of_scores = capped and not many, sinks and not many
-    of_heads = heads.pairs, heads.turned_first, heads.made, heads.values_normed
-    spec = AttendSpec(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores, *of_heads)
+    spec = AttendSpec(
+        *(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores),
+        pairs=heads.pairs,
+        turned_first=heads.turned_first,
+        made=heads.made,
+        values_normed=heads.values_normed,
+    )
     sizes = {"batch": size.batch, "tokens": size.tokens}
     norms = norms or (Norm(0, 0.0), Norm(0, 0.0))
     fields: Fields = {

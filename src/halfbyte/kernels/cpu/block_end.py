@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from halfbyte.kernels.cpu.biased import highest_point
+from halfbyte.kernels.cpu.elements import element_of
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.tile_spec import ROUND, TileSpec
@@ -30,7 +31,7 @@ class BlockEnd:
 
     @property
     def scale_bytes(self) -> int:
-        return 4 if self.spec.scale == "f32" else 2
+        return element_of(self.spec.scale).size
 
     def _total(self, n: int) -> Value:
         size = self.isa.lanes * 4
@@ -45,7 +46,7 @@ class BlockEnd:
 
     def _lanes(self, tail: Value, first: Value, v: int, at: int = 0) -> Value:
         """Scales (or offsets, `at` bytes further) of one vector of rows, as they are stored."""
-        kind = vector("float" if self.spec.scale == "f32" else "i16", self.isa.lanes)
+        kind = vector(element_of(self.spec.scale).stored, self.isa.lanes)
         return (tail + first * self.scale_bytes).load(kind, at + v * self.isa.lanes * self.scale_bytes, self.scale_bytes)
 
     def _zero(self, tail: Value, first: Value, v: int) -> Value | None:

@@ -24,7 +24,9 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
+from halfbyte.errors import KernelError, lookup, unreachable
 from halfbyte.kernels.cpu import driver, kernel, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.attend import inverse_root
@@ -33,6 +35,7 @@ from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _HEADER = LINEAR.fields[:4]
@@ -59,12 +62,13 @@ PRODUCT = Block(
 )
 
 
-EACH: dict[str, Callable[[Function, Value, Value], Value]] = {
+StepKind = Literal["", "chain", "lanes", "norm", "scale", "times", "over", "cap", "rows", "panels", "product"]
+EACH: dict[LogitsFunction, Callable[[Function, Value, Value], Value]] = {
     "times": lambda f, x, c: x * c,
     "over": lambda f, x, c: x / c,
     "cap": lambda f, x, c: tanh(f, x / c) * c,
 }
-GATES: dict[str, Callable[[Function, Value], Value]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu_squared}
+GATES: dict[GateFunction, Callable[[Function, Value], Value]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu_squared}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,8 @@ class Step:
     the product; beside: it multiplies what is given beside; scaled: a sum with a residual is multiplied by a float that lies where an RMS
     norm would have its shift."""
 
-    kind: str
-    gates: str = "none"
+    kind: StepKind
+    gates: GateFunction | Literal["none"] = "none"
     centred: bool = False
     plus_one: bool = False
     added: bool = False
@@ -87,18 +91,23 @@ class Step:
 
 @kernel.phase
 def build(step: Step, isa: ISA, f: Function) -> None:
-    if step.kind == "chain":
-        _chain(f)
-    elif step.kind == "lanes":
-        _lanes(f)
-    elif step.kind == "norm":
-        _norms(f, isa, step)
-    elif step.kind == "scale":
-        _scales(f, isa)
-    elif step.kind in EACH:
-        _each(f, isa, EACH[step.kind])
-    else:
-        _product(f, isa, step)
+    match step.kind:
+        case "chain":
+            _chain(f)
+        case "lanes":
+            _lanes(f)
+        case "norm":
+            _norms(f, isa, step)
+        case "scale":
+            _scales(f, isa)
+        case "times" | "over" | "cap":
+            _each(f, isa, lookup(EACH, step.kind, "the function of logits"))
+        case "rows" | "panels" | "product":
+            _product(f, isa, step)
+        case "":
+            raise KernelError("a step without a kind cannot be compiled: this is a fault in halfbyte, please report it")
+        case _:
+            raise unreachable(step.kind, "the step")
 
 
 def phase(step: Step) -> int:
@@ -282,7 +291,12 @@ def _multiply(f: Function, isa: ISA, linear: Value, step: Step) -> None:
                 up = at + gate * (4 * PANEL) if gated else None
                 if step.beside:
                     up = PRODUCT.load(args, "beside", "ptr") + row * PRODUCT.load(args, "beside_row") + start * (4 * PANEL)
-                through_gates(f, isa, at, (stop - start) * PANEL, up, step.gates)
+                through_gates(f, isa, at, (stop - start) * PANEL, up, gate_function(step))
+
+
+def gate_function(step: Step) -> GateFunction:
+    assert step.gates != "none"
+    return step.gates
 
 
 def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
@@ -299,11 +313,11 @@ def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
         taken.value = f.fetch_add(args + LINEAR.offset("counter")) + threads
 
 
-def through_gates(f: Function, isa: ISA, gates: Value, count: Value, up: Value | None, function: str = "silu") -> None:
+def through_gates(f: Function, isa: ISA, gates: Value, count: Value, up: Value | None, function: GateFunction = "silu") -> None:
     """function(gate) * up in the gates' place, `count` columns of a row; up lies at that address; None: function(gate) alone."""
     for i in f.loop(count, step=isa.lanes):
         at = gates + i * 4
-        y = GATES[function](f, at.load(isa.floats, 0, 4))
+        y = lookup(GATES, function, "the gate function")(f, at.load(isa.floats, 0, 4))
         at.store(y if up is None else y * (up + i * 4).load(isa.floats, 0, 4), 0, 4)
 
 

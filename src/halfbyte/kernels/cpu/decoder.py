@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu import attend_whole, runtime
+from halfbyte.kernels.cpu.attend import CACHES
 from halfbyte.kernels.cpu.attention_half import Attention, AttentionPlan, Size
 from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.halves import FEW, FeedForward, room, shared
-from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
+from halfbyte.kernels.cpu.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.per_layer import PerLayer, PerLayerPlan
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 
-CACHES = {**KINDS, torch.int8: "int8"}  # of keys and values
 _ROWS = 256  # at a time
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu import decoder, dequantize
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE, LINEAR, Buffer
-from halfbyte.kernels.cpu.attend import ATTEND
+from halfbyte.kernels.cpu.attend import ATTEND, CACHES
 from halfbyte.kernels.cpu.attention_half import Size
 from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
 from halfbyte.kernels.cpu.decoder import Entry, Layer, Plan
@@ -33,6 +33,7 @@ from halfbyte.kernels.cpu.halves import Fields, Laid, Norm, product_steps, share
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import CALL, pack_call
+from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.cpu_tiles import Geometry
 
 _INFINITE = float("inf")
@@ -91,7 +92,7 @@ class Model:
     factor: float
     norm: Norm
     head: Product | None
-    logits: tuple[str, float] | None
+    logits: tuple[LogitsFunction, float] | None
     windows: tuple[int | None, ...]
     turns: tuple[int, ...]
     inputs: Inputs | None = None
@@ -138,7 +139,7 @@ class Steps:
             self.beside = torch.zeros(rows, width, dtype=torch.float32, device="cpu")
         self.ids = (ctypes.c_int64 * rows)()
         self._model, self._batch, self._rows, self._sines, self._width = model, batch, rows, 4 * turned, 8 * turned * turns
-        size = Size(batch, tokens, decoder.CACHES[self.cache], masked, self.threads)
+        size = Size(batch, tokens, CACHES[self.cache], masked, self.threads)
         self._plans = [Plan(layer, size) for layer in model.layers]
         kinds = list(zip(self._plans, model.windows, strict=True))
         self._attention = [plan.attention[0] for plan, window in kinds if window is None]
@@ -275,6 +276,6 @@ def _looked_up(table: tuple[Geometry, int] | None, factor: float, rows: int, wid
     return [arguments(DEQUANTIZE, function, fields), *scaled]
 
 
-def _each(function: str, count: int, constant: float, x: int = 0) -> Buffer:
+def _each(function: LogitsFunction, count: int, constant: float, x: int = 0) -> Buffer:
     """One of `chain.EACH` of so many floats in place, from the address x on."""
     return arguments(NORM, phase(Step(function)), {"x": x, "k": count, "eps": (0.0, constant)})

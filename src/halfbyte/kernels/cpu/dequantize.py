@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from halfbyte.formats.spec import TABLES
+from halfbyte.formats.spec import Family, Zero, codebook, zero_size
 from halfbyte.kernels.cpu import runtime, sparse, tight
 from halfbyte.kernels.cpu.arguments import DEQUANTIZE
+from halfbyte.kernels.cpu.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import compiled, phase
-from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
@@ -35,14 +36,14 @@ class DequantizeSpec:
     Format."""
 
     bits: int
-    scale: str
-    zero: str
+    scale: Kind
+    zero: Zero
     unit: int
-    out: str
+    out: Kind
     pairs: bool = False
     sparse: bool = False
     tight: int = 0
-    table: str = ""
+    table: Family | Literal[""] = ""
 
 
 @phase
@@ -63,9 +64,9 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
     """One row of the weight that `args`, a block of DEQUANTIZE, describes; added to what is there, float32, if asked."""
     weights, panel_bytes = DEQUANTIZE.load(args, "weights", "ptr"), DEQUANTIZE.load(args, "panel_bytes")
     blocks, block, last, units, last_units = (DEQUANTIZE.load(args, field) for field in ("blocks", "block", "last", "units", "last_units"))
-    lane, out_bytes, scale_bytes = row % PANEL, 4 if spec.out == "f32" else 2, 4 if spec.scale == "f32" else 2
+    lane, out_bytes, scale_bytes = row % PANEL, element_of(spec.out).size, element_of(spec.scale).size
     unit_bytes = cpu_tiles.data_bytes(spec.tight or spec.bits, spec.unit, sparse=spec.sparse)
-    zero_bytes = {"none": 0, "point": 1, "offset": scale_bytes}[spec.zero]
+    zero_bytes = zero_size(spec.zero, scale_bytes)
     tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pairs=spec.pairs)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
     buffer = f.alloca("<8 x float>", 1, 32)
@@ -83,7 +84,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
             else:
                 u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
             if spec.table:
-                codes = isa.looked_up(u.bits("<32 x i8>"), TABLES[spec.table]).bits(u.type)
+                codes = isa.looked_up(u.bits("<32 x i8>"), codebook(spec.table)).bits(u.type)
                 w = (codes << 24).shift_signed(24).to("float")
             else:
                 w = (u - (1 << (spec.bits - 1) if point is None and spec.zero == "none" else 0 if point is None else point)).to("float")
@@ -99,14 +100,14 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
                 buffer.store(isa.from_float(w, spec.out))
                 for i in f.loop(left):
                     at = i * out_bytes
-                    value = (buffer + at).load("float" if spec.out == "f32" else "i16")
+                    value = (buffer + at).load(element_of(spec.out).stored)
                     (to + at).store(value + (to + at).load("float", 0, 4) if add else value)
         record.value = tail + tail_bytes
         out.value = out.value + block * out_bytes
 
 
-def _number(isa: ISA, address: Value, kind: str) -> Value:
-    return isa.to_float(address.load("float" if kind == "f32" else "i16"), kind)
+def _number(isa: ISA, address: Value, kind: Kind) -> Value:
+    return isa.to_float(address.load(element_of(kind).stored), kind)
 
 
 def _eight(f: Function, bits: int, data: Value) -> Value:
@@ -120,10 +121,10 @@ def _eight(f: Function, bits: int, data: Value) -> Value:
 
 
 @functools.lru_cache(maxsize=1024)
-def spec_of(geo: Geometry, out: str) -> DequantizeSpec:
+def spec_of(geo: Geometry, out: Kind) -> DequantizeSpec:
     fmt = geo.format
     how = geo.pairs, geo.sparse, fmt.tight, fmt.family if fmt.table else ""
-    return DequantizeSpec(fmt.bits, KINDS[fmt.scale], fmt.zero, geo.unit, out, *how)
+    return DequantizeSpec(fmt.bits, kind_of(fmt.scale), fmt.zero, geo.unit, out, *how)
 
 
 def weight_fields(weights: int, geo: Geometry) -> dict[str, int]:
@@ -139,7 +140,7 @@ def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor |
     out = torch.empty(rows, geo.k, dtype=out_dtype, device="cpu")
     if out.numel() == 0:
         return out.to(dtype)
-    function = compiled(build, spec_of(geo, KINDS[out_dtype]), current())
+    function = compiled(build, spec_of(geo, kind_of(out_dtype)), current())
     block = _pack(
         *(function, 0, runtime.openmp_address(), 0, *weight_fields(weights.data_ptr(), geo).values()),
         *(0 if ids is None else ids.data_ptr(), rows, out.data_ptr(), geo.k * out.element_size()),

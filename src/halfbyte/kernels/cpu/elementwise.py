@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import KINDS
-from halfbyte.kernels.cpu.plan_cache import Call, PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, Call
 from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Combination
@@ -30,16 +31,13 @@ _TOGETHER = 4  # vectors in flight
 _ELEMENTS_A_THREAD = 1 << 16
 
 
-_plans = PlanCache[Call]()
-
-
 @dataclass(frozen=True, slots=True)
 class ElementwiseSpec:
     """Kinds "f32", "bf16", "f16" or "i8" of the inputs and the output; b is "" where there is only one input."""
 
-    a: str
-    b: str
-    out: str
+    a: Kind
+    b: Kind | Literal[""]
+    out: Kind
 
 
 @phase
@@ -83,11 +81,9 @@ def _store(spec: ElementwiseSpec, isa: ISA, out: Value, total: Value, i: Value) 
         out.store(y, i * size, size)
 
 
-def _load(isa: ISA, x: Value, i: Value, kind: str, lanes: int) -> Value:
-    if kind == "i8":
-        return x.load(vector("i8", lanes), i).to("i32").to("float")
-    size = 4 if kind == "f32" else 2
-    return isa.to_float(x.load(vector("float" if kind == "f32" else "i16", lanes), i * size, size), kind)
+def _load(isa: ISA, x: Value, i: Value, kind: Kind, lanes: int) -> Value:
+    _, stored, size = element_of(kind)
+    return isa.to_float(x.load(vector(stored, lanes), i * size, size), kind)
 
 
 def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
@@ -98,7 +94,9 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     isa = current()
     out = torch.empty_like(a, dtype=how.dtype if isa.half_conversions or how.dtype != torch.float16 else torch.float32)
     key = a.dtype, None if b is None else b.dtype, how, a.numel(), runtime.threads()
-    call = _plans.entries.get(key) or _plans.get(key, lambda: _prepare(a, b, out.dtype, how))
+    call = PLANS.elementwise.get(key)
+    if call is None:
+        call = PLANS.elementwise[key] = _prepare(a, b, out.dtype, how)
     _pack_tensors(call.buffer, _TENSORS, a.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr())
     runtime.runner()(call.address, call.threads)
     return out if out.dtype == how.dtype else out.to(how.dtype)
@@ -114,7 +112,7 @@ def step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step | None:
 
 
 def _prepare(a: Tensor, b: Tensor | None, out: torch.dtype, how: Combination) -> Call:
-    spec = ElementwiseSpec(KINDS[a.dtype], "" if b is None else KINDS[b.dtype], KINDS[out])
+    spec = ElementwiseSpec(kind_of(a.dtype), "" if b is None else kind_of(b.dtype), kind_of(out))
     numbers = {"scales": (how.scale_a, how.scale_b), "offset": (how.offset, 0.0), "clamp": (how.low, how.high)}
     buffer = arguments(ELEMENTWISE, compiled(build, spec, current()), {"n": a.numel(), **numbers})
     return Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), a.numel() // _ELEMENTS_A_THREAD)))

@@ -17,8 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from halfbyte.errors import unreachable
+from halfbyte.formats.spec import Zero, zero_size
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.biased import HIGHEST_CODE
+from halfbyte.kernels.cpu.elements import Kind, element_of
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, function
@@ -42,8 +45,8 @@ class PanelSpec:
     """
 
     bits: int
-    scale: str
-    zero: str
+    scale: Kind
+    zero: Zero
     unit: int
     vectors: int
     points_off: bool
@@ -60,7 +63,7 @@ class PanelSpec:
         )
 
     @property
-    def zeros(self) -> str:
+    def zeros(self) -> Zero:
         """What records have of them."""
         return "none" if self.points_off else self.zero
 
@@ -69,10 +72,10 @@ class PanelSpec:
         return isa.lanes * self.vectors * (padded + 4 * (1 + self.lifts + (self.zeros != "none")))
 
 
-def packed_tail(scale: str, zero: str) -> int:
+def packed_tail(scale: Kind, zero: Zero) -> int:
     """Bytes behind the codes of a block as it is stored."""
-    size = 4 if scale == "f32" else 2
-    return tail_bytes(size, {"none": 0, "point": 1, "offset": size}[zero], pairs=False)
+    size = element_of(scale).size
+    return tail_bytes(size, zero_size(zero, size), pairs=False)
 
 
 @function(*["ptr"] * 8, *["i64"] * 6)
@@ -156,7 +159,7 @@ class ExpandingTile(ExpandedTile):
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.at, self.scale, self.scale_size = f.variable(self.packed), spec.scale, 4 if spec.scale == "f32" else 2
+        self.at, self.scale, self.scale_size = f.variable(self.packed), spec.scale, element_of(spec.scale).size
 
     def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
         packed = self.at.value + units * self.packed_unit
@@ -192,16 +195,21 @@ class ExpandingTile(ExpandedTile):
 
     def _expand_tail(self, tail: Value, to: Value) -> None:
         isa, at, behind = self.isa, tail + self.column * self.scale_size, PANEL * self.scale_size
-        raw = vector("float" if self.scale == "f32" else "i16", self.width)
+        raw = vector(element_of(self.scale).stored, self.width)
         scales = isa.to_float(at.load(raw, 0, self.scale_size), self.scale)
         numbers = [scales]
         if self.panel.lifts:
             numbers.append(scales * -ROUND)
-        if self.panel.zeros == "offset":
-            numbers.append(isa.to_float(at.load(raw, behind, self.scale_size), self.scale))
-        elif self.panel.zeros == "point":
-            points = (tail + self.column).load(vector("i8", self.width), behind)
-            numbers.append(points.to("i32", unsigned=True).to("float"))
+        match self.panel.zeros:
+            case "none":
+                pass
+            case "offset":
+                numbers.append(isa.to_float(at.load(raw, behind, self.scale_size), self.scale))
+            case "point":
+                points = (tail + self.column).load(vector("i8", self.width), behind)
+                numbers.append(points.to("i32", unsigned=True).to("float"))
+            case _:
+                raise unreachable(self.panel.zeros, "the zero of a format")
         for n, number in enumerate(numbers):
             to.store(number, n * 4 * self.width, 64)
 

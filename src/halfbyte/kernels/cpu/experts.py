@@ -22,14 +22,16 @@ import ctypes
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfbyte.errors import KernelError, unreachable
 from halfbyte.kernels.cpu import driver, runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block, Buffer
 from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, drawn_shares, phase, prepare, shares, through_gates
+from halfbyte.kernels.cpu.elements import Kind, element_of
 from halfbyte.kernels.cpu.exponential import exp
 from halfbyte.kernels.cpu.halves import Fields, Laid, Norm, shared
 from halfbyte.kernels.cpu.ir import Function, Value, vector
@@ -39,6 +41,7 @@ from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled
 from halfbyte.kernels.cpu.kernel import phase as emitted
 from halfbyte.kernels.cpu.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
@@ -81,12 +84,12 @@ class ExpertsStep:
     clamped     gates are `Clamped`
     """
 
-    kind: str
+    kind: Literal["logits", "choose", "sort", "up", "down"]
     alone: bool = False
     prepares: bool = False
-    router: str = ""
+    router: Kind | Literal[""] = ""
     normalized: bool = False
-    scores: str = ""
+    scores: RouterScores = ""
     clamped: bool = False
 
 
@@ -104,6 +107,11 @@ class _Experts(Emitter):
         _, self.thread, self.threads = f.parameters
         self.rows, self.experts, self.chosen = (self.get(name) for name in ("rows", "experts", "chosen"))
 
+    @property
+    def _router(self) -> Kind:
+        assert self.spec.router
+        return self.spec.router
+
     def _prepare(self) -> Value:
         """All rows by this thread for itself, if it prepares any; the arguments of the product."""
         linear = self.pointer("linear")
@@ -114,7 +122,7 @@ class _Experts(Emitter):
     def logits(self) -> None:
         """Threads share the experts."""
         f, linear = self.f, self._prepare()
-        k, router, element = LINEAR.load(linear, "k"), self.pointer("router"), 4 if self.spec.router == "f32" else 2
+        k, router, element = LINEAR.load(linear, "k"), self.pointer("router"), element_of(self._router).size
         normed = self.pointer("normed") + self.thread * self.get("normed_thread")
         bias, gate = self.pointer("router_bias"), self.pointer("shared_gate")
         count = self.experts + gate.is_null().select(f.value("i64", 0), f.value("i64", 1))
@@ -132,8 +140,8 @@ class _Experts(Emitter):
         return self.pointer("logits") + row * (self.experts + 1) * 4
 
     def _dot(self, weights: Value, x: Value, k: Value) -> Value:
-        f, isa, kind = self.f, self.isa, self.spec.router
-        element, size = ("float", 4) if kind == "f32" else ("i16", 2)
+        f, isa, kind = self.f, self.isa, self._router
+        _, element, size = element_of(kind)
         lanes, step = isa.lanes, 4 * isa.lanes
         sums, whole = [f.variable(f.value(isa.floats, 0.0)) for _ in range(4)], k // step * step
         for i in f.loop(whole, step=step):
@@ -200,11 +208,20 @@ class _Experts(Emitter):
     def _score(self, logits: Value) -> None:
         """Those of a row in the place of its logits."""
         f = self.f
-        if self.spec.scores == "sigmoid":
-            for e in f.loop(self.experts):
-                at = logits + e * 4
-                at.store(self._sigmoid(at.load("float", 0, 4)), 0, 4)
-            return
+        match self.spec.scores:
+            case "sigmoid":
+                for e in f.loop(self.experts):
+                    at = logits + e * 4
+                    at.store(self._sigmoid(at.load("float", 0, 4)), 0, 4)
+            case "softmax":
+                self._softmax(logits)
+            case "":
+                raise KernelError("a row that chooses by logits has no scores: this is a fault in halfbyte, please report it")
+            case _:
+                raise unreachable(self.spec.scores, "the scores of a router,")
+
+    def _softmax(self, logits: Value) -> None:
+        f = self.f
         most = f.variable(f.value("float", -_INFINITE))
         for e in f.loop(self.experts):
             logit = (logits + e * 4).load("float", 0, 4)
@@ -352,7 +369,7 @@ def _larger(a: Value, b: Value) -> Value:
 @dataclass(frozen=True, eq=False)
 class Router:
     """before      the norm of h
-    weight      the address of [E, K], of `kind` "f32", "bf16" or "f16"
+    weight      the address of [E, K], of `kind`
     bias        that of float32 [E], or 0
     normalized  weights of a row add up to 1, before their factor
     scores      as in ExpertsStep
@@ -362,10 +379,10 @@ class Router:
 
     before: Norm
     weight: int
-    kind: str
+    kind: Kind
     bias: int
     normalized: bool
-    scores: str = ""
+    scores: RouterScores = ""
     correction: int = 0
     factor: float = 1.0
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.chain import Product
 from halfbyte.kernels.cpu.halves import Added, Laid, Norm, needs_sums, room, shared
+from halfbyte.kernels.layer_kinds import GateFunction
 
 _X = LINEAR.offset("x")
 _pack_one = struct.Struct("<q").pack_into
@@ -36,7 +37,7 @@ class Dense:
     before: Norm | None
     after: Norm | None
     factor: float
-    gates: str
+    gates: GateFunction
     gated: bool
     parallel: bool
     scale: int = 0

@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.arguments import GROUPED, LINEAR
 from halfbyte.kernels.cpu.ir import Function, Module
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS
 
 _BLOCK_BYTES = 8 * len(LINEAR.fields)
 _CALL = GROUPED.struct()
@@ -51,9 +51,6 @@ class _Part(NamedTuple):
     x_row: int
     out_row: int
     rows: int
-
-
-_arguments: PlanCache[tuple[bytes, int]] = PlanCache()
 
 
 @functools.cache
@@ -110,12 +107,18 @@ def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     yield some
 
 
+def _planned(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
+    """`_plan`, once in each Python thread."""
+    key = kernel.number, rows, threads
+    plan = PLANS.experts.get(key)
+    if plan is None:
+        plan = PLANS.experts[key] = _plan(kernel, rows, threads)
+    return plan
+
+
 def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor], threads: int) -> None:
     x, weight, bias, out = operands
-    plans = [
-        _arguments.get((kernel.number, part.rows, threads), lambda m=part.rows: _plan(kernel, m, threads))  # type: ignore[misc]
-        for part in parts
-    ]
+    plans = [_planned(kernel, part.rows, threads) for part in parts]
     _memory, scratch = linear.thread.memory(sum(size for _, size in plans))
     blocks = ctypes.create_string_buffer(b"".join(plan for plan, _ in plans), len(parts) * _BLOCK_BYTES)
     row_bytes, out_bytes, n = x.shape[1] * x.element_size(), out.shape[1] * out.element_size(), out.shape[1]

@@ -11,16 +11,17 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
-from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Product, Step, phase, shares
+from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Product, Step, StepKind, phase, shares
 from halfbyte.kernels.cpu.kernel import arguments
 from halfbyte.kernels.cpu.linear import CALL, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
 
@@ -42,7 +43,7 @@ class Norm(NamedTuple):
     centred: bool = False
     shift: int = 0
 
-    def step(self, kind: str, gates: str = "none", *, added: bool = False, scaled: bool = False) -> Step:
+    def step(self, kind: StepKind, gates: GateFunction | Literal["none"] = "none", *, added: bool = False, scaled: bool = False) -> Step:
         """One of this kind with this norm."""
         return Step(kind, gates, self.centred, self.plus_one, added, scaled=scaled)
 
@@ -135,7 +136,7 @@ class Laid:
         out: int,
         *,
         norm: Norm | None = None,
-        gates: str = "none",
+        gates: GateFunction | Literal["none"] = "none",
         gated: bool = True,
         beside: bool = False,
         stride: int | None = None,

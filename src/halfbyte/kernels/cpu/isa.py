@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from halfbyte.errors import KernelError, UnsupportedError, unreachable
+from halfbyte.kernels.cpu.elements import Kind
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, vector
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.machine import machine
 
@@ -114,22 +117,26 @@ class ISA:
         lacking = sorted(self.needs - machine().features)
         return f"the CPU lacks {', '.join(lacking)}" if lacking else None
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def _lacks(self, method: str) -> UnsupportedError:
+        """The error for a method that a class has to implement which says that it can do it."""
+        return UnsupportedError(f"the instruction set {self.name} has no {method}, which kernels ask of it: this is a fault in halfbyte")
+
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         """The tiles for M rows of activations: every choice that depends on the format and on M. `codes`: int8 in, int8 out."""
         if geo.format.table:  # to look up takes some fifty instructions
             return Tiling(min(m, 2), 2)
         return Tiling(1, 8) if m == 1 else Tiling(2, 4)
 
-    def near(self, m: int, inner: str, geo: Geometry) -> int | None:
+    def near(self, m: int, inner: Inner, geo: Geometry) -> int | None:
         """Where tiles of M rows ask for their own weights: in the first-level cache (3), in the second (2), in the first and not to be kept
         (0); None if they do not ask, since the CPU finds out by itself."""
         return 0 if m <= self.once else 3
 
-    def unit(self, geo: Geometry, inner: str) -> int:
+    def unit(self, geo: Geometry, inner: Inner) -> int:
         """Elements of K that a tile takes at a time."""
         return geo.unit
 
-    def taking(self, m: int, inner: str) -> ISA:
+    def taking(self, m: int, inner: Inner) -> ISA:
         """The instruction set whose tiles M rows go through: this one, or its unit for products of matrices."""
         # Sums of bfloat16 products depend on the unit that makes them: one does all, so that a row does not depend on the others.
         first = self.matrix_rows if inner == "int8" else 1
@@ -209,9 +216,17 @@ class ISA:
         rows = (weights + t * PANEL * 4 for t in range(unit.k * unit.stored_bits // 32))
         return itertools.chain.from_iterable(self.steps(row, unit) for row in rows)
 
-    def activation_bytes(self, inner: str, bits: int) -> int:
+    def activation_bytes(self, inner: Inner, bits: int) -> int:
         """Of one activation as tiles read it, for weights of `bits`."""
-        return {"int8": 1, "bf16": 2, "float": 4}[inner]
+        match inner:
+            case "int8":
+                return 1
+            case "bf16":
+                return 2
+            case "float":
+                return 4
+            case _:
+                raise unreachable(inner, "the size of activations for products of")
 
     def laid_out(self, codes: Value, bits: int) -> Value:
         """Whole quads of int8 activations, as integers of any width, as tiles read them."""
@@ -223,7 +238,7 @@ class ISA:
 
     def pair_sum(self, total: Value, codes: Value) -> Value:
         """`total` and twice the products of neighbours among a unit of laid-out activations, for `multiplies_sums`."""
-        raise NotImplementedError
+        raise self._lacks("pair_sum")
 
     def row_start(self, total: Value, bits: int, paired: bool) -> Value:
         """What accumulators of a row begin at, for signed weights, from the lanes' sum of `code_sum`."""
@@ -257,11 +272,11 @@ class ISA:
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
         """acc + the two products of int16 in each int32 lane."""
-        raise NotImplementedError
+        raise self._lacks("dot_shorts")
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
         """Of 16 bytes each, those that `picks` has the numbers of; 0 where its highest bit is set."""
-        raise NotImplementedError
+        raise self._lacks("picked")
 
     def kept_codes(self, stored: Value, bits: int) -> list[Value]:
         """32 stored bytes of a 2:4 sparse weight -> the codes kept of each 4 k, a byte each."""
@@ -269,15 +284,27 @@ class ISA:
 
     def spread_kept(self, f: Function, kept: Value, places: Value, zeros: Value) -> Value:
         """The 32 codes in those of 64 bytes whose bit of `places`, an i64, is 1; what `zeros` has in the others."""
-        raise NotImplementedError
+        raise self._lacks("spread_kept")
 
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
         """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; less than -128 becomes that."""
-        raise NotImplementedError
+        raise self._lacks("narrowed")
+
+    def bf16_order(self) -> tuple[tuple[int, int], ...]:
+        """Which two of eight k are a pair of bfloat16, for each of the vectors that `bf16_codes` gives; for `bf16_dot`."""
+        raise self._lacks("bf16_order")
+
+    def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
+        """Stored 4-bit codes (quads), or indices in a table of them -> pairs of bfloat16 weights for each of `bf16_order`, exactly."""
+        raise self._lacks("bf16_codes")
+
+    def bf16_multiply(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
+        """acc + the two products of bfloat16 in each lane."""
+        raise self._lacks("bf16_multiply")
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         """Two products of bytes in each int16, summed; where the sum is none, the nearest."""
-        raise NotImplementedError
+        raise self._lacks("byte_products")
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""
@@ -332,12 +359,21 @@ class ISA:
             for k, code in self.float_codes(f, self.looked_up(indices, [code + 128 for code in table]), 8, signed=True):
                 yield first + k, code
 
-    def to_float(self, raw: Value, kind: str) -> Value:
-        """Lanes of `kind` (i16 for f16 and bf16, float for f32) -> float, exactly."""
-        if kind == "f32":
-            return raw
-        if kind == "bf16":
-            return (raw.to("i32", unsigned=True) << 16).bits(vector("float", lanes_of(raw.type)))
+    def to_float(self, raw: Value, kind: Kind) -> Value:
+        """Lanes of `kind`, as they are stored -> float, exactly."""
+        match kind:
+            case "f32":
+                return raw
+            case "bf16":
+                return (raw.to("i32", unsigned=True) << 16).bits(vector("float", lanes_of(raw.type)))
+            case "f16":
+                return self._half_to_float(raw)
+            case "i8":
+                return raw.to("i32").to("float")
+            case _:
+                raise unreachable(kind, "the conversion to float32 of")
+
+    def _half_to_float(self, raw: Value) -> Value:
         if self.half_conversions:
             return raw.bits(vector("half", lanes_of(raw.type))).to("float")
         bits = raw.to("i32", unsigned=True)
@@ -347,12 +383,21 @@ class ISA:
         out = infinite.select((bits & 0x3FF) << 13 | 0x7F800000, magnitude.bits(bits.type))
         return (out | (bits & 0x8000) << 16).bits(magnitude.type)
 
-    def from_float(self, value: Value, kind: str) -> Value:
+    def from_float(self, value: Value, kind: Kind) -> Value:
         """float -> lanes of `kind`, rounded to nearest even; NaN stays NaN. f16 needs `half_conversions`."""
-        if kind == "f32":
-            return value
-        if kind == "f16":
-            return value.to("half").bits(vector("i16", lanes_of(value.type)))
+        match kind:
+            case "f32":
+                return value
+            case "f16":
+                return value.to("half").bits(vector("i16", lanes_of(value.type)))
+            case "bf16":
+                return self._float_to_bfloat(value)
+            case "i8":
+                raise KernelError("float32 is converted to int8 with a scale, by the kernel that has one: this is a fault in halfbyte")
+            case _:
+                raise unreachable(kind, "the conversion from float32 to")
+
+    def _float_to_bfloat(self, value: Value) -> Value:
         bits = value.bits(vector("i32", lanes_of(value.type)))
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         nan = (bits & 0x7FFFFFFF) > 0x7F800000

@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 from halfbyte.kernels.cpu.ir import Function, Value
 from halfbyte.kernels.cpu.isa import Tiling
 from halfbyte.kernels.cpu.isa_x86 import AVX512BF16, affine_nibbles
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.layouts.cpu_tiles import Geometry
 
 ROWS, COLUMN_BYTES = 16, 64  # of the largest tile register
@@ -60,10 +61,10 @@ class AMXTiles(AVX512BF16):
     def missing(self) -> str | None:
         return super().missing() or refusal()
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(min(m, 2 * ROWS), 2)  # four products for four loads of tiles
 
-    def unit(self, geo: Geometry, inner: str) -> int:
+    def unit(self, geo: Geometry, inner: Inner) -> int:
         """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""
         return math.gcd(geo.padded, geo.last_padded, COLUMN_BYTES if inner == "int8" else COLUMN_BYTES // 2)
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, bytes_of, lanes_of, mangled
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit, Tiling
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.machine import machine
 
@@ -22,7 +23,7 @@ class Neon(ISA):
     register = "w"
     direct_tile = (4, 2)
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         if m <= 2:
             return Tiling(m, 4)
         return Tiling(4, 2) if inner == "int8" else Tiling(min(m, 4), 4)
@@ -86,7 +87,7 @@ class NeonDotprod(Neon):
     direct_tile = (5, 4)
     features = "+neon,+dotprod"
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         if inner == "int8":
             return Tiling(1, 8) if m == 1 else Tiling(min(m, 5), 4)
         return super().tile(m, inner, geo, codes=codes)
@@ -119,7 +120,7 @@ class NeonI8mm(NeonDotprod):
     direct_tile = (8, 2)
     reads_tight = False  # products take codes of eight k together
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(min(m, 8), 2) if inner == "int8" and m > 1 else super().tile(m, inner, geo, codes=codes)
 
     def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
@@ -185,7 +186,7 @@ class SVE(NeonDotprod):
     features = "+neon,+dotprod,+sve"
     register = ""  # inline assembly takes no fixed vectors of more than 128 bits
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         vectors = min(4, PANEL // self.lanes)
         return Tiling(min(m, (20 if inner == "int8" else 16) // vectors), vectors)
 

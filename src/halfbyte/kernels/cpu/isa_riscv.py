@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from halfbyte.kernels.cpu.ir import Function, Value, is_float, vector
 from halfbyte.kernels.cpu.isa import ISA, Tiling
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.layouts.cpu_tiles import Geometry
 
 
@@ -18,7 +19,7 @@ class RV64GC(ISA):
     direct_tile = (1, 1)
     code_model = "medium"  # relative to the program counter: the code may lie anywhere
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(1, 1)
 
 
@@ -33,7 +34,7 @@ class RVV(RV64GC):
     register_totals = 4
     register = "^vr"
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         if m == 1:
             return Tiling(1, 4 if inner == "int8" else 2)
         return Tiling(2 if inner == "int8" else min(m, 4), 2)

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit, Tiling
 from halfbyte.kernels.cpu.prefetch import LONG_PANEL
+from halfbyte.kernels.cpu.tile_spec import Inner
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
 from halfbyte.machine import machine
 
@@ -54,7 +55,7 @@ class AVX2(ISA):
     arranges = True
     expands = True
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         fmt = geo.format
         # At a block's end float offsets take so many instructions that expanding is slower.
         if inner == "int8" and expandable(self, geo) and fmt.code_bits == 4 and fmt.zero != "offset" and m >= 48 and not codes:
@@ -68,7 +69,7 @@ class AVX2(ISA):
             return Tiling(m, 4, panels)
         return Tiling(5 if inner == "int8" and fmt.bits == 4 else 6, 2, panels)
 
-    def activation_bytes(self, inner: str, bits: int) -> int:
+    def activation_bytes(self, inner: Inner, bits: int) -> int:
         return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
 
     def laid_out(self, codes: Value, bits: int) -> Value:
@@ -194,7 +195,7 @@ class AVX512(AVX2):
     arranges = False  # not measured
     expands = False  # not measured
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(*self.direct_tile) if inner == "int8" and has_pairs(geo.format) else Tiling(min(m, 6), 2)
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
@@ -228,7 +229,7 @@ class AVXVNNI(ISA):
     mixed_dot = True
     biases = True
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(m, 4) if m <= 2 else Tiling(min(m, 5 if inner == "int8" else 6), 2)
 
     def apart(self, bits: int) -> bool:
@@ -289,7 +290,7 @@ class AVX512VNNI(AVXVNNI):
             self.ahead, self.chunk_bytes = 7 << 10, 1 << 20  # a distance of whole pages is up to a third slower
         self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
 
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         block, few = geo.padded, m <= (3 if inner == "int8" else 2)
         panels = 4 if self.intel and few and geo.panel_bytes >= LONG_PANEL else 1
         if inner != "int8":
@@ -312,7 +313,7 @@ class AVX512VNNI(AVXVNNI):
             return Tiling(min(m, 10 if m <= 10 else 8), 2)
         return Tiling(min(m, 8 if m <= 8 else 7 if m <= 24 else 6), 2)
 
-    def near(self, m: int, inner: str, geo: Geometry) -> int | None:
+    def near(self, m: int, inner: Inner, geo: Geometry) -> int | None:
         if self.core != "zen4":
             return super().near(m, inner, geo)
         four = geo.bits == 4
@@ -383,11 +384,11 @@ class AVX512BF16(AVX512VNNI):
         super().__init__(core)
         self.bf16_pays = not self.intel  # on Emerald Rapids it takes 1.6 times as long as the products of float32 that it stands for
 
-    # The two k that each shift of a lane of eight nibbles delivers, in its low and its high half.
-    bf16_pairs = ((0, 2), (4, 6), (1, 3), (5, 7))
+    def bf16_order(self) -> tuple[tuple[int, int], ...]:
+        """The two k that each shift of a lane of eight nibbles delivers, in its low and its high half."""
+        return ((0, 2), (4, 6), (1, 3), (5, 7))
 
     def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
-        """Stored 4-bit codes (quads), or indices in a table of them -> pairs of bfloat16 weights for each of `bf16_pairs`, exactly."""
         values = [float(code) for code in table or _codes(signed)] * 2  # vpermw reads five bits: the table stands twice
         numbers = f.constant("<32 x i16>", [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in values])
         words = stored.bits("<32 x i16>")

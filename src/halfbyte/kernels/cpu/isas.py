@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from halfbyte import env
-from halfbyte.errors import KernelError
+from halfbyte.errors import KernelError, lookup
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXInt8
 from halfbyte.kernels.cpu.isa_arm import SVE, Neon, NeonDotprod, NeonI8mm
@@ -30,7 +30,7 @@ def native() -> list[ISA]:
 def _named(name: str | None) -> ISA:
     if name is None:
         return next(isa for isa in ISAS if isa.missing() is None)
-    isa = next(i for i in ISAS if i.name == name)
+    isa = lookup({isa.name: isa for isa in ISAS}, name, "the instruction set")
     if reason := isa.missing():
         raise KernelError(f"HALFBYTE_ISA asks for {name}, but {reason}; unset it to let halfbyte choose")
     return isa

@@ -32,28 +32,39 @@ from halfbyte.kernels.cpu.ir import IMPORTED, Module
 from halfbyte.kernels.cpu.isa import ISA
 
 _lock = threading.RLock()
-_linker: Any = None
-_libraries: list[Any] = []  # llvmlite frees the code of a library that nobody holds
-_loaded: dict[str, dict[str, int]] = {}  # by key
-_warned: set[str] = set()
-_initialized = False
 
 _FORM = 3  # of the files
 _ROOT = Path(__file__).parents[2]
 # What kernels are generated from. Sizes and formats reach a generator through its specification, from files of these folders too.
-_SOURCES = ("kernels/cpu/**/*.py", "kernels/problem.py", "layouts/*.py", "formats/*.py", "machine.py")
+_SOURCES = ("kernels/cpu/**/*.py", "kernels/layer_kinds.py", "kernels/problem.py", "layouts/*.py", "formats/*.py", "machine.py")
 
 if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that a thread of its parent holds
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
+class _Linked:
+    """What this process has linked, which lives as long as it does.
+
+    libraries  llvmlite frees the code of a library that nobody holds
+    loaded     addresses of functions, by name, for each key of a kernel
+    warned     folders, and failures, of which there was a warning
+    """
+
+    def __init__(self) -> None:
+        self.linker: Any = None
+        self.libraries: list[Any] = []
+        self.loaded: dict[str, dict[str, int]] = {}
+        self.warned: set[str] = set()
+
+
+_linked = _Linked()
+
+
+@functools.cache
 def _initialize() -> None:
-    global _initialized  # noqa: PLW0603
-    if not _initialized:
-        llvm.initialize_all_targets()
-        llvm.initialize_all_asmprinters()
-        llvm.initialize_native_asmparser()  # Function.fence is inline assembly
-        _initialized = True
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    llvm.initialize_native_asmparser()  # Function.fence is inline assembly
 
 
 def _target_machine(isa: ISA) -> Any:
@@ -98,8 +109,8 @@ def cache_folder() -> Path | None:
     reason = env.NO_HOME if folder is None else _why_not_usable(folder)
     if reason is None:
         return folder
-    if str(folder) not in _warned:
-        _warned.add(str(folder))
+    if str(folder) not in _linked.warned:
+        _linked.warned.add(str(folder))
         warnings.warn(
             f"compiled kernels are not cached{'' if folder is None else f' in {folder}'}: {reason}; "
             "every process compiles them anew until HALFBYTE_CACHE names a usable folder",
@@ -148,8 +159,8 @@ def _write_cached(path: Path, body: bytes) -> None:
             os.unlink(name)
             raise
     except OSError as error:
-        if "write" not in _warned:
-            _warned.add("write")
+        if "write" not in _linked.warned:
+            _linked.warned.add("write")
             message = f"a compiled kernel could not be cached ({error}); it will be compiled again next time"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
@@ -223,7 +234,6 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
     KernelError where this process's CPU lacks what `isa` needs, which would abort the process, and where the system lets no
     process execute what it has written.
     """
-    global _linker  # noqa: PLW0603
     if reason := isa.missing():
         raise KernelError(f"kernels for {isa.name} can't run here: {reason}; unset HALFBYTE_ISA to let halfbyte choose")
     make = functools.cache(lambda: build(isa))
@@ -233,8 +243,8 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
     target = f"{isa.triple} {isa.cpu} {isa.features} {isa.attributes} {isa.code_model} {llvmlite.__version__} {llvm.llvm_version_info}"
     key = hashlib.sha256(f"{_FORM} {target}\n{what}".encode()).hexdigest()
     with _lock:
-        if key in _loaded:
-            return _loaded[key]
+        if key in _linked.loaded:
+            return _linked.loaded[key]
         _initialize()
         _dump(name, make, isa)
         folder = cache_folder()
@@ -246,15 +256,15 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
                 _write_cached(path, body)
         names, _, image = body.partition(b"\n")
         functions = names.decode().split()
-        if _linker is None:
-            _linker = llvm.create_lljit_compiler(_target_machine(isa))
+        if _linked.linker is None:
+            _linked.linker = llvm.create_lljit_compiler(_target_machine(isa))
         builder = llvm.JITLibraryBuilder().add_object_img(image).add_current_process()
         for function in functions:
             builder.export_symbol(function)
         try:
-            library = builder.link(_linker, f"{name}.{key[:16]}.{len(_libraries)}")
+            library = builder.link(_linked.linker, f"{name}.{key[:16]}.{len(_linked.libraries)}")
         except RuntimeError as error:
             raise KernelError(_why_not_linked(name, error)) from error
-        _libraries.append(library)
-        _loaded[key] = {function: int(library[function]) for function in functions}
-        return _loaded[key]
+        _linked.libraries.append(library)
+        _linked.loaded[key] = {function: int(library[function]) for function in functions}
+        return _linked.loaded[key]

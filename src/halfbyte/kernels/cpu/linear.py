@@ -28,18 +28,18 @@ from halfbyte.kernels.cpu import activations, amx, bracketed, driver, expanded, 
 from halfbyte.kernels.cpu.activations import RowSpec
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.biased import HIGHEST_CODE, biasable, highest_point
+from halfbyte.kernels.cpu.elements import Kind, kind_of
 from halfbyte.kernels.cpu.expanded import PanelSpec
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import compiled
 from halfbyte.kernels.cpu.tile_spec import FIELDS, Inner, TileSpec
-from halfbyte.kernels.problem import Activation
+from halfbyte.kernels.problem import Activation, scaling_of
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.memory import in_huge_pages
 
-KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8"}
 _GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
 _READ_ONCE_BYTES = 1 << 20  # of a group whose panels all row tiles pass over one by one: where a group begins reading falters
 _GROUPS_A_THREAD = 4
@@ -115,7 +115,9 @@ class LinearKernel:
         geo = self.geometry
         self.dtype = dtype
         self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
-        self.tile_spec, row_spec = specs(self.isa, geo, KINDS[dtype], KINDS[self.out_dtype], inner, activation, gelu=gelu, zeroed=zeroed)
+        self.tile_spec, row_spec = specs(
+            self.isa, geo, kind_of(dtype), kind_of(self.out_dtype), inner, activation, gelu=gelu, zeroed=zeroed
+        )
         self.row_function = compiled(activations.build, row_spec, self.isa)
         self.unit, self.paired = row_spec.unit, row_spec.paired
         self.run = runtime.runner()
@@ -296,14 +298,14 @@ class LinearKernel:
 
 
 def specs(
-    isa: ISA, geo: Geometry, source: str, out: str, inner: Inner, activation: Activation, *, gelu: bool = False, zeroed: bool = False
+    isa: ISA, geo: Geometry, source: Kind, out: Kind, inner: Inner, activation: Activation, *, gelu: bool = False, zeroed: bool = False
 ) -> tuple[TileSpec, RowSpec]:
     """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for."""
     fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
     bits = fmt.code_bits
     # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
-    shifted, whole_row = integers and activation.endswith("_offset"), integers and activation.startswith("row")
-    if shifted and fmt.family == "iq4" and (geo.padded, geo.last_padded) != (geo.block, geo.last):
+    whole_row, shifted = scaling_of(activation) if integers else (False, False)
+    if shifted and fmt.table and fmt.table[fmt.nothing] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
         what = f"blocks of {geo.block} in rows of {geo.k} are padded, and {fmt} has no code for 0"
         raise KernelError(f"activation={activation!r} is not for this weight: {what}: use 'block' or 'row'")
     by_row = whole_row and not shifted
@@ -319,7 +321,7 @@ def specs(
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
     folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
-    weight: dict[str, Any] = {"scale": KINDS[fmt.scale], "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse, "tight": fmt.tight}
+    weight: dict[str, Any] = {"scale": kind_of(fmt.scale), "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse, "tight": fmt.tight}
     weight |= {"table": fmt.family if fmt.table else ""}
     shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
     shared |= {"folded": folded, "biased": biased, "bracketed": brackets}

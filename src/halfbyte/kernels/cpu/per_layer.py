@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from halfbyte.kernels.cpu.arguments import Buffer
 from halfbyte.kernels.cpu.chain import PRODUCT, Product
 from halfbyte.kernels.cpu.halves import Added, Laid, Norm, room, shared
+from halfbyte.kernels.layer_kinds import GateFunction
 
 _pack = PRODUCT.struct("beside", "beside_row").pack_into
 _BESIDE = PRODUCT.offset("beside")
@@ -23,7 +24,7 @@ class PerLayer:
     gate: Product
     projection: Product
     after: Norm
-    function: str
+    function: GateFunction
     scale: int
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from halfbyte.bounded import Bounded
 
@@ -33,3 +33,18 @@ class PlanCache(threading.local, Generic[T]):
         if plan is None:
             plan = self.entries[key] = make()
         return plan
+
+
+class Plans(threading.local):
+    """The plans of this Python thread for operations that no object owns: at most so many of each kind. Keys hold all that a plan depends
+    on, so that none gets stale; what depends on addresses is checked by `ops/cpu_conv.py` before it is used."""
+
+    def __init__(self) -> None:
+        self.elementwise = Bounded[Hashable, Call](_MOST)
+        self.pool = Bounded[Hashable, Call](_MOST)
+        self.convolution = Bounded[Hashable, Any](_MOST)  # of ConvCall
+        self.experts = Bounded[Hashable, tuple[bytes, int]](_MOST)
+        self.qconv2d = Bounded[Hashable, Any](_MOST)  # of calls with their operands
+
+
+PLANS = Plans()

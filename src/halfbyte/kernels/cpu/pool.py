@@ -23,7 +23,7 @@ from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
-from halfbyte.kernels.cpu.plan_cache import Call, PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, Call
 from halfbyte.kernels.cpu.steps import Step
 from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
@@ -88,9 +88,6 @@ def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
     return ((real + ROUND).bits(total.type) + zero.to("i32").splat(lanes)).to("i8")
 
 
-_plans = PlanCache[Call]()
-
-
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
     """int8 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
 
@@ -100,7 +97,9 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
     batch, channels, _, _ = x.shape
     out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
     key = x.shape, kernel, window, out_size, zero, runtime.threads()
-    call = _plans.entries.get(key) or _plans.get(key, lambda: _prepare(x.shape, kernel, window, out_size, zero))
+    call = PLANS.pool.get(key)
+    if call is None:
+        call = PLANS.pool[key] = _prepare(x.shape, kernel, window, out_size, zero)
     _pack_tensors(call.buffer, _TENSORS, x.data_ptr(), out.data_ptr())
     runtime.runner()(call.address, call.threads)
     return out

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfbyte.errors import lookup
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.formats.spec import Format
+from halfbyte.formats.spec import Family, Format, Zero, zero_size
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import QUANTIZE
+from halfbyte.kernels.cpu.elements import KINDS, Kind, element_of, kind_of
 from halfbyte.kernels.cpu.ir import Function, Value, Variable
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, compiled, phase
-from halfbyte.kernels.cpu.linear import KINDS
 from halfbyte.kernels.cpu.tile_spec import ROUND, ROUND_BITS
 
 _CHUNK = 32
@@ -35,11 +36,11 @@ _FAMILIES = ("int", "ggml", "inferllm")  # of formats, whose rules are written h
 class QuantizeSpec:
     """`source` is the weight's dtype, `scale` that of scales and offsets ("f32", "bf16", "f16"); the rest is as in Format."""
 
-    source: str
+    source: Kind
     bits: int
-    zero: str
-    scale: str
-    family: str
+    zero: Zero
+    scale: Kind
+    family: Family
 
     @property
     def signed(self) -> bool:
@@ -65,8 +66,7 @@ class _Rows(Emitter):
 
     def __init__(self, spec: QuantizeSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.element = "float" if spec.source == "f32" else "i16"
-        self.element_bytes = 4 if spec.source == "f32" else 2
+        _, self.element, self.element_bytes = element_of(spec.source)
         self.buffer = f.alloca(self.element, _CHUNK, 64)
 
     def emit(self) -> None:
@@ -75,7 +75,7 @@ class _Rows(Emitter):
         weight, data, scale, zero, codes = map(self.pointer, ("weight", "data", "scale", "zero", "scratch"))
         stride, rows, k, block, blocks, data_stride = map(self.get, ("stride", "rows", "k", "block", "blocks", "data_stride"))
         codes = codes + thread * ((k + 127) // 64 * 64)
-        number_bytes = 4 if spec.scale == "f32" else 2
+        number_bytes = element_of(spec.scale).size
         for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
             for b in f.loop(blocks):
                 at = b * block
@@ -84,7 +84,7 @@ class _Rows(Emitter):
                 index = r * blocks + b
                 (scale + index * number_bytes).store(stored_scale)
                 if stored_zero is not None:
-                    (zero + index * (1 if spec.zero == "point" else number_bytes)).store(stored_zero)
+                    (zero + index * zero_size(spec.zero, number_bytes)).store(stored_zero)
                 for u in f.loop((real + (_CHUNK - 1)) // _CHUNK):
                     values, _ = self._chunk(x, real, u)
                     (codes + at + u * _CHUNK).store(encode(values).to("i8"))  # what is beyond the block is overwritten by the next
@@ -124,9 +124,10 @@ class _Rows(Emitter):
         stored = self._stored(exact)
         if spec.family != "int":
             inverse = self._inverse(exact)
-            if spec.bits == 4 and spec.family == "ggml":
-                return stored, None if lo is None else self._stored(lo), functools.partial(self._truncated, inverse, lo, 0.5)
-            return stored, None if lo is None else self._stored(lo), functools.partial(self._away, inverse)
+            away = functools.partial(self._away, inverse)
+            truncated = functools.partial(self._truncated, inverse, lo, 0.5)
+            encode = lookup({"ggml": truncated if spec.bits == 4 else away, "inferllm": away}, spec.family, "the rounding of the family")
+            return stored, None if lo is None else self._stored(lo), encode
         inverse = self._inverse(self.isa.to_float(stored, spec.scale))
         if lo is None:
             return stored, None, functools.partial(self._nearest, inverse, None, None)
@@ -263,7 +264,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         flat = weight.reshape(-1, k)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
-        spec = QuantizeSpec(KINDS[weight.dtype], fmt.bits, fmt.zero, KINDS[fmt.scale], fmt.family)
+        spec = QuantizeSpec(kind_of(weight.dtype), fmt.bits, fmt.zero, kind_of(fmt.scale), fmt.family)
         threads = max(1, min(runtime.threads(), weight.numel() // _ELEMENTS_A_THREAD))
         scratch = torch.empty(threads * ((k + 127) // 64 * 64), dtype=torch.uint8, device="cpu")
         block = QUANTIZE.struct().pack(

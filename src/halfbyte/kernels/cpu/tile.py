@@ -24,14 +24,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from halfbyte.formats.spec import TABLES
+from halfbyte.formats.spec import codebook, zero_size
 from halfbyte.kernels.cpu.arguments import LINEAR
 from halfbyte.kernels.cpu.biased import HIGHEST_CODE
 from halfbyte.kernels.cpu.block_end import BlockEnd
+from halfbyte.kernels.cpu.elements import element_of
 from halfbyte.kernels.cpu.gelu import gelu
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA, Int8Unit
-from halfbyte.kernels.cpu.isa_x86 import AVX512BF16
 from halfbyte.kernels.cpu.kernel import function
 from halfbyte.kernels.cpu.prefetch import Prefetcher, SharingPrefetcher
 from halfbyte.kernels.cpu.sparse import SparseUnit
@@ -73,9 +73,9 @@ class Tile(BlockEnd):
     def __init__(self, spec: TileSpec, isa: ISA, f: Function, parameters: Sequence[Value] | None = None) -> None:
         self.spec, self.isa, self.f = spec, isa, f
         self.args, self.weights, self.activations, self.out, self.bias, self.columns, *ahead = parameters or f.parameters
-        zero_bytes = {"none": 0, "point": 1, "offset": self.scale_bytes}[spec.zero]
+        zero_bytes = zero_size(spec.zero, self.scale_bytes)
         self.paired = spec.inner == "int8" and spec.pairs and isa.multiplies_sums
-        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired, TABLES.get(spec.table, ()))
+        self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired, codebook(spec.table))
         self.unit_bytes = data_bytes(spec.tight or self.int8.stored_bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
@@ -91,13 +91,13 @@ class Tile(BlockEnd):
         self.accumulators: Value | None = None
         self.scratch = f.alloca(isa.floats, self.count, 4 * isa.lanes)
         self.totals: list[Variable] = []
-        self.out_element = "float" if spec.out == "f32" else "i16"
+        self.out_element = element_of(spec.out).stored
         self.row_scale = [f.alloca("float", 1, 4) for _ in range(spec.rows)] if spec.by_row else []
         self.scaled_rows, self.scaled_vectors = range(spec.rows), range(spec.vectors)  # of the sums that `_scale` takes
 
     @property
     def out_bytes(self) -> int:
-        return 4 if self.spec.out == "f32" else 2
+        return element_of(self.spec.out).size
 
     def emit(self, first: Value) -> None:
         """The outputs from row `first` of the panel on."""
@@ -319,7 +319,6 @@ class Tile(BlockEnd):
 
     def _bf16_row(self, stored: Iterable[Value], a: Value, totals: list[Value]) -> list[Value]:
         spec, isa, f = self.spec, self.isa, self.f
-        assert isinstance(isa, AVX512BF16)
         by_vector = [isa.bf16_codes(f, s, spec.signed, self.int8.table) for s in stored]
         out = list(totals)
         for s, codes in enumerate(zip(*by_vector, strict=True)):

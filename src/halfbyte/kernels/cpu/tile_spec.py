@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from halfbyte.formats.spec import Family, Zero
+from halfbyte.kernels.cpu.elements import Kind
+
 Inner = Literal["int8", "float", "bf16"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
@@ -35,8 +38,8 @@ class TileSpec:
 
     inner: Inner
     bits: int
-    scale: str
-    zero: str
+    scale: Kind
+    zero: Zero
     pairs: bool
     unit: int
     single: bool
@@ -44,7 +47,7 @@ class TileSpec:
     shifted: bool
     rows: int
     vectors: int
-    out: str
+    out: Kind
     gelu: bool = False
     folded: bool = False
     panels: int = 1
@@ -56,7 +59,7 @@ class TileSpec:
     expands: bool = False
     sparse: bool = False
     tight: int = 0
-    table: str = ""
+    table: Family | Literal[""] = ""
 
     @property
     def signed(self) -> bool:

@@ -3,7 +3,8 @@
 Starting kernels
   runtime/         launches, scratch buffers, and tapes, which replay launches
   hopper.py        what kernels for Hopper share; gluon_compat.py: what Gluon has in different ways in versions of Triton
-  compile_time.py  the constants that kernels are compiled for: how compiled ones are found again on disk
+  compile_time.py  the constants that kernels are compiled for: how compiled ones are found again on disk; weight_kinds.py: which kinds of
+                   zeros, scales and codebooks they decode
   clock.py         times on a GPU; probe.py: what it can do at the most
 
 Linear layers: docs/gpu-kernels.md says which one is taken when

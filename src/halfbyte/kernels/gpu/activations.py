@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -37,12 +37,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu.arithmetic import fma, round_product, scale_of
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.gpu.weight_kinds import zero_of
+from halfbyte.kernels.problem import Epilogue, Problem, scaling_of
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
 
-ZEROS = {"none": 0, "point": 1, "offset": 2}  # what kernels call the kinds of a format's zero
+Order = Literal["planes", "pairs", "plain"]  # of codes of x, as in the text above
 _TILE, _MOST_TILES = 4096, 8  # elements that a program reads together, and how often: all stay in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
 _LARGEST_TILE = 256  # rows
@@ -70,7 +71,7 @@ class Plan:
     whole: bool
     summed: bool
     with_offset: bool
-    order: str  # "plain", "pairs", or "planes": see the text of this file
+    order: Order  # see the text of this file
 
     @cached_property
     def columns(self) -> int:
@@ -123,7 +124,7 @@ def aligned(nbytes: int) -> int:
 @lru_cache(maxsize=4096)
 def plan(problem: Problem) -> Plan:
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    whole_row = problem.activation in ("row", "row_offset")
+    whole_row, with_offset = scaling_of(problem.activation)
     block, padded = geo.block, geo.padded
     if piece(block, problem.k) < block:
         block = padded = piece(block, problem.k)
@@ -137,13 +138,13 @@ def plan(problem: Problem) -> Plan:
         padded=geo.k_padded if whole else padded,
         whole_row=whole_row or whole,
         whole=whole,
-        summed=problem.format.zero != "none",
-        with_offset=problem.activation in ("block_offset", "row_offset"),
+        summed=zero_of(problem.format) != "none",
+        with_offset=with_offset,
         order=_order(problem, whole or padded >= gpu_tiles.RECORD),
     )
 
 
-def _order(problem: Problem, records: bool) -> str:
+def _order(problem: Problem, records: bool) -> Order:
     """Of the codes, in granules of whole `records` or of less."""
     if problem.format.bits == 4:
         return "planes" if records else "pairs"
@@ -278,6 +279,8 @@ def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
         q = tl.permute(tl.reshape(q, (HELD * G // 16, 4, 2, 2)), (0, 1, 3, 2))
     elif ORDER == "plain":
         q = tl.permute(tl.reshape(q, (HELD * G // 16, 8, 2)), (0, 2, 1))
+    else:
+        tl.static_assert(ORDER == "planes", "an order that has no code")
     return tl.reshape(q, (HELD, G))
 
 

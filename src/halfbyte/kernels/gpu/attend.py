@@ -42,6 +42,7 @@ from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bi
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
+from halfbyte.kernels.layer_kinds import RopePairs, is_interleaved
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
 
@@ -72,7 +73,7 @@ class Static(CompileTime):
     turned: int
     plus_one: bool = False
     ring: bool = False
-    pairs: str = ""
+    pairs: RopePairs = ""
     short: bool = False
     added: bool = False
     turned_first: bool = False
@@ -93,7 +94,7 @@ class Static(CompileTime):
     @property
     def neighbours(self) -> bool:
         """Whether they are turned together."""
-        return self.pairs != ""
+        return is_interleaved(self.pairs)
 
     @property
     def group(self) -> int:
@@ -118,7 +119,7 @@ class How(NamedTuple):
     factor: float = 1.0
     ring: bool = False
     turned: int | None = None
-    pairs: str = ""
+    pairs: RopePairs = ""
     sinks: Tensor | None = None
     turned_first: bool = False
     others: int = 2

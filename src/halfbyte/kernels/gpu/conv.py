@@ -30,6 +30,7 @@ from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization,
 from halfbyte.kernels.gpu.conv_tile import (
     Config,
     Convolution,
+    Mode,
     distance,
     finish,
     of_y,
@@ -106,7 +107,7 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(block_n, block_m, step, stages, warps, split, ptx, gpu.backend == "cuda", early),)
 
 
-def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> str:
+def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Mode:
     if geo.block_rows == 1 and geo.format.zero != "offset":
         return "sums"
     return "exact" if dtype == torch.float32 or (dtype == torch.float16 and geo.format.scale != dtype) else "weights"
@@ -275,6 +276,7 @@ def _spread(values, S: tl.constexpr):
 def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, rows, S: tl.constexpr):
     BN: tl.constexpr = S.block_n
     BM: tl.constexpr = S.block_m
+    tl.static_assert(S.integer or S.scaled or S.mode == "sums", "a mode that has no code")
     if S.pdl:
         gdc_launch_dependents()
     n_padded, _k_padded, _group_bytes, steps = packed

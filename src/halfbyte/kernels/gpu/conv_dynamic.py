@@ -35,7 +35,7 @@ from halfbyte.kernels.gpu.conv_tile import (
 )
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.problem import Activation, Epilogue
+from halfbyte.kernels.problem import Activation, Epilogue, scaling_of
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.machine import Gpu
@@ -61,7 +61,7 @@ def configs(problem: Convolution, gpu: Gpu, activation: Activation) -> tuple[Con
         step = 32
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     block_m, warps = 32 if geo.format.bits == 4 else 64, 4
-    if activation.endswith("_offset") and geo.block_rows > 1:  # what is kept of each block takes registers
+    if scaling_of(activation).with_offset and geo.block_rows > 1:  # what is kept of each block takes registers
         block_m //= 2
         if geo.format.bits == 8 and gpu.backend == "cuda":
             warps = 8
@@ -73,8 +73,8 @@ def launch(
 ) -> None:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
-    blockwise = activation in ("block", "block_offset") and geo.block_rows > 1
-    with_offset = activation in ("block_offset", "row_offset")
+    whole_row, with_offset = scaling_of(activation)
+    blockwise = not whole_row and geo.block_rows > 1
     pixels = problem.batch * problem.image[0] * problem.image[1]
     block = geo.block if blockwise else sizes.padded
     blocks = sizes.padded // block

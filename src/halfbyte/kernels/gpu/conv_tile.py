@@ -7,14 +7,17 @@ for, where the tile's patches and its part of the weight lie, how patches are re
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.compile_time import CompileTime
+from halfbyte.kernels.gpu.weight_kinds import zero_of
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -74,6 +77,9 @@ class Config:
     pdl: bool = False
 
 
+Mode = Literal["int8", "image", "sums", "weights", "exact", "dynamic"]  # how products are made, as `Static` says
+
+
 @dataclass(frozen=True, kw_only=True)
 class Static(CompileTime, Config):
     """What the kernel is compiled for.
@@ -92,8 +98,8 @@ class Static(CompileTime, Config):
     """
 
     bits: int
-    zero: str
-    mode: str
+    zero: Zero
+    mode: Mode
     taps: int
     kernel_w: int
     whole: bool
@@ -152,10 +158,10 @@ def padded_channels(sizes: Filter) -> int:
     return padded.padded // geo.block * geo.padded
 
 
-def static_of(problem: Convolution, config: Config, x: Tensor, mode: str, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
+def static_of(problem: Convolution, config: Config, x: Tensor, mode: Mode, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
     """What a kernel is compiled for that reads x [B, H, W, C], whose channels may be padded already."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
-    bits, zero, whole, channels = geo.format.bits, geo.format.zero, geo.block_rows == 1, padded_channels(sizes)
+    bits, zero, whole, channels = geo.format.bits, zero_of(geo.format), geo.block_rows == 1, padded_channels(sizes)
     block, padded = (channels, channels) if whole or mode in ("int8", "image") else (geo.block, geo.padded)
     record = 128 if bits == 4 else config.step
     step = 32 if mode in ("int8", "image", "dynamic") and bits == 4 else config.step

@@ -13,10 +13,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import spread
-from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED
 from halfbyte.kernels.gpu.decode import e2m1_codes
 from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_number
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.gpu_tiles import RECORD
 
@@ -44,8 +44,8 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         geo.n,
         tuple(0 if t is None else geo.nbytes // t.element_size() for t in sections),
         BITS=geo.format.bits,
-        ZERO=ZEROS[geo.format.zero],
-        TABLE=bool(geo.format.table),
+        ZERO=zero_number(geo.format),
+        TABLE=has_floats(geo.format),
         G=min(geo.padded, RECORD),
         PAIRED=geo.paired,
         CONTIGUOUS=geo.contiguous,
@@ -72,8 +72,8 @@ def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.d
             *_sizes(geo),
             geo.n,
             BITS=geo.format.bits,
-            ZERO=ZEROS[geo.format.zero],
-            TABLE=bool(geo.format.table),
+            ZERO=zero_number(geo.format),
+            TABLE=has_floats(geo.format),
             PAIRED=geo.paired,
             G=min(geo.padded, RECORD),
             HELD=held,

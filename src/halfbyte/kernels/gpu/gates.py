@@ -27,7 +27,7 @@ _WIDE = 1024
 def launch(
     gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None
 ) -> None:
-    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f: one of `problem.GATES`. beside [M, N], rows
+    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f, as in `layer_kinds.py`. beside [M, N], rows
     of which are contiguous: what f(x) is multiplied by where it is not gated; or None."""
     m, n = out.shape
     pdl = launcher.starts_early(gpu)

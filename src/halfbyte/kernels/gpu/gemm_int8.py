@@ -28,11 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu import activations
-from halfbyte.kernels.gpu.activations import ZEROS, Quantized, aligned
+from halfbyte.kernels.gpu.activations import Quantized, aligned
 from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, collect, leave, requantization, requantized
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import locks
+from halfbyte.kernels.gpu.weight_kinds import zero_number
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -127,7 +128,7 @@ def multiply(
             plan.block,
             plan.padded,
             BITS=problem.format.bits,
-            ZERO=ZEROS[problem.format.zero],
+            ZERO=zero_number(problem.format),
             G=plan.granule,
         )
     partials = memory[_weight_sums_bytes(problem) :].view(torch.int32 if plan.whole else torch.float32) if split else None
@@ -159,7 +160,7 @@ def multiply(
         plan.granules if plan.whole_row else plan.padded // plan.granule,
         0 if table is None else table.shape[1],
         BITS=problem.format.bits,
-        ZERO=ZEROS[problem.format.zero],
+        ZERO=zero_number(problem.format),
         WITH_OFFSET=plan.with_offset,
         WHOLE=plan.whole,
         ROW=plan.whole_row,

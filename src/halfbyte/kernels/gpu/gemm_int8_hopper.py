@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import activations, gemm_int8
-from halfbyte.kernels.gpu.activations import ZEROS, Quantized
+from halfbyte.kernels.gpu.activations import Quantized
 from halfbyte.kernels.gpu.arithmetic import in_groups
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.gluon_compat import async_load, async_store, thread_barrier
@@ -31,6 +31,7 @@ from halfbyte.kernels.gpu.hopper import as_held, as_summed, barriers, next_stage
 from halfbyte.kernels.gpu.int8_hopper_tile import Static, scaled, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import locks
+from halfbyte.kernels.gpu.weight_kinds import zero_number
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -117,7 +118,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
     plan, fmt = activations.plan(problem), problem.format
     return Static(
         bits=fmt.bits,
-        zero=ZEROS[fmt.zero],
+        zero=zero_number(fmt),
         scale_bytes=fmt.scale.itemsize,
         whole=plan.whole,
         row=plan.whole_row,

@@ -91,7 +91,7 @@ def launch(
 ) -> None:
     """x [P / share, K] (unit stride along K), weight uint8 [E * bytes of a matrix], ids [P] int32 or int64, bias [E, N] -> out [P, N].
 
-    gates  one of `problem.GATES`, without a bias and with a config that `gated` gave: out [P, N / 2]
+    gates  as in `layer_kinds.py`, without a bias and with a config that `gated` gave: out [P, N / 2]
     """
     pairs, experts, n, k = problem.m, problem.experts, problem.n, problem.k
     geo = gpu_tiles.geometry(problem.format, (n, k))

@@ -21,11 +21,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.gluon_compat import async_load, async_store, reinterpret
 from halfbyte.kernels.gpu.hopper import barriers, next_stage
 from halfbyte.kernels.gpu.hopper_weights import LIFT, as_weights, codes_at, tails_at, two_planes
+from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.layouts import gpu_tiles
 
 PIECES = gl.constexpr(4)  # of columns, written one after the other
@@ -57,7 +59,7 @@ class Static(CompileTime):
     groups: int  # blocks in a record
     wide: int  # records in a block
     whole: bool  # one block along K: its scale is multiplied with the sums
-    zero: str
+    zero: Zero
     clamp: bool
     sent: bool = False  # tiles are written by TMA, from stages of x
     lifted: bool = False  # one instruction scales two codes and takes their point off or adds their offset, in bfloat16
@@ -144,8 +146,8 @@ def of_weight(geo: gpu_tiles.Geometry) -> dict[str, Any]:
         "groups": geo.blocks_a_record,
         "wide": geo.records_a_block,
         "whole": whole(geo),
-        "zero": geo.format.zero,
-        "table": bool(geo.format.table),
+        "zero": zero_of(geo.format),
+        "table": has_floats(geo.format),
     }
 
 

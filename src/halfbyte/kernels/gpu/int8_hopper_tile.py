@@ -33,7 +33,7 @@ class Static(CompileTime):
     """What the kernel is compiled for; `Config` has the meanings of some."""
 
     bits: int
-    zero: int  # a number of `activations.ZEROS`
+    zero: int  # a `weight_kinds.zero_number`
     scale_bytes: int
     whole: bool  # a product is one sum of integers
     row: bool  # a row of x has one scale

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.gpu.activations import ZEROS
 from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC
 from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.weight_kinds import zero_number
 
 _TILE = 4096
 _PER_WARP = 1024  # elements; what is done once a block costs a thread with fewer of them more than their codes do
@@ -50,7 +50,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         (*lead, (k + 1) // 2 if fmt.bits == 4 else k), dtype=torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8, device=device
     )
     scale = torch.empty(fmt.scale_shape(tuple(weight.shape)), dtype=fmt.scale, device=device)
-    zero = None if fmt.zero == "none" else torch.empty_like(scale, dtype=torch.uint8 if fmt.zero == "point" else fmt.scale)
+    zero = None if fmt.zero_dtype is None else torch.empty_like(scale, dtype=fmt.zero_dtype)
     if weight.numel():
         flat = weight.reshape(-1, k)
         if flat.stride(1) != 1:
@@ -77,7 +77,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
             HELD=held,
             WIDTH=width,
             BITS=fmt.bits,
-            ZERO=ZEROS[fmt.zero],
+            ZERO=zero_number(fmt),
             FAMILY=_FAMILIES[fmt.family],
             FULL=block == width and k % block == 0,
             EVEN=block % 2 == 0 and k % 2 == 0,
@@ -137,6 +137,7 @@ def _quantize(
     FULL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """FULL: blocks fill the tile's width. EVEN: no byte holds one nibble alone."""
+    tl.static_assert(FAMILY < 3, "a family whose rounding has no code for GPUs")
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
     Q_MIN: tl.constexpr = 0 if ZERO != 0 else -(1 << BITS - 1)
     UP: tl.constexpr = -Q_MIN if BITS == 4 else 0  # nibbles are stored without a sign

@@ -27,6 +27,7 @@ from halfbyte.kernels.gpu import norm as norms
 from halfbyte.kernels.gpu.arithmetic import dot
 from halfbyte.kernels.gpu.epilogue import times_sigmoid
 from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.machine import Gpu
 
 MOST_EXPERTS = 1024  # logits of a row in the registers of a warp
@@ -64,7 +65,7 @@ class Choice(NamedTuple):
     """normalized: weights add up to 1, before their factor; the rest as in `ops.experts.Experts`, contiguous."""
 
     normalized: bool
-    scores: str = ""
+    scores: RouterScores = ""
     correction: Tensor | None = None
     factor: float = 1.0
 
@@ -179,6 +180,7 @@ def _choose(
     shares = tl.exp(left - largest)
     total = tl.sum(shares, axis=0)
     if SCORES != "":
+        tl.static_assert(SCORES == "softmax" or SCORES == "sigmoid", "scores that have no code for GPUs")  # noqa: PLR1714
         scores = shares / total if SCORES == "softmax" else times_sigmoid(1.0, left)
         total = tl.where(total == total, 1.0, total)  # noqa: PLR0124
         left = scores

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.compile_time import CompileTime
+from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -37,6 +40,9 @@ class Config:
     hopper: bool = field(default=False, repr=False)  # the GPU's
 
 
+Mode = Literal["sums", "weights", "exact"]
+
+
 @dataclass(frozen=True)
 class Static(CompileTime):
     """What the kernel is compiled for."""
@@ -51,11 +57,11 @@ class Static(CompileTime):
     ahead: int  # records of each part that are on their way to the L2 cache before the kernel before has ended
     scales_ahead: int  # records whose scales are, too
     split: bool
-    mode: str  # "sums", "weights", or "exact": see the text of `skinny_tile.py`
+    mode: Mode  # "sums", "weights", or "exact": see the text of `skinny_tile.py`
     ptx: bool
     pdl: bool
     bits: int
-    zero: str
+    zero: Zero
     padded: int  # elements of a block with its padding
     block: int  # without; 0 where padded k is k
     whole: bool  # one block along K
@@ -135,8 +141,8 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         ptx=config.ptx,
         pdl=config.pdl,
         bits=bits,
-        zero=geo.format.zero,
-        table=bool(geo.format.table),
+        zero=zero_of(geo.format),
+        table=has_floats(geo.format),
         paired=problem.paired,
         padded=geo.padded,
         block=0 if geo.contiguous else geo.block,
@@ -150,7 +156,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     ), per
 
 
-def mode(problem: Problem) -> str:
+def mode(problem: Problem) -> Mode:
     """Where the scale goes: "sums", "weights" or "exact"."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     if problem.dtype == torch.float32:

@@ -11,6 +11,7 @@ import triton
 
 from halfbyte.kernels.gpu.hopper import not_hopper
 from halfbyte.kernels.gpu.skinny_hopper_tile import Static
+from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -216,7 +217,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         groups=groups,
         wide=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
         whole=geo.block_rows == 1,
-        point=geo.format.zero == "point",
+        point=zero_of(geo.format) == "point",
         scale_bytes=geo.format.scale.itemsize,
         together=together,
         scaled=floats and geo.block_rows > 1 and fewer,
@@ -224,7 +225,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         integers=problem.compute == "int8",
         clamp=clamp,
         partitions=config.partitions,
-        table=bool(geo.format.table),
+        table=has_floats(geo.format),
         gates=gates,
         sparse=problem.sparse,
         paired=problem.paired,

@@ -382,6 +382,7 @@ def _record(codes, x, scales, zeros, total, S: tl.constexpr):
             offset = _spread(zeros, S).to(DTYPE)
         return dot(_operand(decode.fma(values, _spread(scales, S).to(DTYPE), offset, S.ptx), S), x, total)
     else:
+        tl.static_assert(S.mode == "exact", "a mode that has no code")
         w = values.to(tl.float32) * _spread(scales, S).to(tl.float32)
         if S.zero == "offset":
             w += _spread(zeros, S).to(tl.float32)

@@ -32,11 +32,12 @@ from halfbyte.kernels.cpu.arguments import Block
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved, tile_rows
+from halfbyte.kernels.cpu.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.ir import Function, Value, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
+from halfbyte.kernels.cpu.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
@@ -77,7 +78,7 @@ class MatrixSpec:
     copied: int
     woven: int
     rows: int
-    out: str
+    out: Kind
     residual: bool
 
 
@@ -93,7 +94,7 @@ class _Matrix(Lines):
     def __init__(self, spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(LinesSpec(spec.copied, 0, 0, 8, False, False, 1, UNIT, "none", False), isa, f)
         self.tile, self.integer = spec, spec.out == "i8"
-        self.out_bytes = {"i8": 1, "bf16": 2, "f16": 2, "f32": 4}[spec.out]
+        self.out_bytes = element_of(spec.out).size
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
         self.sums = f.alloca("i8", spec.rows * 4 * PANEL, 64)
@@ -420,7 +421,7 @@ class MatrixConvKernel(PlannedConv):
             "waiting_units": waiting,
         }
         step = 0 if image_itself else power_of_two(image["copied_codes"] or UNIT, UNIT)
-        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, KINDS[self.out_dtype], any(more))
+        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, kind_of(self.out_dtype), any(more))
         buffer = arguments(MATRIX, compiled(build, spec, self.isa), fields)
         kept = edge, places, near_from, unit_places
         return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * copies * near_bytes, threads, kept)

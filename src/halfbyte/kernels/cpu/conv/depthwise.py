@@ -25,11 +25,12 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
+from halfbyte.kernels.cpu.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD
+from halfbyte.kernels.cpu.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -64,7 +65,7 @@ class DepthwiseSpec:
     started   sums of codes begin at the table's start, else it is added at the end
     """
 
-    kind: str
+    kind: Kind
     lanes: int
     together: int
     width: int
@@ -84,7 +85,7 @@ class _Lines(Emitter):
     def __init__(self, spec: DepthwiseSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
         self.integer = spec.kind == "i8"
-        self.element = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}[spec.kind]
+        self.element = element_of(spec.kind).size
         self.floats, self.ints = vector("float", spec.lanes), vector("i32", spec.lanes)
         self.whole = self.integer and isa.sums_shorts and spec.lanes == isa.lanes
         self.sums = self.ints if self.whole else self.floats
@@ -172,7 +173,7 @@ class _Lines(Emitter):
         if self.integer:
             codes = x.load(vector("i8", lanes)).to("i32")
             return codes if self.whole else codes.to("float")
-        return self.isa.to_float(x.load(vector("float" if self.spec.kind == "f32" else "i16", lanes), 0, self.element), self.spec.kind)
+        return self.isa.to_float(x.load(vector(element_of(self.spec.kind).stored, lanes), 0, self.element), self.spec.kind)
 
     def _write(self, total: Value, c: Value, at: Value) -> None:
         f, lanes = self.f, self.spec.lanes
@@ -243,7 +244,7 @@ class DepthwiseKernel(PlannedConv):
         most = _MORE_TOGETHER if self.isa.lanes >= _MANY_REGISTERS else _TOGETHER
         shares = kw <= _WIDEST and stride <= _SHARED_STRIDE and window.dilation[1] == 1
         spec = DepthwiseSpec(
-            KINDS[x.dtype],
+            kind_of(x.dtype),
             lanes,
             together=-(-wo // -(-wo // most)),
             width=kw if kw <= _WIDEST else 0,

@@ -16,11 +16,12 @@ from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall, tile_rows
+from halfbyte.kernels.cpu.elements import kind_of
 from halfbyte.kernels.cpu.ir import Module
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import KINDS, WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.cpu.linear import WORK_A_THREAD, LinearKernel
 from halfbyte.kernels.cpu.tile_spec import TileSpec
 from halfbyte.kernels.problem import Pair, Window
 from halfbyte.layouts.base import round_up
@@ -344,7 +345,7 @@ def plan(
     sums = walk.sum_fields(lines, rows)
     memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
 
-    tile = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=KINDS[out_dtype])
+    tile = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=kind_of(out_dtype))
     build = direct.build_tile if own is None else own.build
     walked = _lines_walked(walk, spec, strips, image[1], outside, by_lines=own is None or spec.unsigned)
     bands = _bands(walked, wo, isa.direct_tile[0], lambda rows: compiled(build, replace(tile, rows=rows), isa))

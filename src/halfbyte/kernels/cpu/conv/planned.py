@@ -13,7 +13,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu import runtime
 from halfbyte.kernels.cpu.arguments import Buffer
 from halfbyte.kernels.cpu.linear import CALL, pack_call, thread
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 
 
@@ -46,7 +46,6 @@ class OwnWeights(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
-_plans = PlanCache[ConvCall]()
 _numbers = itertools.count()
 
 
@@ -68,7 +67,10 @@ class PlannedConv:
     def planned(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
         """The same, prepared once in each Python thread."""
         key = self._number, x.shape, window.numbers, outside, weights.shape, runtime.threads(), *more
-        return _plans.entries.get(key) or _plans.get(key, lambda: self.prepare(x, window, outside, weights, *more))
+        call: ConvCall | None = PLANS.convolution.get(key)
+        if call is None:
+            call = PLANS.convolution[key] = self.prepare(x, window, outside, weights, *more)
+        return call
 
 
 def tile_rows(m: int, most: int, cost: float) -> int:
