@@ -80,8 +80,7 @@ def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
     """What is wrong with a module called `module`, one sentence each."""
     tree = ast.parse(text)
     found = [*_wrong_imports(module, tree), *_heavy_imports(module, tree), *_too_many_parameters(tree), *_left_to_defaults(module, tree)]
-    found += [*_kept_bounds(tree), *_families(module, tree)]
-    found += [*_kept_bounds(tree), *_open_matches(tree)]
+    found += [*_kept_bounds(tree), *_families(module, tree), *_open_matches(tree)]
     if is_package:
         found += _logic(module, tree)
     if (lines := len(text.splitlines())) > MAX_LINES:

@@ -1,4 +1,4 @@
-"""Live encoder layers of transformers: the specification of one, found by the table of encoder families (`decoder/families/encoders.py`), or the
+"""Live encoder layers of transformers: the specification of one, found by the table of encoder families, or the
 reason why it is none; and its lowering for a CPU (`ops.encoder`).
 
 `encoder_stack.py` computes all layers of a stack.
