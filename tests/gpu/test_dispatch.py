@@ -107,7 +107,7 @@ def test_where_nothing_was_measured_the_choice_is_sound(arch: str, fmt: str) -> 
 
 @pytest.mark.parametrize("fmt", ["int4_g128", "q4_0", "q8_0"])
 def test_layers_of_models_are_multiplied_by_kernels_on_hopper(fmt: str) -> None:
-    """What torch multiplied would keep the launches of a layer from being one call."""
+    """What torch multiplied would keep the launches of a layer from being replayed together."""
     rows = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 96, 128, 129, 192, 256, 257, 300, 512, 513, 700, 1024, 2048, 4096]
     for n, k in ((1024, 4096), (2560, 9728), (3072, 8192), (5120, 2048), (6144, 2560), (28672, 4096)):
         taken = [rules.choose_gpu(problem(m, n, k, fmt, dtype=torch.bfloat16), GPUS["sm_90"]).taken for m in rows]

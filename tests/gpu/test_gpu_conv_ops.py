@@ -88,7 +88,7 @@ def test_conv2d(setting: tuple[str, int, int, int, int, int, int], compute: str)
     expected, error = sums(x, codes, setting, bias) if compute == "float" else integers(x, codes, setting, bias, "block")
     residual = torch.randn_like(expected).half()
     wanted, error = expected + residual.double(), error + 2.0**-22 * (expected.abs() + residual.double().abs())
-    for image in (x.cuda(), *(x.cuda().to(memory_format=torch.channels_last) for _ in range(2))):  # one call is like another
+    for image in (x.cuda(), *(x.cuda().to(memory_format=torch.channels_last) for _ in range(3))):  # one call is like another
         y = hb.conv2d(image, packed, bias.cuda(), stride, padding, compute=compute, clamp=(0, 6), residual=residual.cuda())
         assert y.is_contiguous(memory_format=torch.channels_last) == (image.stride()[1] == 1)
         assert y.is_contiguous() == image.is_contiguous()
@@ -104,7 +104,7 @@ def test_qconv2d(setting: tuple[str, int, int, int, int, int, int]) -> None:
     scales = {"in_scale": 0.02, "in_zero": -9, "out_scale": 0.07, "out_zero": 4}
     window = Window((stride, stride), (padding,) * 4)
     wanted = conv_reference.qconv2d(x, codes, (kernel, kernel), window, bias, 0.02, -9, 0.07, 4, groups)
-    for image in (x.cuda(), *(x.cuda().to(memory_format=torch.channels_last) for _ in range(2))):
+    for image in (x.cuda(), *(x.cuda().to(memory_format=torch.channels_last) for _ in range(3))):
         y = hb.qconv2d(image, packed, bias.cuda(), stride, padding, **scales)  # type: ignore[arg-type]
         assert wanted.agrees(y.cpu()).all()
 

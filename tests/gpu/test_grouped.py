@@ -335,7 +335,7 @@ def test_codes_and_gradients_on_a_gpu(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="operations on GPUs need one")
-def test_calls_are_made_again_with_other_operands(device: torch.device) -> None:
+def test_calls_are_replayed_with_other_operands(device: torch.device) -> None:
     packed, x, ids = _layer(device)
     first = hb.grouped_linear(x, packed, ids)
     other = hb.pack(random_codes(as_format("int4_g128"), (9, 96, 256), seed=5), device)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from simulated_kernels import Kernel, simulate
 from torch import Tensor
 
+from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime import launch, scratch, tape
 from halfbyte.kernels.gpu.runtime.launch import current_recording, output
@@ -308,3 +309,31 @@ def test_linear_layers(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     (again,) = packed[0].calls.values()
     assert again(torch.randn(2, 64), packed[0].data, None, None) is None
     assert len(kernel.launched) == launched, "another device is current"
+
+
+def test_the_first_kernel_that_runs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel launched before it failed is not replayed, nor is one that does more than launch."""
+    failures, x, y, other = list[str](), torch.randn(8), torch.empty(8), torch.zeros(8)
+    monkeypatch.setattr(cuda, "report_failure", lambda _problem, _gpu, option, reason: failures.append(f"{option.config}: {reason}"))
+
+    def fails(*_: Any) -> None:
+        kernel.add(x, other)
+        raise KernelError("too large")
+
+    def option(name: str, start: Callable[..., None], *, replayable: bool = True) -> Any:
+        return SimpleNamespace(candidate=SimpleNamespace(name=name, launch=start, replayable=replayable), config=name)
+
+    def runs(_problem: Any, _config: Any, source: Tensor, out: Tensor) -> None:
+        kernel.add(source, out)
+
+    gpu: Any = SimpleNamespace(name="a GPU")
+    for replayable in (True, False):
+        options = [option("one", fails), option("two", runs, replayable=replayable), option("three", fails)]
+        with launch.recording() as recording, pytest.warns(UserWarning, match="one one is skipped: too large"):
+            cuda.run_first(cast("Any", "a problem"), gpu, options, (x, y))
+        assert torch.equal(y, x + 1)
+        assert [each.args[1] is y for each in recording.launches] == [True]
+        assert recording.why_not_replayed == (None if replayable else "the kernel two is not replayable")
+    assert failures == ["one: too large"] * 2
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(UnsupportedError, match="no kernel on a GPU runs a problem"):
+        cuda.run_first(cast("Any", "a problem"), gpu, [option("one", fails)], (x, y))

@@ -27,11 +27,19 @@ R = TypeVar("R", bound=Tensor | Sequence[Tensor])
 class Tapes(dict[Hashable, "Tape"]):
     """Tapes by key: of at most MOST_LAUNCHES launches, beyond which all but the last are dropped. A tape without a replay counts as one."""
 
-    def drop_beyond(self, last: Hashable) -> None:
-        if sum(max(1, tape.length) for tape in self.values()) > MOST_LAUNCHES:
-            tape = self.pop(last)
+    launches = 0
+
+    def grow(self, key: Hashable, tape: Tape, launches: int) -> None:
+        """Add a tape, or so many launches of it."""
+        self.launches += launches
+        if self.launches > MOST_LAUNCHES:
             self.clear()
-            self[last] = tape
+            self.launches = max(1, tape.length)
+        self[key] = tape
+
+    def clear(self) -> None:
+        super().clear()
+        self.launches = 0
 
 
 tapes = Tapes()
@@ -72,13 +80,14 @@ def replayed(
         from halfbyte.kernels.gpu.runtime.tape import Tape
 
         assert operands[0] is not None
-        tape = tapes[key] = Tape(operands[0].device)
-        tapes.drop_beyond(key)
+        tape = Tape(operands[0].device)
+        tapes.grow(key, tape, 1)
         if tape.why_not_replayed is not None:
             return steps()
-    found = tape.record(steps, everything, undo=undo, verify=verify, weight=weight)
-    tapes.drop_beyond(key)
-    return found
+    launched = tape.record(steps, everything, undo=undo, verify=verify, weight=weight)
+    if tape.replay is not None:
+        tapes.grow(key, tape, tape.length - 1)
+    return launched
 
 
 def why_not_recorded(operands: Operands) -> str | None:
