@@ -153,10 +153,7 @@ def test_what_llama_cpp_cannot_be_told(name: str, changes: dict[str, Any], messa
     [
         ({"query_pre_attn_scalar": 10}, "with query_pre_attn_scalar 10, llama.cpp computes 256"),
         ({"layer_types": ["full_attention"] * 5}, "with layer_types .*full_attention.*, llama.cpp computes .*sliding_attention"),
-        (
-            {"sliding_attention": {"rope_type": "default", "rope_theta": 5e4}},
-            "'rope_theta': 50000.0, .*, llama.cpp computes rope_theta 10000",
-        ),
+        ({"sliding_attention": {"rope_type": "default", "rope_theta": 5e4}}, "50000.0, .*, llama.cpp computes rope_theta 10000"),
         ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
     ],
 )
