@@ -24,8 +24,10 @@ from halfbyte.decoder.config import find_family
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.io.files import is_file
+from halfbyte.io.files import is_file, paths_in
 from halfbyte.io.gguf import File, is_gguf, read_header
+from halfbyte.language.packed_cache import PackedCache, open_cache
+from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.nn.described import Candidate
 from halfbyte.ops.layers import Weight
@@ -215,8 +217,11 @@ class PackedTensors:
         dtype: Of activations.
     """
 
-    def __init__(self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None) -> None:
-        """Read from a source for a CPU, in float32, or for a GPU."""
+    def __init__(
+        self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None, cache: PackedCache | None = None
+    ) -> None:
+        """Read from a source, or what is stored in a cache, for a CPU, in float32, or from a source for a GPU."""
+        self._cache = cache
         self._source, self._names, self._sparse = source, source.names(), sparse
         self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where
         # A GPU packs one weight at a time, so that the memory for what lies in between is that of one; threads read others meanwhile.
@@ -241,21 +246,29 @@ class PackedTensors:
             name, shape = min(zip(names, shapes, strict=True), key=lambda pair: [s[-1] for s in shapes].count(pair[1][-1]))
             other = next(s[-1] for s in shapes if s[-1] != shape[-1])
             raise CheckpointError(f"{name} is {list(shape)} in the files, but config.json makes it {[*shape[:-1], other]}")
+        rows = sum(shape[-2] for shape in shapes)
+        biases = [self.tensor(name) for name in bias]
+        joined = None if not biases else torch.cat(biases, -1)
+        if joined is not None and joined.shape[-1] != rows:
+            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
+        shape = (*shapes[0][:-2], rows, shapes[0][-1])
+        whole = None if self._cache is None else self._cache.weight(names, first.format, shape, self._sparse)
+        if whole is None:
+            whole = self._packed(names, first.format)
+            if self._cache is not None:
+                self._cache.add(names, whole)
+        return Weight(whole, joined, first.compute, first.activation)  # type: ignore[arg-type]
+
+    def _packed(self, names: Sequence[str], fmt: Format) -> Packed:
         try:
             parts = [self._source.codes(name) for name in names]
             if not self._is_packed_in_parts(parts):
                 parts = [_joined(parts, _ROWS)]
         except FormatError as e:
-            raise UnsupportedError(f"{names[0]} cannot be {first.format}: {e}") from e
-        biases = [self.tensor(name) for name in bias]
-        joined = None if not biases else torch.cat(biases, -1)
-        rows = sum(part.shape[-2] for part in parts)
-        if joined is not None and joined.shape[-1] != rows:
-            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
+            raise UnsupportedError(f"{names[0]} cannot be {fmt}: {e}") from e
         with self._packing:
             packed = [ops.pack(part, self._device, sparse=self._sparse) for part in parts]
-        whole = packed[0] if len(packed) == 1 else ops.join(packed)
-        return Weight(whole, joined, first.compute, first.activation)  # type: ignore[arg-type]
+        return packed[0] if len(packed) == 1 else ops.join(packed)
 
     def _is_packed_in_parts(self, parts: Sequence[Codes]) -> bool:
         """Whether weights are packed one by one into memory side by side, which takes no copy of their codes: on a CPU, where each fills
@@ -277,7 +290,17 @@ class PackedTensors:
     def _matrix(self, name: str) -> Tensor:
         """A weight in floating point, in the type of activations."""
         self._check(name)
-        return self._source.floats(name).to(self.dtype).to(self._device).contiguous()
+        matrix = None if self._cache is None else self._cache.table(name, self.dtype)
+        if matrix is None:
+            matrix = self._source.floats(name).to(self.dtype).to(self._device).contiguous()
+            if self._cache is not None:
+                self._cache.add([name], matrix)
+        return matrix
+
+    def store(self) -> None:
+        """Write what was packed to the cache, in the background, after the model was opened."""
+        if self._cache is not None:
+            self._cache.store()
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
         from halfbyte.kernels.cpu import runtime
@@ -310,10 +333,24 @@ def open_checkpoint(
     Returns:
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
     """
+    if header is None and is_file(path) and is_gguf(path):
+        header = read_header(path)
     config, source = _opened(path, quantize, header, device)
     on_cpu = device is None or device.type == "cpu"
     where = None if on_cpu or device is None else OnGpu(device, dtype or dtype_on_gpu(config, is_file(path)))
-    return config, PackedTensors(source, sparse=sparse, where=where)
+    cache = _cache_of(path, quantize, header, sparse) if on_cpu else None
+    return config, PackedTensors(source, sparse=sparse, where=where, cache=cache)
+
+
+def _cache_of(path: Path, quantize: Config | None, header: File | None, sparse: bool | None) -> PackedCache | None:
+    """What is stored of the checkpoint's packed weights."""
+    if quantize is not None and quantize.calibration is not None:  # which a Config's `repr` does not tell
+        return None
+    if header is not None:
+        files = sorted({path, *(entry.place.path for entry in header.entries.values())})
+    else:
+        files = [file for file in paths_in(path) if file.suffix in (".json", ".safetensors") and is_file(file)]
+    return open_cache(files, (quantize, sparse))
 
 
 def dtype_on_gpu(config: Mapping[str, Any], is_file: bool) -> torch.dtype:
@@ -332,10 +369,10 @@ def _opened(path: Path, quantize: Config | None, header: File | None, device: to
 
         config, entries = open_floats(path, torch.float32)
         return config, EntriesSource(path, config, entries, quantize, device)
-    if is_file(path) and is_gguf(path):
+    if header is not None:
         from halfbyte.checkpoint.gguf_model import read_file
 
-        config, entries = read_file(header or read_header(path), torch.float32, half=True)
+        config, entries = read_file(header, torch.float32, half=True)
         return config, EntriesSource(path, config, entries)
     from halfbyte.checkpoint.sources import open_source
 
