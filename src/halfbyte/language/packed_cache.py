@@ -1,7 +1,7 @@
 """Keeps the packed weights of language models in the cache folder, so that opening a model again maps them in place of packing them.
 
-Used by `checkpoint_tensors.py`. A model has a folder `packed/<key>` in the cache folder, with files of some 256 MB (`packed_files.py`), each
-complete on its own. The key is a SHA-256 of
+Used by `checkpoint_tensors.py`. A model has a folder `packed/<key>` in the cache folder, with complete files of some 128 MB
+(`packed_files.py`). The key is a SHA-256 of
 
 - the files of the checkpoint: size, inode, times of the last change of content (mtime) and of content or inode (ctime), and samples of the
   content. Whoever writes or replaces a file changes its ctime, which no program can set; the samples see most of what a file system without
@@ -19,6 +19,7 @@ import atexit
 import hashlib
 import os
 import shutil
+import sys
 import threading
 import time
 import warnings
@@ -41,7 +42,8 @@ from halfbyte.layouts import cpu_tiles, experts
 from halfbyte.layouts.base import Packed
 
 LEAST = 64 << 20  # bytes of packed weights: smaller models are packed as fast
-_FILE = 256 << 20  # bytes of a file, about
+_FILE = 128 << 20  # bytes of a file, about
+_NICE = 10  # of the thread that writes: threads that compute come first
 _SETTLED = 2_000_000_000  # ns since the last change of a file
 _EDGE, _SAMPLES, _SAMPLE = 1 << 16, 64, 1 << 12  # bytes at each end of a file, and places between them
 _RESERVE = 10 * 10**9  # bytes of the disk that are left free, or a tenth of it
@@ -110,12 +112,13 @@ class PackedCache:
         """
         here = packed_format(fmt, on_cpu=True)
         held = None if here == fmt else fmt
+        origin = None if held is None else str(held), sparse
         found = self._found(names, str(here), shape)
         if found is None:
             return None
         stored, data = found
         layout = stored.layout.removeprefix(experts.PREFIX)
-        if (stored.held, stored.sparse) != (None if held is None else str(held), sparse) or layout not in (cpu_tiles.NAME, cpu_tiles.SPARSE):
+        if layout not in (cpu_tiles.NAME, cpu_tiles.SPARSE) or (stored.held, stored.sparse) != origin:
             return None
         matrices = prod(shape[:-2])
         wanted = cpu_tiles.geometry(here, shape[-2:], sparse=layout == cpu_tiles.SPARSE).nbytes
@@ -170,6 +173,9 @@ class PackedCache:
             return False
 
     def _write(self, weights: list[tuple[Stored, Tensor]]) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the priority of all threads
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             with _locked(self._folder) as alone:
@@ -178,7 +184,7 @@ class PackedCache:
         except _StoppedError:
             pass
         except OSError as e:
-            _warn(f"packed weights could not be stored in {self._folder.parent} ({e}): the model is packed again when it is opened next time")
+            _warn(f"packed weights could not be stored in {self._folder.parent} ({e}): the model is packed again when it is opened again")
 
 
     def _write_alone(self, weights: list[tuple[Stored, Tensor]]) -> None:
@@ -294,7 +300,8 @@ def _models(root: Path) -> list[_Model]:
 
 
 def _make_room(own: Path, size: int) -> bool:
-    """Remove the least recently used models until `size` bytes more are within the bounds; False, and nothing is removed, if they cannot be."""
+    """Remove the least recently used models until `size` bytes more are within the bounds; return False, and remove none, where they cannot
+    be."""
     models = _models(own.parent)
     others = [model for model in models if model.folder != own]
     disk, used = shutil.disk_usage(own), sum(model.bytes for model in models)
