@@ -106,7 +106,7 @@ class PackedFile:
                 raise DamagedError("others can write it")
             self.weights = _read_header(file.read(_FIXED.size), file.read, info.st_size)
             self._mapping = mmap.mmap(descriptor, info.st_size, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # where the file system has large pages, address translation costs some 3 % of a decode step else
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # of ordinary ones the address translation takes some 3 % of a decode step
             with suppress(OSError):
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._address = np.frombuffer(self._mapping, np.uint8).ctypes.data
