@@ -104,7 +104,11 @@ def test_saved_after_modules_were_replaced(prepare: str, folders: Path, tmp_path
     assert distance(LanguageModel.open(tmp_path / "m").logits(IDS), expected) < FLOAT
 
 
-@pytest.mark.parametrize("case", ["LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer"])
+# Of the families whose files name tensors in another way than modules, of each way one; stacks of experts in files and one by one.
+FLOAT_FOLDERS = ("Llama", "Qwen2", "Qwen3Moe", "GptOss", "Mixtral", "MiniMaxM2", "GraniteMoe", "Ernie4_5_Moe", "ExaoneMoe", "HYV3")
+
+
+@pytest.mark.parametrize("case", [*(f"{name}DecoderLayer" for name in FLOAT_FOLDERS), "Gemma4TextDecoderLayer, shared keys"])
 def test_float_folders_are_quantized_as_they_are_read(case: str, tmp_path: Path) -> None:
     torch.manual_seed(7)
     model = CASES[case]().eval()
@@ -119,11 +123,14 @@ def test_float_folders_are_quantized_as_they_are_read(case: str, tmp_path: Path)
     assert distance(found, theirs(quantized)) < FLOAT
 
 
-def test_experts_that_files_name_in_another_way_are_refused(tmp_path: Path) -> None:
-    CASES["MixtralDecoderLayer"]().save_pretrained(tmp_path / "m")
-    make_tokenizer().save_pretrained(tmp_path / "m")
-    with pytest.raises(UnsupportedError):
-        LanguageModel.open(tmp_path / "m", format="q8_0")
+def test_columns_in_another_order_are_refused(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "gptq", tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.g_idx"
+    tensors[name] = torch.arange(64, dtype=torch.int32) % 2  # of which group each column is
+    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=r"columns of .*layers\.1\.self_attn\.o_proj.* desc_act"):
+        LanguageModel.open(tmp_path / "m")
 
 
 def test_prompts_of_other_types(folders: Path) -> None:

@@ -37,6 +37,13 @@ _GLM_MOE = MoEFamily(
     scaling_factor="routed_scaling_factor",
     groups="num_group",
     shared=("shared_experts", None),
+    names_in_files=((f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}"),),  # of EXAONE
+)
+_MIXTRAL_NAMES = (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")
+_GRANITE_MOE_NAMES = (
+    (".block_sparse_moe.input_linear.", ".block_sparse_moe.experts.gate_up_proj."),
+    (".block_sparse_moe.output_linear.", ".block_sparse_moe.experts.down_proj."),
+    (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
 )
 # Layers without a window have no rope, but where no layer has one.
 _EXAONE_ROPE = RopeLayers(
@@ -118,6 +125,7 @@ FAMILIES: dict[str, Family] = {
             correction=f"gate.moe_statics.{_CORRECTION}",
             shared=("shared_experts", None),
             top_k="moe_k",
+            names_in_files=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         ),
         tie_word_embeddings=True,
         router_output=True,
@@ -218,7 +226,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family("GraniteDecoderLayer", "GraniteForCausalLM", **_GRANITE),
     "granitemoe": Family(
-        "GraniteMoeDecoderLayer", "GraniteMoeForCausalLM", **_GRANITE, mlp="block_sparse_moe", moe=MoEFamily("router", norm_topk=None)
+        "GraniteMoeDecoderLayer",
+        "GraniteMoeForCausalLM",
+        **_GRANITE,
+        mlp="block_sparse_moe",
+        moe=MoEFamily("router", norm_topk=None, names_in_files=_GRANITE_MOE_NAMES),
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridDecoderLayer",
@@ -253,6 +265,11 @@ FAMILIES: dict[str, Family] = {
             correction=_CORRECTION,
             scaling_factor="router_scaling_factor",
             shared=("shared_experts", None),
+            names_in_files=(
+                (".mlp.expert_bias", f".mlp.{_CORRECTION}"),
+                (".mlp.router.gate.", ".mlp.gate."),
+                (".mlp.shared_mlp.", ".mlp.shared_experts."),
+            ),
         ),
         router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 11_158_840.0)),
@@ -292,7 +309,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         qk_norm_whole=True,
         partial_rotary=True,
-        moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION),
+        moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION, names_in_files=_MIXTRAL_NAMES),
         router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 5_000_000.0)),
     ),
@@ -309,7 +326,7 @@ FAMILIES: dict[str, Family] = {
         "MixtralDecoderLayer",
         "MixtralForCausalLM",
         sliding_window="all",
-        moe=MoEFamily(norm_topk=None),
+        moe=MoEFamily(norm_topk=None, names_in_files=_MIXTRAL_NAMES),
         router_output=True,
         defaults=(("rope_theta", 1_000_000.0),),
     ),

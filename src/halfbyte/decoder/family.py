@@ -28,6 +28,7 @@ class MoEFamily:
         shared: Names of the expert that every token uses and of its gate, if any.
         top_k: Key of the config with the number of experts per token, or one for each layer.
         inputs_first: Whether floating-point checkpoints have stacks of experts as [E, K, N].
+        names_in_files: Parts of names in checkpoints, and what they are in transformers' modules, where these differ.
     """
 
     router: str = "gate"
@@ -41,6 +42,7 @@ class MoEFamily:
     shared: tuple[str, str | None] | None = None
     top_k: str = "num_experts_per_tok"
     inputs_first: bool = False
+    names_in_files: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

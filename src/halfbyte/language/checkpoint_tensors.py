@@ -21,6 +21,7 @@ from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.decoder.cache import OnGpu
 from halfbyte.decoder.config import find_family
+from halfbyte.decoder.family import MoEFamily
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
@@ -37,7 +38,12 @@ if TYPE_CHECKING:
     from halfbyte.nn.config import Config
 
 _STACKS = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDINGS = "model.embed_tokens.weight", "model.embed_tokens_per_layer.weight"
+# The last parts of the names of Linears, Embeddings and experts: routers and norms have others.
+_LINEARS = (
+    *("proj", "linear", "lm_head", "embed_tokens", "dense", "fc1", "fc2", "c_fc"),
+    *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "embed_tokens_per_layer"),
+)
 
 
 class Form(NamedTuple):
@@ -113,18 +119,19 @@ class EntriesSource:
         """Choose a format for each weight of a model in floating point, where a Config is given; `device` quantizes, by default the CPU."""
         self._path, self._entries, self._device = path, entries, device or torch.device("cpu")
         self._quantizing = threading.Lock()  # a GPU quantizes one weight at a time
-        # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
-        self._names = {self._module_name(name): name for name in entries.entries}
-        self._stacks = _stacks(self._names)
         family = find_family(config)
-        inputs_first = family is not None and family.moe is not None and family.moe.inputs_first
+        moe = None if family is None else family.moe
+        # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
+        self._names = {self._module_name(name, moe): name for name in entries.entries}
+        self._stacks = _stacks(self._names)
+        inputs_first = moe is not None and moe.inputs_first
         self._inputs_first = {name for name in self._names if inputs_first and name.endswith(_STACKS)}
         self._quantize, self._formats = quantize, {}
         if quantize is not None:
             from halfbyte.nn.config import choose
 
             found = [
-                Candidate(name.removesuffix(".weight"), "Embedding" if name == _EMBEDDING else "Linear", name)
+                Candidate(name.removesuffix(".weight"), "Embedding" if name in _EMBEDDINGS else "Linear", name)
                 for name, stored in self._names.items()
                 if name.endswith(".weight") and len(entries.spec(stored).shape) in (2, 3) and _is_linear(name)
             ]
@@ -132,7 +139,9 @@ class EntriesSource:
             self._formats = {name: each for name, each in choose(found, quantize).items() if isinstance(each, Format)}
 
     @staticmethod
-    def _module_name(name: str) -> str:
+    def _module_name(name: str, moe: MoEFamily | None) -> str:
+        for in_files, in_modules in () if moe is None else moe.names_in_files:
+            name = name.replace(in_files, in_modules)
         return f"{name}.weight" if f"{name}.weight".endswith(_STACKS) else name
 
     def names(self) -> set[str]:
@@ -149,7 +158,9 @@ class EntriesSource:
         if quantized is None:
             return None
         if quantized.order is not None:
-            raise UnsupportedError(f"the columns of {name} are in another order than its inputs")
+            raise UnsupportedError(
+                f"the columns of {name} are in another order than its inputs (GPTQ's desc_act), which kernels of whole layers do not read"
+            )
         return Form(quantized.format, quantized.compute, quantized.activation)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -167,9 +178,14 @@ class EntriesSource:
         if self._quantize is None:
             return self._entries.codes(self._names[name])
         fmt = self._formats[name.removesuffix(".weight")]
+        if name in self._stacks and fmt.block != "tensor":  # one by one, as all in floating point take much memory
+            experts = (torch.cat([self.floats(part) for part in expert]) for expert in self._stacks[name])
+            return _joined([self._quantized(name, expert, fmt) for expert in experts], _EXPERTS)
         weight = self.floats(name)
-        if name in self._inputs_first:
-            weight = weight.mT.contiguous()
+        return self._quantized(name, weight.mT.contiguous() if name in self._inputs_first else weight, fmt)
+
+    def _quantized(self, name: str, weight: Tensor, fmt: Format) -> Codes:
+        assert self._quantize is not None
         with self._quantizing if self._device.type != "cpu" else nullcontext():
             return ops.quantize(weight.to(self._device), fmt, self._quantize.method, name=name)
 
@@ -205,9 +221,8 @@ def _joined(parts: Sequence[Codes], join: Callable[[list[Tensor]], Tensor]) -> C
 
 
 def _is_linear(name: str) -> bool:
-    """Whether a matrix is that of a Linear, an Embedding or experts: routers and norms are not."""
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    return module.endswith(("proj", "linear", "lm_head", "embed_tokens", "dense", "fc1", "fc2", "c_fc"))
+    """Whether a matrix is that of a Linear, an Embedding or experts."""
+    return name.removesuffix(".weight").endswith(_LINEARS)
 
 
 class PackedTensors:
