@@ -163,7 +163,7 @@ def write(folder: Path, weights: Sequence[tuple[Stored, Tensor]], check: Callabl
     Raises:
         OSError: It cannot be written, or the disk is full.
     """
-    data = [memoryview(tensor.view(torch.uint8).flatten().numpy()).cast("B") for _, tensor in weights]
+    data = [tensor.view(torch.uint8).flatten().numpy().data for _, tensor in weights]
     entries = [{**asdict(stored), "bytes": len(part), "crc": _crc(part)} for (stored, _), part in zip(weights, data, strict=True)]
     start = round_up(_FIXED.size + len(_header(entries, 0, 0)), _PAGE)
     header = _header(entries, start, sum(round_up(len(part), _PAGE) for part in data))
