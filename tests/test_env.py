@@ -17,6 +17,7 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "HALFBYTE_CHECK": env.check,
     "HALFBYTE_DUMP": env.dump,
     "HALFBYTE_ISA": env.isa,
+    "HALFBYTE_PACKED_GB": env.packed_bytes,
     "HALFBYTE_THREADS": env.threads,
     "HALFBYTE_TUNE": env.tune,
 }
@@ -40,7 +41,7 @@ def test_unset_and_empty_give_the_default(monkeypatch: pytest.MonkeyPatch, value
         if value is not None:
             monkeypatch.setenv(name, value)
     assert env.cache() == user_cache_path("halfbyte", appauthor=False)
-    assert (env.dump(), env.isa(), env.threads(), env.tune()) == (None, None, None, False)
+    assert (env.dump(), env.isa(), env.threads(), env.tune(), env.packed_bytes()) == (None, None, None, False, 16 * 10**9)
 
 
 @pytest.mark.parametrize("name", ["HALFBYTE_CACHE", "HALFBYTE_DUMP"])
@@ -109,6 +110,19 @@ def test_bad_threads(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HALFBYTE_THREADS", value)
     with pytest.raises(ArgumentError, match=r"HALFBYTE_THREADS is .*from 1 to 4096"):
         env.threads()
+
+
+@pytest.mark.parametrize(("value", "count"), [("0", 0), (" 2.5 ", 2_500_000_000), ("1000000", 10**15)])
+def test_packed_bytes(monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
+    monkeypatch.setenv("HALFBYTE_PACKED_GB", value)
+    assert env.packed_bytes() == count
+
+
+@pytest.mark.parametrize("value", ["-1", "1e3", "nan", "inf", "16G", "1000001", ".5", "9" * 9999, "٤"])
+def test_bad_packed_bytes(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HALFBYTE_PACKED_GB", value)
+    with pytest.raises(ArgumentError, match=r"HALFBYTE_PACKED_GB is .*from 0 to 1000000"):
+        env.packed_bytes()
 
 
 @pytest.mark.parametrize(("name", "default"), [("HALFBYTE_TUNE", False), ("HALFBYTE_CHECK", True)])

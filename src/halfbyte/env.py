@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -29,6 +30,7 @@ Isa = Literal[
 ISAS: tuple[Isa, ...] = get_args(Isa)
 
 _MAX_THREADS = 4096
+_PACKED_GB, _MAX_PACKED_GB = 16, 1_000_000
 
 
 class Variable(NamedTuple):
@@ -44,6 +46,11 @@ VARIABLES = (
     Variable("HALFBYTE_CHECK", "0: `optimize_` does not compare a model with the plain one the first time", "it compares"),
     Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
     Variable("HALFBYTE_ISA", f"instruction set of the CPU kernels: {', '.join(ISAS[:-1])} or {ISAS[-1]}", "the best that the CPU has"),
+    Variable(
+        "HALFBYTE_PACKED_GB",
+        "gigabytes of packed weights of language models that are kept in the cache folder, from which they are opened again; 0: none",
+        "16, less where the disk is nearly full",
+    ),
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
     Variable("HALFBYTE_TUNE", "1: measure GPU kernels for each new shape, and keep the times in the cache folder", "nothing is measured"),
 )
@@ -94,6 +101,19 @@ def threads() -> int | None:
     if len(text) > 9 or not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= _MAX_THREADS:
         raise ArgumentError(f"HALFBYTE_THREADS is {text!r}: use a whole number from 1 to {_MAX_THREADS}, or unset it")
     return int(text)
+
+
+def packed_bytes() -> int:
+    """Bytes of packed weights that are kept in the cache folder, at most (HALFBYTE_PACKED_GB, in 10^9 bytes).
+
+    Raises ArgumentError for anything but a number from 0 to 1000000.
+    """
+    text = _text("HALFBYTE_PACKED_GB")
+    if text is None:
+        return _PACKED_GB * 10**9
+    if not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,9})?", text) or (gigabytes := float(text)) > _MAX_PACKED_GB:
+        raise ArgumentError(f"HALFBYTE_PACKED_GB is {text!r}: use a number from 0 to {_MAX_PACKED_GB}, or unset it")
+    return int(gigabytes * 10**9)
 
 
 def check() -> bool:

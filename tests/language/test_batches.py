@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers")
 
@@ -14,8 +15,9 @@ from language_model import make_tokenizer
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
+from halfbyte.decoder import lower_cpu
 from halfbyte.decoder.build import build_spec
-from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.lower_cpu import LEAST_PREFILL, CpuModel
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.generate import Batch, Generation, run
@@ -24,6 +26,7 @@ from halfbyte.language.tokenizer import Tokenizer
 
 KINDS = ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Gemma4TextDecoderLayer, shared keys", "MistralDecoderLayer", "Qwen3MoeDecoderLayer"]
 KINDS += ["Phi3DecoderLayer, longrope"]
+DENSE = [kind for kind in KINDS if kind != "Qwen3MoeDecoderLayer"]
 EOS = 98
 
 
@@ -159,6 +162,27 @@ def test_sequences_wait_for_the_only_slot(models: dict[str, CpuModel], tokenizer
         same(one, alone(model, tokenizer, prompt(5, seed), sampling))
 
 
+@pytest.mark.parametrize("kind", DENSE)  # an expert's rows are those of the tokens that are read together
+@pytest.mark.parametrize("tokens", [3, 9, 24, 66])
+def test_a_prompt_asked_again_has_the_same_logits_bit_by_bit(
+    kind: str, tokens: int, models: dict[str, CpuModel], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of it the cache has: the last two of 66 tokens would be a chunk of their own."""
+    model, logits = models[kind], list[Tensor]()
+    read = model.prefill
+    monkeypatch.setattr(lower_cpu, "_CHUNK", 64)
+    monkeypatch.setattr(model, "prefill", lambda *args, **more: logits.append(read(*args, **more)) or logits[-1])
+    batch = Batch(model, tokenizer, slots=1)
+    ids = prompt(tokens, 5)
+    cached = []
+    for text in (ids, ids, [*ids[: tokens - 2], *prompt(12, 6)], ids):
+        cached.append(batch.submit(text, Sampling(max_new_tokens=3, ignore_eos=True)))
+        finish(batch)
+    assert all(torch.equal(found, logits[0]) for found in (logits[1], logits[3]))
+    if kind == KINDS[0] and tokens > 2 * LEAST_PREFILL:
+        assert [one.cached_tokens for one in cached] == [0, tokens - LEAST_PREFILL, tokens - 2, tokens - LEAST_PREFILL]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("speculate", [0, 5])
 def test_a_chat_keeps_its_prefix(kind: str, speculate: int, models: dict[str, CpuModel], tokenizer: Tokenizer) -> None:
@@ -170,8 +194,7 @@ def test_a_chat_keeps_its_prefix(kind: str, speculate: int, models: dict[str, Cp
         finish(batch)
         same(generation, alone(model, tokenizer, ids, sampling))
         if kind == KINDS[0]:
-            # the last token of an answer is not read
-            assert generation.cached_tokens == (0 if turn == 0 else len(ids) - 4)
+            assert generation.cached_tokens == (0 if turn == 0 else len(ids) - LEAST_PREFILL)
         ids = [*ids, *generation.ids, *prompt(3, 20 + turn)]
     again = batch.submit(ids[:20], sampling)  # a shorter one
     finish(batch)

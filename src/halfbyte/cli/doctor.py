@@ -158,6 +158,7 @@ def _gpus() -> dict[str, Any]:
 
 def _cache() -> dict[str, Any]:
     from halfbyte.kernels.cpu import jit
+    from halfbyte.language import packed_cache
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -166,7 +167,8 @@ def _cache() -> dict[str, Any]:
     objects = [] if folder is None else list(_sizes(folder))
     trouble = "; ".join(str(warning.message) for warning in caught) or None
     name = None if folder is None else str(folder)
-    return {"folder": name, "usable": usable, "trouble": trouble, "files": len(objects), "bytes": sum(objects)}
+    packed = packed_cache.summary()
+    return {"folder": name, "usable": usable, "trouble": trouble, "files": len(objects), "bytes": sum(objects), "packed": packed}
 
 
 def _sizes(folder: Path) -> Iterator[int]:
@@ -211,7 +213,10 @@ def _lines_gpus(gpus: dict[str, Any]) -> list[str]:
 def _lines_cache(cache: dict[str, Any]) -> list[str]:
     from halfbyte.memory import size_text
 
-    return [f"{cache['folder'] or 'none'}: {cache['files']} files, {size_text(cache['bytes'])}", *filter(None, [cache["trouble"]])]
+    packed = cache["packed"]
+    models = f"packed weights of {packed['models']} models, {size_text(packed['bytes'])} of at most {size_text(packed['limit'])}"
+    models += "" if packed["trouble"] is None else f"; none are stored: {packed['trouble']}"
+    return [f"{cache['folder'] or 'none'}: {cache['files']} files, {size_text(cache['bytes'])}", models, *filter(None, [cache["trouble"]])]
 
 
 def _lines_variables(variables: dict[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ class MoEFamily:
         top_k: Key of the config with the number of experts per token, or one for each layer.
         inputs_first: Whether floating-point checkpoints have stacks of experts as [E, K, N].
         clamped: alpha and limit of clamped gates, (up + 1) * gate * sigmoid(alpha * gate), which no config has; None: gates are SwiGLU.
+        names_in_files: Parts of names in checkpoints, and what they are in transformers' modules, where these differ.
     """
 
     router: str = "gate"
@@ -54,6 +55,7 @@ class MoEFamily:
     top_k: str = "num_experts_per_tok"
     inputs_first: bool = False
     clamped: tuple[float, float] | None = None
+    names_in_files: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ _NORMS = "rms_norm", "layer_norm"
 _OWN_STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
 _OWN_STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_scale": "each"}
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
+# Kernels of a few rows sum in another order than those of more, whose results do not depend on the number of rows. So a prompt has the same
+# logits, bit by bit, in whatever parts it is read, if each has at least so many tokens; not where experts get rows of their own.
+LEAST_PREFILL = MOST_IN_A_ROW + 1
 
 
 class CpuModel:
@@ -69,6 +72,7 @@ class CpuModel:
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_IN_A_ROW, self.most_decode)
+        self.least_prefill = LEAST_PREFILL
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
@@ -136,9 +140,8 @@ class CpuModel:
             raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
         logits = []
         total = cache.length + len(ids) if total is None else total
-        for start in range(0, len(ids), _CHUNK):
-            some = ids[start : start + _CHUNK]
-            is_last = start + len(some) == len(ids)
+        for start, end in _chunks(len(ids)):
+            some, is_last = ids[start:end], end == len(ids)
             x = self._read(some, cache, total, len(some) if every else int(is_last))
             if every:
                 logits.append(self._head(self._normed(x[0])))
@@ -257,6 +260,17 @@ class CpuModel:
             y = x @ head.float().T
             y = y if self.spec.lm_head_bias is None else y + self.spec.lm_head_bias
         return logits_in_torch(y, self.spec.logits)
+
+
+def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a prompt that are read one after the other, none of fewer than LEAST_PREFILL tokens but that of a short prompt."""
+    start = 0
+    while start < tokens:
+        end = min(tokens, start + _CHUNK)
+        if 0 < tokens - end < LEAST_PREFILL:
+            end = tokens - LEAST_PREFILL
+        yield start, end
+        start = end
 
 
 def first_reusing(spec: DecoderSpec) -> int | None:

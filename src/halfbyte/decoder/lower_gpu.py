@@ -57,6 +57,7 @@ class GpuModel:
         where: `device` and `dtype` for its caches.
         most_decode: Sequences that are decoded at the same time, at most.
         most_verify: Tokens of one sequence that are verified at the same time, at most.
+        least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
         notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
     """
 
@@ -70,7 +71,7 @@ class GpuModel:
         if dtype not in DTYPES:
             raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
         place = spec.embedding.device
-        self.spec, self.dtype, self.most_decode, self.most_verify = spec, dtype, MOST_SEQUENCES, _MOST_VERIFY
+        self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, MOST_SEQUENCES, _MOST_VERIFY, 1
         if place.type != torch.device(device).type or torch.device(device).index not in (None, place.index):
             raise ArgumentError(f"the weights of this model are on {place}, got device={str(device)!r}: pack them for that device")
         self.device, self.where = place, OnGpu(place, dtype)

@@ -43,6 +43,7 @@ from halfbyte.io.files import open_file, open_unbuffered
 from halfbyte.io.safetensors import is_shape
 from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
 from halfbyte.layouts.base import round_up
+from halfbyte.memory import in_huge_pages
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -387,7 +388,7 @@ def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Ext
     if count <= step:
         return _decoded(kind, count, file, entry.place.path, extract).reshape(entry.shape)
     flat = stored_tensors(kind.format, (count, kind.weights))
-    parts = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in flat.items()}
+    parts = {name: in_huge_pages(torch.empty(size, dtype=dtype, device="cpu")) for name, (dtype, size) in flat.items()}
     for first in range(0, count, step):
         last = min(count, first + step)
         into = {name: tensor[first:last] for name, tensor in parts.items()}
@@ -400,7 +401,7 @@ def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Ext
 
 def _decoded(kind: ggml.BlockType, count: int, file: FileIO, path: Path, extract: ggml.Extract) -> Codes:
     """The codes of the next blocks of a file."""
-    raw = torch.empty(count, kind.nbytes, dtype=torch.uint8, device="cpu")
+    raw = in_huge_pages(torch.empty(count, kind.nbytes, dtype=torch.uint8, device="cpu"))
     fill(file, raw, path)
     return ggml.decode(kind, (count, kind.weights), raw, extract)
 

@@ -21,11 +21,14 @@ from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.decoder.cache import OnGpu
 from halfbyte.decoder.config import find_family
+from halfbyte.decoder.family import MoEFamily
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.io.files import is_file
+from halfbyte.io.files import is_file, paths_in
 from halfbyte.io.gguf import File, is_gguf, read_header
+from halfbyte.language.packed_cache import PackedCache, open_cache
+from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.nn.described import Candidate
 from halfbyte.ops.layers import Weight
@@ -35,7 +38,12 @@ if TYPE_CHECKING:
     from halfbyte.nn.config import Config
 
 _STACKS = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDINGS = "model.embed_tokens.weight", "model.embed_tokens_per_layer.weight"
+# The last parts of the names of Linears, Embeddings and experts: routers and norms have others.
+_LINEARS = (
+    *("proj", "linear", "lm_head", "embed_tokens", "dense", "fc1", "fc2", "c_fc"),
+    *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "embed_tokens_per_layer"),
+)
 
 
 class Form(NamedTuple):
@@ -111,18 +119,19 @@ class EntriesSource:
         """Choose a format for each weight of a model in floating point, where a Config is given; `device` quantizes, by default the CPU."""
         self._path, self._entries, self._device = path, entries, device or torch.device("cpu")
         self._quantizing = threading.Lock()  # a GPU quantizes one weight at a time
-        # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
-        self._names = {self._module_name(name): name for name in entries.entries}
-        self._stacks = _stacks(self._names)
         family = find_family(config)
-        inputs_first = family is not None and family.moe is not None and family.moe.inputs_first
+        moe = None if family is None else family.moe
+        # Stacks of experts are parameters in transformers: files name them with and without ".weight", or have the experts one by one.
+        self._names = {self._module_name(name, moe): name for name in entries.entries}
+        self._stacks = _stacks(self._names)
+        inputs_first = moe is not None and moe.inputs_first
         self._inputs_first = {name for name in self._names if inputs_first and name.endswith(_STACKS)}
         self._quantize, self._formats = quantize, {}
         if quantize is not None:
             from halfbyte.nn.config import choose
 
             found = [
-                Candidate(name.removesuffix(".weight"), "Embedding" if name == _EMBEDDING else "Linear", name)
+                Candidate(name.removesuffix(".weight"), "Embedding" if name in _EMBEDDINGS else "Linear", name)
                 for name, stored in self._names.items()
                 if name.endswith(".weight") and len(entries.spec(stored).shape) in (2, 3) and _is_linear(name)
             ]
@@ -130,7 +139,9 @@ class EntriesSource:
             self._formats = {name: each for name, each in choose(found, quantize).items() if isinstance(each, Format)}
 
     @staticmethod
-    def _module_name(name: str) -> str:
+    def _module_name(name: str, moe: MoEFamily | None) -> str:
+        for in_files, in_modules in () if moe is None else moe.names_in_files:
+            name = name.replace(in_files, in_modules)
         return f"{name}.weight" if f"{name}.weight".endswith(_STACKS) else name
 
     def names(self) -> set[str]:
@@ -147,7 +158,9 @@ class EntriesSource:
         if quantized is None:
             return None
         if quantized.order is not None:
-            raise UnsupportedError(f"the columns of {name} are in another order than its inputs")
+            raise UnsupportedError(
+                f"the columns of {name} are in another order than its inputs (GPTQ's desc_act), which kernels of whole layers do not read"
+            )
         return Form(quantized.format, quantized.compute, quantized.activation)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -165,9 +178,14 @@ class EntriesSource:
         if self._quantize is None:
             return self._entries.codes(self._names[name])
         fmt = self._formats[name.removesuffix(".weight")]
+        if name in self._stacks and fmt.block != "tensor":  # one by one, as all in floating point take much memory
+            experts = (torch.cat([self.floats(part) for part in expert]) for expert in self._stacks[name])
+            return _joined([self._quantized(name, expert, fmt) for expert in experts], _EXPERTS)
         weight = self.floats(name)
-        if name in self._inputs_first:
-            weight = weight.mT.contiguous()
+        return self._quantized(name, weight.mT.contiguous() if name in self._inputs_first else weight, fmt)
+
+    def _quantized(self, name: str, weight: Tensor, fmt: Format) -> Codes:
+        assert self._quantize is not None
         with self._quantizing if self._device.type != "cpu" else nullcontext():
             return ops.quantize(weight.to(self._device), fmt, self._quantize.method, name=name)
 
@@ -203,9 +221,8 @@ def _joined(parts: Sequence[Codes], join: Callable[[list[Tensor]], Tensor]) -> C
 
 
 def _is_linear(name: str) -> bool:
-    """Whether a matrix is that of a Linear, an Embedding or experts: routers and norms are not."""
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    return module.endswith(("proj", "linear", "lm_head", "embed_tokens", "dense", "fc1", "fc2", "c_fc"))
+    """Whether a matrix is that of a Linear, an Embedding or experts."""
+    return name.removesuffix(".weight").endswith(_LINEARS)
 
 
 class PackedTensors:
@@ -215,8 +232,9 @@ class PackedTensors:
         dtype: Of activations.
     """
 
-    def __init__(self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None) -> None:
-        """Read from a source for a CPU, in float32, or for a GPU."""
+    def __init__(self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None, cache: PackedCache | None = None) -> None:
+        """Read from a source, or what is stored in a cache, for a CPU, in float32, or from a source for a GPU."""
+        self._cache = cache
         self._source, self._names, self._sparse = source, source.names(), sparse
         self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where
         # A GPU packs one weight at a time, so that the memory for what lies in between is that of one; threads read others meanwhile.
@@ -241,21 +259,29 @@ class PackedTensors:
             name, shape = min(zip(names, shapes, strict=True), key=lambda pair: [s[-1] for s in shapes].count(pair[1][-1]))
             other = next(s[-1] for s in shapes if s[-1] != shape[-1])
             raise CheckpointError(f"{name} is {list(shape)} in the files, but config.json makes it {[*shape[:-1], other]}")
+        rows = sum(shape[-2] for shape in shapes)
+        biases = [self.tensor(name) for name in bias]
+        joined = None if not biases else torch.cat(biases, -1)
+        if joined is not None and joined.shape[-1] != rows:
+            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
+        shape = (*shapes[0][:-2], rows, shapes[0][-1])
+        whole = None if self._cache is None else self._cache.weight(names, first.format, shape, self._sparse)
+        if whole is None:
+            whole = self._packed(names, first.format)
+            if self._cache is not None:
+                self._cache.add(names, whole)
+        return Weight(whole, joined, first.compute, first.activation)  # type: ignore[arg-type]
+
+    def _packed(self, names: Sequence[str], fmt: Format) -> Packed:
         try:
             parts = [self._source.codes(name) for name in names]
             if not self._is_packed_in_parts(parts):
                 parts = [_joined(parts, _ROWS)]
         except FormatError as e:
-            raise UnsupportedError(f"{names[0]} cannot be {first.format}: {e}") from e
-        biases = [self.tensor(name) for name in bias]
-        joined = None if not biases else torch.cat(biases, -1)
-        rows = sum(part.shape[-2] for part in parts)
-        if joined is not None and joined.shape[-1] != rows:
-            raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
+            raise UnsupportedError(f"{names[0]} cannot be {fmt}: {e}") from e
         with self._packing:
             packed = [ops.pack(part, self._device, sparse=self._sparse) for part in parts]
-        whole = packed[0] if len(packed) == 1 else ops.join(packed)
-        return Weight(whole, joined, first.compute, first.activation)  # type: ignore[arg-type]
+        return packed[0] if len(packed) == 1 else ops.join(packed)
 
     def _is_packed_in_parts(self, parts: Sequence[Codes]) -> bool:
         """Whether weights are packed one by one into memory side by side, which takes no copy of their codes: on a CPU, where each fills
@@ -277,7 +303,17 @@ class PackedTensors:
     def _matrix(self, name: str) -> Tensor:
         """A weight in floating point, in the type of activations."""
         self._check(name)
-        return self._source.floats(name).to(self.dtype).to(self._device).contiguous()
+        matrix = None if self._cache is None else self._cache.table(name, self.dtype)
+        if matrix is None:
+            matrix = self._source.floats(name).to(self.dtype).to(self._device).contiguous()
+            if self._cache is not None:
+                self._cache.add([name], matrix)
+        return matrix
+
+    def store(self) -> None:
+        """Write what was packed to the cache, in the background, after the model was opened."""
+        if self._cache is not None:
+            self._cache.store()
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
         from halfbyte.kernels.cpu import runtime
@@ -310,10 +346,24 @@ def open_checkpoint(
     Returns:
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
     """
+    if header is None and is_file(path) and is_gguf(path):
+        header = read_header(path)
     config, source = _opened(path, quantize, header, device)
     on_cpu = device is None or device.type == "cpu"
     where = None if on_cpu or device is None else OnGpu(device, dtype or dtype_on_gpu(config, is_file(path)))
-    return config, PackedTensors(source, sparse=sparse, where=where)
+    cache = _cache_of(path, quantize, header, sparse) if on_cpu else None
+    return config, PackedTensors(source, sparse=sparse, where=where, cache=cache)
+
+
+def _cache_of(path: Path, quantize: Config | None, header: File | None, sparse: bool | None) -> PackedCache | None:
+    """What is stored of the checkpoint's packed weights."""
+    if quantize is not None and quantize.calibration is not None:  # which a Config's `repr` does not tell
+        return None
+    if header is not None:
+        files = sorted({path, *(entry.place.path for entry in header.entries.values())})
+    else:
+        files = [file for file in paths_in(path) if file.suffix in (".json", ".safetensors") and is_file(file)]
+    return open_cache(files, (quantize, sparse))
 
 
 def dtype_on_gpu(config: Mapping[str, Any], is_file: bool) -> torch.dtype:
@@ -332,10 +382,10 @@ def _opened(path: Path, quantize: Config | None, header: File | None, device: to
 
         config, entries = open_floats(path, torch.float32)
         return config, EntriesSource(path, config, entries, quantize, device)
-    if is_file(path) and is_gguf(path):
+    if header is not None:
         from halfbyte.checkpoint.gguf_model import read_file
 
-        config, entries = read_file(header or read_header(path), torch.float32, half=True)
+        config, entries = read_file(header, torch.float32, half=True)
         return config, EntriesSource(path, config, entries)
     from halfbyte.checkpoint.sources import open_source
 

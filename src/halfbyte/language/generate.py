@@ -254,10 +254,12 @@ class Batch:
         if self._kept is not None:
             (ids, cache), self._kept = self._kept, None
             same = next((i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), min(len(ids), len(prompt)))
-            same = min(same, len(prompt) - 1, cache.length)  # one is read, for its logits
+            # The others are read, for the logits of the last one; and on a CPU so many that the prompt has the same logits without a cache.
+            least = self._model.least_prefill
+            same = min(same, len(prompt) - least, cache.length)
             switch = self._model.spec.rope_switch
             same_frequencies = switch is None or (cache.length > switch) == (len(prompt) > switch)
-            if same > 0 and same_frequencies and cache.cut(same):
+            if same >= least and same_frequencies and cache.cut(same):
                 return cache, same
         return self._new_cache(), 0
 

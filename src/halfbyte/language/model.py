@@ -307,6 +307,7 @@ def open_spec(
             layer.check()
     except ArgumentError as e:
         raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
+    tensors.store()
     return Opened(spec, tensors.dtype, header)
 
 

@@ -39,6 +39,13 @@ _GLM_MOE = MoEFamily(
     scaling_factor="routed_scaling_factor",
     groups="num_group",
     shared=("shared_experts", None),
+    names_in_files=((f".mlp.{_CORRECTION}", f".mlp.gate.{_CORRECTION}"),),  # of EXAONE
+)
+_MIXTRAL_NAMES = (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")
+_GRANITE_MOE_NAMES = (
+    (".block_sparse_moe.input_linear.", ".block_sparse_moe.experts.gate_up_proj."),
+    (".block_sparse_moe.output_linear.", ".block_sparse_moe.experts.down_proj."),
+    (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
 )
 # Layers without a window have no rope, but where no layer has one.
 _EXAONE_ROPE = RopeLayers(
@@ -126,7 +133,12 @@ FAMILIES: dict[str, Family] = {
         "Ernie4_5_Moe",
         rope_interleaved="half",
         moe=MoEFamily(
-            norm_topk=None, scores="softmax", correction=f"gate.moe_statics.{_CORRECTION}", shared=("shared_experts", None), top_k="moe_k"
+            norm_topk=None,
+            scores="softmax",
+            correction=f"gate.moe_statics.{_CORRECTION}",
+            shared=("shared_experts", None),
+            top_k="moe_k",
+            names_in_files=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         ),
         tie_word_embeddings=True,
         router_output=True,
@@ -241,7 +253,7 @@ FAMILIES: dict[str, Family] = {
         "GraniteMoe",
         **_GRANITE,
         mlp="block_sparse_moe",
-        moe=MoEFamily("router", norm_topk=None),
+        moe=MoEFamily("router", norm_topk=None, names_in_files=_GRANITE_MOE_NAMES),
         gguf=GGUF("granitemoe", row_order="interleaved", numbers=gguf.ATTENTION_SCALE, experts=gguf.LOCAL_EXPERTS),
     ),
     "granitemoehybrid": Family(
@@ -277,6 +289,11 @@ FAMILIES: dict[str, Family] = {
             correction=_CORRECTION,
             scaling_factor="router_scaling_factor",
             shared=("shared_experts", None),
+            names_in_files=(
+                (".mlp.expert_bias", f".mlp.{_CORRECTION}"),
+                (".mlp.router.gate.", ".mlp.gate."),
+                (".mlp.shared_mlp.", ".mlp.shared_experts."),
+            ),
         ),
         router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 11_158_840.0)),
@@ -309,7 +326,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         qk_norm_whole=True,
         partial_rotary=True,
-        moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION),
+        moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION, names_in_files=_MIXTRAL_NAMES),
         router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 5_000_000.0)),
         gguf=GGUF("minimax-m2", experts=gguf.LOCAL_EXPERTS, written=False),
@@ -331,7 +348,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "Mixtral",
         sliding_window="all",
-        moe=MoEFamily(norm_topk=None),
+        moe=MoEFamily(norm_topk=None, names_in_files=_MIXTRAL_NAMES),
         router_output=True,
         defaults=(("rope_theta", 1_000_000.0),),
         gguf=GGUF("llama", row_order="interleaved", experts=gguf.LOCAL_EXPERTS),

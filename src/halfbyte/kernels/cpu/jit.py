@@ -106,7 +106,9 @@ def cache_folder() -> Path | None:
     """The folder of compiled objects, made if need be; None, with one warning, where it can't be used safely."""
     root = env.cache()
     folder = None if root is None else root / "cpu"
-    reason = env.NO_HOME if folder is None else _why_not_usable(folder)
+    reason = env.NO_HOME if folder is None else why_not_trusted(folder)
+    if reason is None and folder is not None:
+        reason = None if os.access(folder, os.W_OK | os.X_OK) else "it can't be written"
     if reason is None:
         return folder
     if str(folder) not in _linked.warned:
@@ -120,15 +122,15 @@ def cache_folder() -> Path | None:
     return None
 
 
-def _why_not_usable(folder: Path) -> str | None:
-    """Why code is not kept in a folder, which is made if need be."""
+def why_not_trusted(folder: Path) -> str | None:
+    """Why what a folder holds is not used, as others could have written it; the folder is made if need be."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
         if hasattr(os, "getuid") and (info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077):
             owner = f"user {info.st_uid} with mode {stat.S_IMODE(info.st_mode):o}"
             return f"it belongs to {owner}, and only a folder of your own with mode 700 is trusted"
-        return None if os.access(folder, os.W_OK | os.X_OK) else "it can't be written"
+        return None
     except OSError as error:
         return str(error)
 
@@ -193,23 +195,23 @@ def _executable_memory_refused() -> str | None:
 
 
 @functools.cache
-def sources() -> tuple[Path, ...]:
+def sources(patterns: tuple[str, ...] = _SOURCES) -> tuple[Path, ...]:
     """The files whose text is part of a key."""
-    return tuple(sorted(path for pattern in _SOURCES for path in _ROOT.glob(pattern)))
+    return tuple(sorted(path for pattern in patterns for path in _ROOT.glob(pattern)))
 
 
 @functools.cache
-def _digest() -> str:
-    texts = (f"{path.relative_to(_ROOT)}\n".encode() + path.read_bytes() for path in sources())
+def _digest(patterns: tuple[str, ...]) -> str:
+    texts = (f"{path.relative_to(_ROOT)}\n".encode() + path.read_bytes() for path in sources(patterns))
     return hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
 
 
-def _generators() -> str | None:
+def source_digest(patterns: tuple[str, ...] = _SOURCES) -> str | None:
     """SHA-256 of the source files; None where there are none, or one was changed since this process may have imported it."""
     try:
-        infos = [path.stat() for path in sources()]
+        infos = [path.stat() for path in sources(patterns)]
         changed = any(max(info.st_mtime_ns, info.st_ctime_ns) > IMPORTED for info in infos)
-        return None if changed or not infos else _digest()
+        return None if changed or not infos else _digest(patterns)
     except OSError:
         return None
 
@@ -237,7 +239,7 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
     if reason := isa.missing():
         raise KernelError(f"kernels for {isa.name} can't run here: {reason}; unset HALFBYTE_ISA to let halfbyte choose")
     make = functools.cache(lambda: build(isa))
-    generators, specification = _generators(), _specification(build, isa)
+    generators, specification = source_digest(), _specification(build, isa)
     known = generators is not None and specification is not None
     what = f"{generators} {specification}" if known else make().text()
     target = f"{isa.triple} {isa.cpu} {isa.features} {isa.attributes} {isa.code_model} {llvmlite.__version__} {llvm.llvm_version_info}"
