@@ -103,9 +103,14 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **o
                 raise UnsupportedError(f"{what}: install gcc and Python's headers (python3-dev), or use the CPU") from error
             if not type(error).__module__.startswith("triton.") and "PassManager" not in str(error):
                 raise
-            raise KernelError(f"{kernel.__name__} does not compile for this GPU ({type(error).__name__}: {error})") from error
+            raise KernelError(f"{kernel.__name__} does not compile for this GPU ({type(error).__name__}: {_innermost(error)})") from error
     if recording is not None:
         recording.launches.append(Launch(kernel, grid, args, options, compiled))
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The error of the function in which Triton found it: those of its callers only show where they call it."""
+    return error if error.__cause__ is None else _innermost(error.__cause__)
 
 
 @contextmanager
