@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm
 from halfbyte.ops.layers import Weight
 
 
@@ -64,7 +64,7 @@ def check(
     tensors += [tensor for x, rotary, keys, values, _ in calls for tensor in (x, *rotary, keys, values)]
     with running(tensors):
         attention = Attention(tuple(first), last, Norm(norms[0], 1e-5), Heads(heads, kv_heads, dim, dim**-0.5))
-        layer = DecoderLayer(attention, Dense(gates, downs, Norm(norms[1], 1e-6)))
+        layer = DecoderLayer(attention, MLP(gates, downs, Norm(norms[1], 1e-6)))
         found = [layer(*call) for call in calls]
     for y, (x, rotary, keys, values, _) in zip(found, calls, strict=True):
         b, t, _ = x.shape

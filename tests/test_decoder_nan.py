@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.layouts.records import to_records
-from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm
 from halfbyte.ops.layers import Weight
 
 HEADS, KV_HEADS, DIM, K, INNER, LENGTH = 4, 2, 16, 48, 32, 9
@@ -43,19 +43,19 @@ def layer(formula: str, compute: str, broken: tuple[str, int] | None = None) -> 
 
     heads = Heads(HEADS, KV_HEADS, DIM, 0.3)
     if formula == "gemma":
-        heads = heads._replace(norms=(norm(DIM), norm(DIM)), cap=5.0)
-        return DecoderLayer(Attention((qkv,), o, norm(K), heads, norm(K)), Dense(gate_up, down, norm(K), norm(K), gates="gelu_tanh"))
+        heads = heads._replace(qk_norm=(norm(DIM), norm(DIM)), softcap=5.0)
+        return DecoderLayer(Attention((qkv,), o, norm(K), heads, norm(K)), MLP(gate_up, down, norm(K), norm(K), activation="gelu_tanh"))
     if formula == "granite":
-        return DecoderLayer(Attention((qkv,), o, norm(K), heads, None, 0.3), Dense(gate_up, down, norm(K), None, 0.3))
+        return DecoderLayer(Attention((qkv,), o, norm(K), heads, None, 0.3), MLP(gate_up, down, norm(K), None, 0.3))
     if formula == "olmo":
-        heads = heads._replace(norms=(norm(HEADS * DIM), norm(KV_HEADS * DIM)), rows=True)
-        return DecoderLayer(Attention((qkv,), o, None, heads, norm(K)), Dense(gate_up, down, None, norm(K)))
+        heads = heads._replace(qk_norm=(norm(HEADS * DIM), norm(KV_HEADS * DIM)), qk_norm_whole=True)
+        return DecoderLayer(Attention((qkv,), o, None, heads, norm(K)), MLP(gate_up, down, None, norm(K)))
     if formula == "cohere":
-        half = Attention((qkv,), o, norm(K), heads._replace(pairs="twice"))
-        return DecoderLayer(half, Dense(gate_up, down, norm(K), parallel=True))
+        half = Attention((qkv,), o, norm(K), heads._replace(rope_interleaved="repeated"))
+        return DecoderLayer(half, MLP(gate_up, down, norm(K), parallel_residual=True))
     if formula == "starcoder":
-        return DecoderLayer(Attention((qkv,), o, norm(K), heads), Dense(gate_up, down, norm(K), gates="relu2", gated=False))
-    return DecoderLayer(Attention((qkv,), o, norm(K), heads), Dense(gate_up, down, norm(K)))
+        return DecoderLayer(Attention((qkv,), o, norm(K), heads), MLP(gate_up, down, norm(K), activation="relu2", gated=False))
+    return DecoderLayer(Attention((qkv,), o, norm(K), heads), MLP(gate_up, down, norm(K)))
 
 
 def cache(kind: torch.dtype, room: int) -> tuple[Tensor, Tensor]:

@@ -188,12 +188,12 @@ def test_a_layer_norm_before_a_product() -> None:
     packed = ops.pack(ops.quantize(torch.randn(40, 64) / 8, "q8_0"))
     x, norm, shift = torch.randn(2, 3, 64) * 5 + 3, torch.randn(64), torch.randn(64)
     z = torch.nn.functional.layer_norm(x.double(), (64,), norm.double() + 1, shift.double(), 1e-5)
-    layer_norm = Norm(norm, 1e-5, plus_one=True, centred=True, shift=shift)
+    layer_norm = Norm(norm, 1e-5, unit_offset=True, layer_norm=True, bias=shift)
     assert torch.allclose(normed(x, layer_norm).double(), z, rtol=1e-5, atol=1e-5)
     expected = z @ ops.dequantize(packed, torch.float32).double().T
     assert torch.allclose(normed_linear(x, layer_norm, packed).double(), expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ArgumentError, match=r"norm \[63\] of torch.float32"):
-        normed(x, layer_norm._replace(shift=shift[1:]))
+        normed(x, layer_norm._replace(bias=shift[1:]))
     with pytest.raises(ArgumentError, match="got a layer norm"):
         add_normed(x, x, layer_norm)
 

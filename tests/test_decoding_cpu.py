@@ -29,7 +29,7 @@ from halfbyte.integrations.forwards import why_not_native
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
-from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm
 from halfbyte.ops.layers import Weight
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
@@ -343,7 +343,7 @@ def test_arguments() -> None:
     shapes = (64, 32), (32, 32), (64, 32), (32, 32)
     qkv, o, gate_up, down = (Weight(ops.pack(ops.quantize(torch.randn(n, c), "q4_0")), None, "auto", "block") for n, c in shapes)
     norm = Norm(torch.ones(32), 0.0)
-    attention, dense = Attention((qkv,), o, norm, heads), Dense(gate_up, down, norm)
+    attention, dense = Attention((qkv,), o, norm, heads), MLP(gate_up, down, norm)
     layer = DecoderLayer(attention, dense)
     x, turn, cache = torch.randn(1, 1, 32), torch.ones(1, 1, 16), torch.zeros(1, 1, 4, 16)
     assert layer(x, (turn, turn), cache, cache.clone(), 3).shape == x.shape
@@ -363,15 +363,15 @@ def test_arguments() -> None:
         with pytest.raises(ArgumentError, match="this layer takes on the CPU"):
             wrong()
     short = Norm(torch.ones(3), 0.0)
-    for wrong_attention in (attention._replace(qkv=(o,)), attention._replace(before=short)):
+    for wrong_attention in (attention._replace(qkv=(o,)), attention._replace(pre_norm=short)):
         with pytest.raises(ArgumentError, match="the attention half of a decoder layer takes weights"):
             DecoderLayer(wrong_attention, dense)
-    for wrong_dense in (Dense(down, gate_up, norm), dense._replace(before=short)):
+    for wrong_dense in (MLP(down, gate_up, norm), dense._replace(pre_norm=short)):
         with pytest.raises(ArgumentError, match="the feed-forward half of a decoder layer takes weights"):
             DecoderLayer(attention, wrong_dense)
     others = (66, 32), (32, 33), (64, 64), (64, 32)
     packed = [Weight(ops.pack(ops.quantize(torch.randn(n, c), "q4_0")), None, "auto", "block") for n, c in others]
-    odd, wide = Dense(packed[0], packed[1], norm), Dense(packed[2], packed[3], Norm(torch.ones(64), 0.0))
+    odd, wide = MLP(packed[0], packed[1], norm), MLP(packed[2], packed[3], Norm(torch.ones(64), 0.0))
     with pytest.raises(ArgumentError, match="33 gates are not whole panels of 32"):
         DecoderLayer(attention, odd)
     with pytest.raises(ArgumentError, match="have one width, got 32 and 64"):

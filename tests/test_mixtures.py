@@ -61,30 +61,30 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
     """What an `Experts` gives for rows h."""
     stack = [one.dequantize().double() for one in codes]
     x = h.double()
-    x = x * (x.square().mean(-1, keepdim=True) + half.before.eps).rsqrt() * half.before.weight.double()
+    x = x * (x.square().mean(-1, keepdim=True) + half.pre_norm.eps).rsqrt() * half.pre_norm.weight.double()
     router = half.router.double()
     y, size = h.double().clone(), h.double().abs()
     for r, row in enumerate(x):
-        logits = router @ row + (0 if half.bias is None else half.bias.double())
+        logits = router @ row + (0 if half.router_bias is None else half.router_bias.double())
         wrong = 2 * ROUNDING * (len(row) + 8) * float((router.abs() @ row.abs()).max())  # of a logit, generously
         steepest = 0.5 if half.scores else 2  # what scores change by with two logits
         scores = {"": logits, "sigmoid": logits.sigmoid(), "softmax": logits.softmax(0)}[half.scores]
-        others = scores if half.correction is None else scores + half.correction
-        chosen = others.topk(half.chosen).indices
+        others = scores if half.correction_bias is None else scores + half.correction_bias
+        chosen = others.topk(half.top_k).indices
         least = float(others[chosen].min())
         others = others.clone()
         others[chosen] = -torch.inf
-        assert len(logits) == half.chosen or least - float(others.max()) > steepest * wrong, "a tie: take another seed"
+        assert len(logits) == half.top_k or least - float(others.max()) > steepest * wrong, "a tie: take another seed"
         shares = scores if half.scores else logits.softmax(0)
-        weights = half.factor * shares[chosen] / (shares[chosen].sum() if half.normalized else 1)
+        weights = half.scaling_factor * shares[chosen] / (shares[chosen].sum() if half.norm_topk else 1)
         for e, weight in zip(chosen.tolist(), weights, strict=True):
-            up_bias, down_bias = (None if weight.bias is None else weight.bias[e] for weight in (half.gate_up, half.down))
+            up_bias, down_bias = (None if weight.bias is None else weight.bias[e] for weight in (half.gate_up, half.down_proj))
             one = Sum.gated(stack[0][e], stack[1][e], row, (up_bias, down_bias), half.clamped)
             y[r] += weight * one.y
             size[r] += weight * (one.size + 2 * wrong / ROUNDING / (len(row) + 8) * one.y.abs())
-        if half.shared is not None and common is not None:
+        if half.shared_expert is not None and common is not None:
             gate_up, down = (one.dequantize().double() for one in common)
-            one, own = Sum.gated(gate_up, down, row), half.shared.gate
+            one, own = Sum.gated(gate_up, down, row), half.shared_expert.gate
             y[r] += one.y if own is None else torch.sigmoid(own.double() @ row) * one.y
             size[r] += one.size + one.y.abs()
     return Sum(y, size)
@@ -145,7 +145,7 @@ def test_scores_and_corrections(scores: str, case: tuple[int, ...]) -> None:
         shared = SharedExpert(*(Weight(ops.pack(one), None, "float", "block") for one in of_all), None)
     before, h, router = Norm(torch.rand(k) + 0.5, 1e-5), torch.randn(rows, k), 3 * torch.randn(experts, k) / k**0.5
     for normalized, threads, correction in ((True, 2, torch.randn(experts)), (False, 1, torch.randn(experts)), (True, 3, None)):
-        half = Experts(*weights, router, chosen, normalized, before, shared, scores=scores, correction=correction, factor=2.5)
+        half = Experts(*weights, router, chosen, normalized, before, shared, scores=scores, correction_bias=correction, scaling_factor=2.5)
         expected = halved(h, half, codes, of_all)
         bound = ROUNDING * (2 * k + 2 * inner + 2 * common + 64) * expected.size
         assert ((run(half, h, threads) - expected.y).abs() <= bound).all()
@@ -180,7 +180,7 @@ def test_an_expert_whose_logit_is_no_number(normalized: bool, clamped: Clamped |
             assert run(half, torch.randn(rows, 64), 2).isnan().all()
             bias = torch.zeros(8)
             bias[at] = torch.nan
-            half = half._replace(router=torch.randn(8, 64), bias=bias)
+            half = half._replace(router=torch.randn(8, 64), router_bias=bias)
             for scores in ("", "sigmoid", "softmax"):
                 assert run(half._replace(scores=scores), torch.randn(rows, 64), 2).isnan().all()
 
@@ -309,8 +309,8 @@ def test_what_is_refused() -> None:
             half.check()
     half = Experts(up, down, torch.ones(4, 64), 2, True, norm)
     with pytest.raises(ArgumentError, match="a row chooses 1 to 4 of 4 experts by a router"):
-        half._replace(scores="sigmoid", correction=torch.ones(3)).check()
-    for wrong in (half._replace(scores="tanh"), half._replace(correction=torch.ones(4))):
+        half._replace(scores="sigmoid", correction_bias=torch.ones(3)).check()
+    for wrong in (half._replace(scores="tanh"), half._replace(correction_bias=torch.ones(4))):
         with pytest.raises(ArgumentError, match="scores are '' or 'sigmoid' or 'softmax', and what has a correction has scores, got"):
             wrong.check()
 

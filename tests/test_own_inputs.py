@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, Heads, Norm, PerLayer, why_not
+from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm, PerLayerInput, why_not
 from halfbyte.ops.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.layers import Weight
 
@@ -22,10 +22,10 @@ def weight(n: int, k: int) -> Weight:
     return Weight(ops.pack(ops.quantize(torch.randn(n, k) / k**0.5, "q4_0")), None, "float", "block")
 
 
-def halves(**heads: Any) -> tuple[Attention, Dense, PerLayer]:
+def halves(**heads: Any) -> tuple[Attention, MLP, PerLayerInput]:
     of_heads = Heads(4, 2, 16, 0.25, (Norm(torch.ones(16), 1e-6), Norm(torch.ones(16), 1e-6)))._replace(**heads)
     attention = Attention((weight(of_heads.outputs, K),), weight(K, 64), NORM, of_heads, NORM)
-    return attention, Dense(weight(192, K), weight(K, 96), NORM, NORM), PerLayer(weight(P, K), weight(K, P), NORM, scale=torch.ones(1))
+    return attention, MLP(weight(192, K), weight(K, 96), NORM, NORM), PerLayerInput(weight(P, K), weight(K, P), NORM, layer_scale=torch.ones(1))
 
 
 def call(layer: DecoderLayer, beside: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -57,19 +57,19 @@ def test_layers_of_what_does_not_fit() -> None:
     with pytest.raises(ArgumentError, match="has a feed-forward half"):
         DecoderLayer(attention, None, own)
     short = Norm(torch.ones(3), 0.0)
-    for wrong_own in (own._replace(projection=weight(K, 64)), own._replace(after=short), own._replace(scale=torch.ones(2))):
+    for wrong_own in (own._replace(projection=weight(K, 64)), own._replace(post_norm=short), own._replace(layer_scale=torch.ones(2))):
         with pytest.raises(ArgumentError, match="the last half of a decoder layer takes weights"):
             DecoderLayer(attention, dense, wrong_own)
     with pytest.raises(ArgumentError, match="the attention half of a decoder layer takes weights"):
-        DecoderLayer(attention._replace(heads=attention.heads._replace(made="qk")), dense)
+        DecoderLayer(attention._replace(heads=attention.heads._replace(projections="qk")), dense)
     with pytest.raises(ArgumentError, match="the feed-forward half of a decoder layer takes weights"):
-        DecoderLayer(attention, dense._replace(scale=torch.ones(3)))
-    narrow = PerLayer(weight(24, K), weight(K, 24), NORM)
+        DecoderLayer(attention, dense._replace(layer_scale=torch.ones(3)))
+    narrow = PerLayerInput(weight(24, K), weight(K, 24), NORM)
     assert why_not(attention, dense, narrow) == "a layer's own input of 24 elements is not whole panels of 32"
-    assert why_not(attention, dense, own._replace(function="swiglu")) == "its activation is swiglu, not silu or gelu_tanh or relu2"
-    normless = attention._replace(heads=attention.heads._replace(norms=None, values_normed=True))
+    assert why_not(attention, dense, own._replace(activation="swiglu")) == "its activation is swiglu, not silu or gelu_tanh or relu2"
+    normless = attention._replace(heads=attention.heads._replace(qk_norm=None, v_norm=True))
     assert why_not(normless, dense) == "its values have a norm, its queries have none, or one of all heads together"
-    scaled = dense._replace(after=None, scale=torch.ones(1))
+    scaled = dense._replace(post_norm=None, layer_scale=torch.ones(1))
     assert why_not(attention, scaled) == "what it gives is multiplied by a number without a norm before"
 
 
@@ -82,7 +82,7 @@ def test_models_of_what_does_not_fit() -> None:
         inputs._replace(table=of_layers[:, :P]),
         inputs._replace(projection=weight(P, K)),
         inputs._replace(norm=Norm(torch.ones(2 * P), 1e-6)),
-        inputs._replace(norm=Norm(torch.ones(P), 1e-6, centred=True)),
+        inputs._replace(norm=Norm(torch.ones(P), 1e-6, layer_norm=True)),
     ):
         with pytest.raises(ArgumentError, match="inputs of 2 layers' own are made by an RMS norm"):
             DecodingStep(layers, table, NORM, None, inputs=wrong)

@@ -89,7 +89,7 @@ def test_beams_take_the_scales_along() -> None:
 @pytest.mark.parametrize("ring", [False, True])
 def test_the_new_token_is_what_the_cache_holds(ring: bool) -> None:
     """One token of a cache that was empty sees itself alone: its value, as its codes have it."""
-    heads = Heads(2, 1, 40, 0.2, turned=0)
+    heads = Heads(2, 1, 40, 0.2, rotary_dim=0)
     keys, values = torch.zeros(2, 2, 1, 4, 40, dtype=torch.int8)
     scales = torch.zeros(2, 1, 4, 2, dtype=torch.bfloat16)
     both, qkv = (scales, scales.clone()), torch.randn(2, 4 * 40)
@@ -102,7 +102,7 @@ def test_the_new_token_is_what_the_cache_holds(ring: bool) -> None:
 
 
 def test_scales_that_do_not_fit() -> None:
-    heads, length = Heads(2, 1, 40, 0.2, turned=0), torch.zeros(1, dtype=torch.int64)
+    heads, length = Heads(2, 1, 40, 0.2, rotary_dim=0), torch.zeros(1, dtype=torch.int64)
     keys, scales = torch.zeros(2, 1, 4, 40, dtype=torch.int8), torch.zeros(2, 1, 4, 2, dtype=torch.bfloat16)
     for cache, both in ((keys.float(), (scales, scales)), (keys, (scales[..., :1], scales)), (keys, (scales.float(),) * 2), (keys, None)):
         with pytest.raises(ArgumentError, match="or int8 with scales"):

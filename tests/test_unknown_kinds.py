@@ -255,13 +255,13 @@ def test_projections_and_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     rotary = torch.ones(1, 16), torch.ones(1, 16)
     unsupported(
         "projections of attention, 'kv'",
-        lambda: heads._replace(made=cast(Any, "kv")).outputs,
-        lambda: decoding.attend(qkv, None, cache, cache, length, None, heads._replace(made=cast(Any, "kv"))),
+        lambda: heads._replace(projections=cast(Any, "kv")).outputs,
+        lambda: decoding.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
         built(attend.build, spec_, made="kv"),
     )
     unsupported(
         "pairs of rope, 'new'",
-        lambda: decoding.attend(qkv, rotary, cache, cache, length, None, heads._replace(pairs=NEW)),
+        lambda: decoding.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
         built(attend.build, spec_, pairs=NEW),
     )
 

@@ -16,7 +16,7 @@ from halfbyte.layouts.records import from_records, record_bytes, to_records
 KINDS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.int8}
 CASES = pairwise(
     *((8, 24, 64), (1, 3, 7), tuple(KINDS), (False, True), (False, True), (0, 31, 32, 77), (1, 2, 5)),
-    *((False, True), ("", "once", "twice"), (("qkv", False), ("qkv", True), ("qk", False), ("qk", True), ("q", False))),
+    *((False, True), ("", "half", "repeated"), (("qkv", False), ("qkv", True), ("qk", False), ("qk", True), ("q", False))),
 )
 # Runs the kernel of a spec with these arguments; the bytes from the address that an argument is.
 Launch = Callable[[AttendSpec, dict[str, int | tuple[float, float]], dict[str, int]], None]
@@ -116,7 +116,7 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     b, kv_heads, size = 1 + number % 3, 1 + number % 2, length + t + number % 4
     qkv = torch.randn(b, t, (group + len(made) - 1) * kv_heads * dim) * 3
     angles = torch.randn(b, t, dim // 2)
-    table = angles.repeat_interleave(2, -1) if pairs == "twice" else angles.repeat(1, 1, 1 + number % 2)
+    table = angles.repeat_interleave(2, -1) if pairs == "repeated" else angles.repeat(1, 1, 1 + number % 2)
     rotary = table.cos(), table.sin()
     sinks = 2 * torch.randn(group * kv_heads) if sinking else None
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else None

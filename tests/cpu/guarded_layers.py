@@ -22,7 +22,7 @@ from halfbyte.kernels.problem import Combination
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.decoder import Attention, DecoderLayer, Dense, FeedForward, Heads, Norm
+from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, FeedForward, Heads, Norm
 from halfbyte.ops.decoding_step import DecodingStep
 from halfbyte.ops.embed import NormedEmbeddings
 from halfbyte.ops.encoder import EncoderLayer
@@ -196,19 +196,19 @@ class _Decoder:
         first, second, *of_heads = (Norm(place(weight), 1e-5) for weight in self.norms)
         heads = Heads(*self.heads, 0.3, tuple(of_heads) or None)  # type: ignore[arg-type]
         if self.formula == "all":
-            first, second = (norm._replace(plus_one=True) for norm in (first, second))
-            attention = Attention(tuple(qkv), o, first, heads._replace(turned=self.turned, cap=5.0), second)
-            return DecoderLayer(attention, Dense(gate_up, down, second, None, 0.3, "gelu_tanh"))
+            first, second = (norm._replace(unit_offset=True) for norm in (first, second))
+            attention = Attention(tuple(qkv), o, first, heads._replace(rotary_dim=self.turned, softcap=5.0), second)
+            return DecoderLayer(attention, MLP(gate_up, down, second, None, 0.3, "gelu_tanh"))
         if self.formula == "parallel":
-            first, second = (norm._replace(centred=True, shift=shift) for norm, shift in ((first, place(self.norms[1])), (second, None)))
-            feed_forward = Dense(gate_up, down, second, gates="relu2", gated=False, parallel=True)
-            return DecoderLayer(Attention(tuple(qkv), o, first, heads._replace(pairs="once")), feed_forward)
+            first, second = (norm._replace(layer_norm=True, bias=shift) for norm, shift in ((first, place(self.norms[1])), (second, None)))
+            feed_forward = MLP(gate_up, down, second, activation="relu2", gated=False, parallel_residual=True)
+            return DecoderLayer(Attention(tuple(qkv), o, first, heads._replace(rope_interleaved="half")), feed_forward)
         if self.formula == "after":
-            return DecoderLayer(Attention(tuple(qkv), o, None, heads._replace(rows=True), first), Dense(gate_up, down, None, second))
+            return DecoderLayer(Attention(tuple(qkv), o, None, heads._replace(qk_norm_whole=True), first), MLP(gate_up, down, None, second))
         return DecoderLayer(Attention(tuple(qkv), o, first, heads), self.second(gate_up, down, second, place))
 
     def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> FeedForward:
-        return Dense(gate_up, down, norm)
+        return MLP(gate_up, down, norm)
 
 
 class _Mixture(_Decoder):

@@ -223,7 +223,7 @@ def test_explanation(tmp_path: Path) -> None:
         explain_decoder(spec, "abacus")
     odd = spec_of("LlamaDecoderLayer", tmp_path / "odd")
     layer = odd.layers[0]
-    narrow = replace(layer, mlp=layer.mlp._replace(gates="gelu"))  # type: ignore[union-attr]
+    narrow = replace(layer, mlp=layer.mlp._replace(activation="gelu"))  # type: ignore[union-attr]
     with pytest.raises(UnsupportedError, match="layer 0 has no kernel on a CPU: its activation is gelu"):
         explain_decoder(replace(odd, layers=(narrow, *odd.layers[1:])))
 

@@ -205,7 +205,7 @@ def launch_families(gpu: Gpu) -> None:
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
     of_heads = (empty(dim), 1e-5, False), (empty(dim), 1e-5, False)
-    for pairs in ("once", "twice"):
+    for pairs in ("half", "repeated"):
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(pairs=pairs))
     how = attend.How(turned_first=True)
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, norms=of_heads, how=how)

@@ -296,7 +296,7 @@ def attention(
         other = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
         if kind.pairs:
             other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
-        if kind.pairs == "once":
+        if kind.pairs == "half":
             cos, sin = (t[..., torch.arange(r) // 2] for t in (cos, sin))
         return torch.cat((part * cos + other * sin, x[..., r:]), -1)
 
@@ -353,13 +353,13 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
         (1, 6, 2, 64, 130, 130 * 3 + 61, B, {"splits": 2}, Kind(ring=True, turned=32)),
         (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True)),
-        (1, 8, 2, 64, 100, 57, F, {}, Kind(turned=32, pairs="once")),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=18, normed=True, pairs="once")),
-        (2, 4, 2, 64, 130, 64, B, {}, Kind(pairs="twice")),
-        (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, pairs="twice")),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(turned=32, pairs="half")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=18, normed=True, pairs="half")),
+        (2, 4, 2, 64, 130, 64, B, {}, Kind(pairs="repeated")),
+        (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, pairs="repeated")),
         (1, 8, 2, 64, 100, 57, F, {}, Kind(added=True, short=True)),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=12, added=True, sinks=True, short=True)),
-        (1, 4, 2, 32, 40, 30, H, {}, Kind(turned=24, short=True, pairs="once")),
+        (1, 4, 2, 32, 40, 30, H, {}, Kind(turned=24, short=True, pairs="half")),
         (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
         (1, 6, 2, 64, 130, 130 * 3 + 61, H, {"splits": 2}, Kind(ring=True, added=True)),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing

@@ -32,7 +32,7 @@ H, B, F = torch.float16, torch.bfloat16, torch.float32
         (66, 2, 1, 128, 12, 11, B, {"splits": 1, "warps": 1}, Kind()),
         (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
         (2, 4, 2, 64, 70, 70 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
-        (1, 6, 2, 80, 50, 50 * 3 + 31, H, {"splits": 2}, Kind(ring=True, added=True, pairs="twice")),
+        (1, 6, 2, 80, 50, 50 * 3 + 31, H, {"splits": 2}, Kind(ring=True, added=True, pairs="repeated")),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, made="qk", values_normed=True)),
         (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, made="qk", values_normed=True)),

@@ -60,7 +60,7 @@ def tables(at: Sizes, pairs: str, batch: int) -> tuple[Tensor, Tensor] | None:
     angles = torch.randn(batch, at.tokens, at.turned // 2)
     if pairs == "":
         angles = torch.cat((angles, angles), -1)
-    elif pairs == "twice":
+    elif pairs == "repeated":
         angles = angles.repeat_interleave(2, -1)
     return angles.cos(), angles.sin()
 
@@ -70,7 +70,7 @@ def turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None, pairs: str) -> Tenso
     if rotary is None:
         return x
     cos, sin = (t.double().unsqueeze(2) for t in rotary)
-    if pairs == "once":
+    if pairs == "half":
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
     first = torch.arange(cos.shape[-1] // 2) * (2 if pairs else 1)
     second = first + (1 if pairs else cos.shape[-1] // 2)
@@ -92,11 +92,11 @@ CALLS = [
     (Sizes(1, 5, 4, 2, 32, 32, 16, 0), H, "", ""),
     (Sizes(2, 17, 6, 2, 48, 24, 40, 7), H, "", "before"),
     (Sizes(2, 3, 40, 8, 64, 64, 40, 30), B, "", ""),
-    (Sizes(1, 9, 6, 3, 32, 32, 100, 7), H, "once", "before"),
-    (Sizes(2, 9, 6, 6, 80, 32, 9, 0), B, "twice", ""),
+    (Sizes(1, 9, 6, 3, 32, 32, 100, 7), H, "half", "before"),
+    (Sizes(2, 9, 6, 6, 80, 32, 9, 0), B, "repeated", ""),
     (Sizes(1, 4, 3, 1, 256, 0, 8, 2), torch.float32, "", "before"),
     (Sizes(2, 9, 6, 2, 64, 64, 40, 7), H, "", "after"),
-    (Sizes(1, 5, 4, 4, 48, 24, 16, 0), B, "once", "after"),
+    (Sizes(1, 5, 4, 4, 48, 24, 16, 0), B, "half", "after"),
 ]
 
 
@@ -260,7 +260,7 @@ def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, pairs: str
     """What CPUs compute, and GPUs without Triton."""
     qkv, rotary = torch.randn(at.batch, at.tokens, (at.heads + 2 * at.kv_heads) * at.dim).to(dtype), tables(at, pairs, at.batch)
     norms = (Norm(torch.rand(at.dim).to(dtype), EPS, True), Norm(torch.rand(at.dim).to(dtype), EPS, True)) if normed else None
-    heads = Heads(at.heads, at.kv_heads, at.dim, at.dim**-0.5, norms, False, at.turned, pairs=pairs, turned_first=normed == "after")
+    heads = Heads(at.heads, at.kv_heads, at.dim, at.dim**-0.5, norms, False, at.turned, rope_interleaved=pairs, norm_after_rope=normed == "after")
     keys, values = cache_of(at, dtype)
     queries = prompt.turn(qkv, rotary, keys, values, torch.tensor([at.length]), heads)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
@@ -283,10 +283,10 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ArgumentError, match=r"turn takes qkv"):
         prompt.turn(qkv, (torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)), cache, cache, None, heads)
     with pytest.raises(ArgumentError, match="turn takes qkv"):
-        prompt.turn(qkv, None, cache, cache, None, heads._replace(norms=(Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0))))
+        prompt.turn(qkv, None, cache, cache, None, heads._replace(qk_norm=(Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0))))
     of_all = Norm(torch.zeros(4 * 32), 0.0), Norm(torch.zeros(2 * 32), 0.0)
     with pytest.raises(ArgumentError, match="turn takes qkv"):
-        prompt.turn(qkv, None, cache, cache, None, heads._replace(norms=of_all, rows=True, turned_first=True))
+        prompt.turn(qkv, None, cache, cache, None, heads._replace(qk_norm=of_all, qk_norm_whole=True, norm_after_rope=True))
     queries: Any = torch.zeros(1, 3, 4, 32)
     with pytest.raises(ArgumentError, match="a mask bool"):
         prompt.attend_many(queries, cache, cache, None, torch.zeros(1, 3, 7, dtype=torch.bool), 1.0)

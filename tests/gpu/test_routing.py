@@ -193,15 +193,15 @@ def half(k: int = 96, inner: int = 64, experts: int = 6, **how: Any) -> Experts:
 def by_hand(x: Tensor, mine: Experts) -> Tensor:
     """In float64."""
     wide = x.double()
-    z = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * mine.before.weight.double()
-    up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in (mine.gate_up, mine.down))
-    logits = z @ mine.router.double().T + (0 if mine.bias is None else mine.bias.double())
+    z = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * mine.pre_norm.weight.double()
+    up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in (mine.gate_up, mine.down_proj))
+    logits = z @ mine.router.double().T + (0 if mine.router_bias is None else mine.router_bias.double())
     shares = logits.sigmoid() if mine.scores == "sigmoid" else logits.softmax(-1)
-    ids = (shares if mine.correction is None else shares + mine.correction.double()).topk(mine.chosen, -1).indices
+    ids = (shares if mine.correction_bias is None else shares + mine.correction_bias.double()).topk(mine.top_k, -1).indices
     shares = shares.gather(1, ids)
-    if mine.normalized:
+    if mine.norm_topk:
         shares = shares / shares.sum(-1, keepdim=True)
-    shares = shares * mine.factor
+    shares = shares * mine.scaling_factor
     rows = []
     for row, chosen, weights in zip(z, ids, shares, strict=True):
         rows.append(torch.zeros_like(row))
@@ -213,13 +213,13 @@ def by_hand(x: Tensor, mine: Experts) -> Tensor:
             else:
                 gate, middle = both[::2].clamp(max=mine.clamped.limit), both[1::2].clamp(-mine.clamped.limit, mine.clamped.limit)
                 inner = (middle + 1) * gate * torch.sigmoid(mine.clamped.alpha * gate)
-            rows[-1] += weight * (down[e] @ inner + (0 if mine.down.bias is None else mine.down.bias[e].double()))
+            rows[-1] += weight * (down[e] @ inner + (0 if mine.down_proj.bias is None else mine.down_proj.bias[e].double()))
     total = wide + torch.stack(rows)
-    if mine.shared is not None:
-        up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in mine.shared[:2])
-        gate, middle = (z @ up.T + (0 if mine.shared.gate_up.bias is None else mine.shared.gate_up.bias.double())).chunk(2, -1)
+    if mine.shared_expert is not None:
+        up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in mine.shared_expert[:2])
+        gate, middle = (z @ up.T + (0 if mine.shared_expert.gate_up.bias is None else mine.shared_expert.gate_up.bias.double())).chunk(2, -1)
         inner = torch.nn.functional.silu(gate) * middle
-        own = mine.shared.gate
+        own = mine.shared_expert.gate
         total += (1 if own is None else torch.sigmoid(z @ own.double()).unsqueeze(-1)) * (inner @ down.T)
     return total
 
@@ -234,24 +234,24 @@ def there(part: Any, device: torch.device) -> Any:
 
 
 def like_gpt_oss(mine: Experts) -> Experts:
-    gate_up, down = (weight._replace(bias=torch.randn(weight.packed.shape[:2])) for weight in (mine.gate_up, mine.down))
-    return mine._replace(gate_up=gate_up, down=down, bias=torch.randn(len(mine.router)), clamped=Clamped(1.7, 1.5))
+    gate_up, down = (weight._replace(bias=torch.randn(weight.packed.shape[:2])) for weight in (mine.gate_up, mine.down_proj))
+    return mine._replace(gate_up=gate_up, down_proj=down, router_bias=torch.randn(len(mine.router)), clamped=Clamped(1.7, 1.5))
 
 
 def with_shared(mine: Experts) -> Experts:
-    k, inner = mine.down.packed.shape[1], 160
+    k, inner = mine.down_proj.packed.shape[1], 160
 
     def weight(n: int, c: int) -> Weight:
         return Weight(ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, "q8_0")), None, "float", "block")
 
-    return mine._replace(shared=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
+    return mine._replace(shared_expert=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
 
 
 def like_glm(mine: Experts) -> Experts:
-    shared = with_shared(mine).shared
+    shared = with_shared(mine).shared_expert
     assert shared is not None
     how: dict[str, Any] = {"scores": "sigmoid", "correction": torch.randn(len(mine.router)), "factor": 1.5}
-    return mine._replace(shared=shared._replace(gate=None), **how)
+    return mine._replace(shared_expert=shared._replace(gate=None), **how)
 
 
 def like_ernie(mine: Experts) -> Experts:
@@ -285,7 +285,7 @@ def test_clamped_gates(m: int, inner: int, dtype: torch.dtype, gpu: Gpu, device:
 
 
 def test_arguments() -> None:
-    right, shared = torch.randn(1, 96), with_shared(half()).shared
+    right, shared = torch.randn(1, 96), with_shared(half()).shared_expert
     assert shared is not None
     wrong = shared._replace(gate=shared.gate[1:])
     others = {"chosen": 7}, {"bias": torch.randn(5)}, {"shared": wrong}, {"correction": torch.randn(5), "scores": "sigmoid"}

@@ -14,14 +14,14 @@ from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections, RopePairs
+from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections, RopeInterleaved
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.decoding_step import Inputs
 from halfbyte.ops.experts import Clamped
 from halfbyte.ops.layers import Weight
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
-_PAIRS: dict[str, RopePairs] = {"": "", "half": "once", "repeated": "once"}  # tables of `Rope` have rotary_dim / 2 columns
+_PAIRS: dict[str, RopeInterleaved] = {"": "", "half": "half", "repeated": "half"}  # tables of `Rope` have rotary_dim / 2 columns
 
 
 class Tensors(Protocol):
@@ -313,7 +313,7 @@ class _StoredLayer:
         sharing, stated = self.family.kv_sharing, self._config.get("intermediate_size")
         if self.place.kv_source is not None and sharing is not None and self._config.get(sharing.wide_mlp) is True:
             stated = 2 * self._config.count("intermediate_size")
-        inner = spec.mlp.down.packed.shape[-1]
+        inner = spec.mlp.down_proj.packed.shape[-1]
         if self.family.moe is None and self.family.mlp == "mlp" and stated != inner:
             raise CheckpointError(f"{self._prefix}.mlp has {inner} inner elements, but config.json says intermediate_size: {stated!r:.99}")
 
@@ -361,6 +361,6 @@ def _check_shapes(spec: DecoderSpec, config: TextConfig, tensors: Tensors) -> No
         rows = sum(weight.packed.shape[0] for weight in layer.attention.qkv)
         if rows != heads.outputs or any(weight.packed.shape[1] != k for weight in layer.attention.qkv):
             raise CheckpointError(
-                f"the projections of layer {index} have {rows} rows, {heads.query} + 2 * {heads.key} heads of {heads.dim} have "
+                f"the projections of layer {index} have {rows} rows, {heads.num_heads} + 2 * {heads.num_kv_heads} heads of {heads.head_dim} have "
                 f"{heads.outputs}: config.json is of another model"
             )

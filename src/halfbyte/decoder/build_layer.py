@@ -13,8 +13,8 @@ from torch import Tensor
 from halfbyte.decoder.family import Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopePairs
-from halfbyte.ops.decoder import Attention, Dense, Heads, Norm, PerLayer
+from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopeInterleaved
+from halfbyte.ops.decoder import Attention, MLP, Heads, Norm, PerLayerInput
 from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 
@@ -52,7 +52,7 @@ class HeadSettings(NamedTuple):
     rotary_dim: int
     softcap: float | None
     projections: Projections
-    interleaved: RopePairs
+    interleaved: RopeInterleaved
 
 
 class RouterSettings(NamedTuple):
@@ -134,16 +134,16 @@ def build_layer(source: LayerSource) -> LayerSpec:
     down = source.linear([f"{family.mlp}.{family.down_proj}"])
     scale = None if family.layer_scalar is None else source.tensor(family.layer_scalar, 1)
     per_layer = _per_layer_input(source, scale)
-    mlp = Dense(
+    mlp = MLP(
         gate_up,
         down,
-        before=pre_mlp,
-        after=post_mlp,
-        factor=source.residual_multiplier,
-        gates=source.activation,
+        pre_norm=pre_mlp,
+        post_norm=post_mlp,
+        residual_multiplier=source.residual_multiplier,
+        activation=source.activation,
         gated=family.gated,
-        parallel=family.parallel_residual,
-        scale=scale if per_layer is None else None,
+        parallel_residual=family.parallel_residual,
+        layer_scale=scale if per_layer is None else None,
     )
     return LayerSpec(attention, mlp, rope, window, kv_source, per_layer)
 
@@ -155,19 +155,19 @@ def _attention(source: LayerSource, before: Norm | None, after: Norm | None) -> 
     o_proj = source.linear([f"self_attn.{family.o_proj}"])
     query, key = source.head_counts(qkv, o_proj)
     heads = Heads(
-        query=query,
-        key=key,
-        dim=settings.dim,
+        num_heads=query,
+        num_kv_heads=key,
+        head_dim=settings.dim,
         scale=settings.scale,
-        norms=_qk_norm(source, settings, query, key),
-        rows=family.qk_norm_whole,
-        turned=settings.rotary_dim,
-        cap=settings.softcap,
+        qk_norm=_qk_norm(source, settings, query, key),
+        qk_norm_whole=family.qk_norm_whole,
+        rotary_dim=settings.rotary_dim,
+        softcap=settings.softcap,
         sinks=None if family.sinks is None else source.tensor(f"self_attn.{family.sinks}", query),
-        pairs=settings.interleaved,
-        turned_first=family.norm_after_rope,
-        made=settings.projections,
-        values_normed=family.v_norm is not None and settings.projections != "q",
+        rope_interleaved=settings.interleaved,
+        norm_after_rope=family.norm_after_rope,
+        projections=settings.projections,
+        v_norm=family.v_norm is not None and settings.projections != "q",
     )
     return Attention(qkv, o_proj, before, heads, after, source.residual_multiplier)
 
@@ -184,13 +184,13 @@ def _qk_norm(source: LayerSource, settings: HeadSettings, query: int, key: int) 
     return of_queries, source.norm(f"self_attn.{names[1]}", settings.dim * (key if whole else 1))
 
 
-def _per_layer_input(source: LayerSource, scale: Tensor | None) -> PerLayer | None:
+def _per_layer_input(source: LayerSource, scale: Tensor | None) -> PerLayerInput | None:
     """What a layer does with its per-layer input, with the factor of its output; None where it has none."""
     names = source.family.per_layer_input
     if names is None or not source.has_per_layer_input():
         return None
     gate, projection = source.linear([names[0]]), source.linear([names[1]])
-    return PerLayer(gate, projection, source.norm(names[2]), source.activation, scale)
+    return PerLayerInput(gate, projection, source.norm(names[2]), source.activation, scale)
 
 
 def _experts(source: LayerSource, moe: MoEFamily, before: Norm) -> Experts:
@@ -207,13 +207,13 @@ def _experts(source: LayerSource, moe: MoEFamily, before: Norm) -> Experts:
         gate_up_stack,
         down_stack,
         router=router,
-        chosen=settings.top_k,
-        normalized=settings.normalized,
-        before=before,
-        shared=shared,
-        bias=source.tensor(f"{mlp}.{moe.router}.bias") if moe.router_bias else None,
+        top_k=settings.top_k,
+        norm_topk=settings.normalized,
+        pre_norm=before,
+        shared_expert=shared,
+        router_bias=source.tensor(f"{mlp}.{moe.router}.bias") if moe.router_bias else None,
         clamped=clamped,
         scores=moe.scores,
-        correction=None if moe.correction is None else source.tensor(f"{mlp}.{moe.correction}").flatten(),
-        factor=source.residual_multiplier * settings.scaling_factor,
+        correction_bias=None if moe.correction is None else source.tensor(f"{mlp}.{moe.correction}").flatten(),
+        scaling_factor=source.residual_multiplier * settings.scaling_factor,
     )

@@ -29,7 +29,7 @@ from torch import Tensor
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
+from halfbyte.ops.decoder import Attention, MLP, Norm, PerLayerInput
 from halfbyte.ops.decoding import attend, normed_linear
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import linear
@@ -99,52 +99,52 @@ class GpuLayer:
     """
 
     attention: Attention
-    mlp: Dense | Experts | None
+    mlp: MLP | Experts | None
     o_proj: Projection
     down_proj: Projection | None
-    per_layer: tuple[PerLayer, Projection] | None = None
+    per_layer: tuple[PerLayerInput, Projection] | None = None
     launch_id: int | None = None
     operands: tuple[Tensor | None, ...] = ()
 
     @property
     def weights(self) -> list[Weight]:
         """Of all products but experts'."""
-        dense = [self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, Dense) else []
+        dense = [self.mlp.gate_up, self.mlp.down_proj] if isinstance(self.mlp, MLP) else []
         own = [] if self.per_layer is None else [self.per_layer[0].gate, self.per_layer[0].projection]
-        return [*self.attention.qkv, self.attention.o, *dense, *own]
+        return [*self.attention.qkv, self.attention.o_proj, *dense, *own]
 
     def linked(self) -> GpuLayer:
         """Return the layer with `launch_id` and `operands`, which must not change from then on."""
         attention, mlp, weights, heads = self.attention, self.mlp, self.weights, self.attention.heads
-        of_heads = (heads.norms or ())[: 1 if heads.made == "q" else 2]  # where keys are another layer's, theirs is that of queries again
-        norms = [attention.before, attention.after, *of_heads]
+        of_heads = (heads.qk_norm or ())[: 1 if heads.projections == "q" else 2]  # where keys are another layer's, theirs is that of queries again
+        norms = [attention.pre_norm, attention.post_norm, *of_heads]
         tensors: list[Tensor | None] = [heads.sinks]
         of_mlp: Hashable = None
-        if isinstance(mlp, Dense):
-            norms += [None if mlp.parallel else mlp.before, mlp.after]  # a tensor stands once
-            tensors.append(mlp.scale)
-            of_mlp = mlp.factor, mlp.gates, mlp.gated, mlp.parallel
+        if isinstance(mlp, MLP):
+            norms += [None if mlp.parallel_residual else mlp.pre_norm, mlp.post_norm]  # a tensor stands once
+            tensors.append(mlp.layer_scale)
+            of_mlp = mlp.residual_multiplier, mlp.activation, mlp.gated, mlp.parallel_residual
         elif mlp is not None:
-            weights += [mlp.gate_up, mlp.down]
-            tensors += [mlp.router, mlp.bias, mlp.correction]
-            norms.append(mlp.before)
-            if mlp.shared is not None:
-                weights += mlp.shared[:2]
-                tensors.append(mlp.shared.gate)
-            of_mlp = mlp.chosen, mlp.normalized, mlp.clamped, mlp.shared is None, mlp.scores, mlp.factor
+            weights += [mlp.gate_up, mlp.down_proj]
+            tensors += [mlp.router, mlp.router_bias, mlp.correction_bias]
+            norms.append(mlp.pre_norm)
+            if mlp.shared_expert is not None:
+                weights += mlp.shared_expert[:2]
+                tensors.append(mlp.shared_expert.gate)
+            of_mlp = mlp.top_k, mlp.norm_topk, mlp.clamped, mlp.shared_expert is None, mlp.scores, mlp.scaling_factor
         if self.per_layer is not None:
-            norms.append(self.per_layer[0].after)
-            tensors.append(self.per_layer[0].scale)
-        of_own = None if self.per_layer is None else self.per_layer[0].function
+            norms.append(self.per_layer[0].post_norm)
+            tensors.append(self.per_layer[0].layer_scale)
+        of_own = None if self.per_layer is None else self.per_layer[0].activation
         tensors += [t for weight in weights for t in (weight.packed.data, weight.bias)]
-        tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.shift))]
+        tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.bias))]
         if len(attention.qkv) > 1 or any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in tensors):
             return self  # products that torch joins, and tensors that kernels copy first
         if any(weight.compute == "int8" for weight in weights):
             return self
         if any(isinstance(one, PackedProjection) and one.factor != 1 for one in (self.o_proj, self.down_proj)):
             return self  # which torch multiplies
-        numbers = heads._replace(norms=None, sinks=None), attention.factor, of_mlp, of_own
+        numbers = heads._replace(qk_norm=None, sinks=None), attention.residual_multiplier, of_mlp, of_own
         of_norms = [None if norm is None else norm[1:4] for norm in norms]
         names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
         kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
@@ -155,18 +155,18 @@ class GpuLayer:
 _numbers: dict[Hashable, int] = {}  # launch ids
 
 
-def packed_layer(attention: Attention, mlp: Dense | Experts | None, own: PerLayer | None = None) -> GpuLayer:
+def packed_layer(attention: Attention, mlp: MLP | Experts | None, own: PerLayerInput | None = None) -> GpuLayer:
     """Make a layer of packed weights, without `launch_id`; `own`: what it does with an input of its own."""
     o_factor, down_factor = 1.0, 1.0
-    if attention.factor != 1 and attention.o.bias is not None:  # kernels multiply what the products read, which a bias does not follow
-        attention, o_factor = attention._replace(factor=1.0), attention.factor
-    o_proj = PackedProjection(attention.o, o_factor)
-    if not isinstance(mlp, Dense):
+    if attention.residual_multiplier != 1 and attention.o_proj.bias is not None:  # kernels multiply what the products read, which a bias does not follow
+        attention, o_factor = attention._replace(residual_multiplier=1.0), attention.residual_multiplier
+    o_proj = PackedProjection(attention.o_proj, o_factor)
+    if not isinstance(mlp, MLP):
         return GpuLayer(attention, mlp, o_proj, None)
-    if mlp.factor != 1 and mlp.down.bias is not None:
-        mlp, down_factor = mlp._replace(factor=1.0), mlp.factor
+    if mlp.residual_multiplier != 1 and mlp.down_proj.bias is not None:
+        mlp, down_factor = mlp._replace(residual_multiplier=1.0), mlp.residual_multiplier
     per_layer = None if own is None else (own, PackedProjection(own.projection))
-    return GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down, down_factor), per_layer)
+    return GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down_proj, down_factor), per_layer)
 
 
 def chain(
@@ -216,28 +216,28 @@ def decode(
 
 def _decoded(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask: Tensor | None, advance: int) -> Tensor:
     first, second, read = layer.attention, layer.mlp, x
-    if _is_parallel(second) and first.before is not None:
-        read, first, second = normed(x, first.before), first._replace(before=None), second._replace(before=None)
-    products = [_product(read, first.before, weight) for weight in first.qkv]
+    if _is_parallel(second) and first.pre_norm is not None:
+        read, first, second = normed(x, first.pre_norm), first._replace(pre_norm=None), second._replace(pre_norm=None)
+    products = [_product(read, first.pre_norm, weight) for weight in first.qkv]
     qkv = (torch.cat(products, -1) if len(products) > 1 else products[0]).view(len(x), -1)
     assert cache.length is not None
-    how: dict[str, Any] = {"scales": cache.scales, "factor": first.factor, "advance": advance, "ring": cache.ring}
+    how: dict[str, Any] = {"scales": cache.scales, "factor": first.residual_multiplier, "advance": advance, "ring": cache.ring}
     seen = attend(qkv, rotary, cache.keys, cache.values, cache.length, mask, first.heads, **how).unsqueeze(1)
-    if not isinstance(second, Dense):
+    if not isinstance(second, MLP):
         assert second is not None
         return add_experts(added(first, layer.o_proj, seen, x)[0], second)
     assert layer.down_proj is not None
-    h, z = added(first, layer.o_proj, seen, x, second.before)
-    if not second.parallel:
+    h, z = added(first, layer.o_proj, seen, x, second.pre_norm)
+    if not second.parallel_residual:
         read = h if z is None else z
-    before = second.before if z is None else None
-    inner = _product(read, before, second.gate_up, second.gate_function, second.factor, gated=second.gated)
+    before = second.pre_norm if z is None else None
+    inner = _product(read, before, second.gate_up, second.gate_function, second.residual_multiplier, gated=second.gated)
     return added(second, layer.down_proj, inner, h)[0]
 
 
-def _is_parallel(half: Dense | Experts | None) -> TypeGuard[Dense]:
+def _is_parallel(half: MLP | Experts | None) -> TypeGuard[MLP]:
     """Whether it reads what attention reads."""
-    return isinstance(half, Dense) and half.parallel
+    return isinstance(half, MLP) and half.parallel_residual
 
 
 def _product(
@@ -309,7 +309,7 @@ def prefill_with(
     first, heads = layer.attention, layer.attention.heads
 
     def begin() -> list[Tensor]:
-        keys, values = (output(x.new_empty(len(x), heads.key, x.shape[1], heads.dim)) for _ in range(2))
+        keys, values = (output(x.new_empty(len(x), heads.num_kv_heads, x.shape[1], heads.head_dim)) for _ in range(2))
         z, queries = _before(first, x, rotary, KeyValues(keys, values, None))
         return [keys, values, queries, *(() if z is x else (z,))]
 
@@ -328,7 +328,7 @@ def prefill_with(
 
 def _before(half: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tuple[Tensor, Tensor]:
     """The input of the products, and queries; keys and values are written to the cache."""
-    z = x if half.before is None else normed(x, half.before)
+    z = x if half.pre_norm is None else normed(x, half.pre_norm)
     products = [linear(z, weight.packed, weight.bias, **_how(weight)) for weight in half.qkv]
     joined = torch.cat(products, -1) if len(products) > 1 else products[0]
     return z, turn(joined, rotary, cache.keys, cache.values, cache.length, half.heads)
@@ -337,17 +337,17 @@ def _before(half: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tup
 def _after(layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, own: Tensor | None) -> Tensor:
     """The layer's output, or that of its attention half."""
     first, second, heads = layer.attention, layer.mlp, layer.attention.heads
-    how: dict[str, Any] = {"factor": first.factor, "sinks": heads.sinks, "cap": heads.cap}
+    how: dict[str, Any] = {"factor": first.residual_multiplier, "sinks": heads.sinks, "cap": heads.softcap}
     read = attend_many(queries, cache.keys, cache.values, cache.length, mask, heads.scale, **how)
-    if not isinstance(second, Dense):
+    if not isinstance(second, MLP):
         h, _ = added(first, layer.o_proj, read, x)
         return h if second is None else add_experts(h, second)
     assert layer.down_proj is not None
-    h, then = added(first, layer.o_proj, read, x, None if second.parallel else second.before)
-    if not second.parallel:
-        z = then if then is not None else h if second.before is None else normed(h, second.before)
+    h, then = added(first, layer.o_proj, read, x, None if second.parallel_residual else second.pre_norm)
+    if not second.parallel_residual:
+        z = then if then is not None else h if second.pre_norm is None else normed(h, second.pre_norm)
     product = linear(z, second.gate_up.packed, second.gate_up.bias, **_how(second.gate_up))
-    y = added(second, layer.down_proj, activated(product, second.gate_function, second.factor, gated=second.gated), h)[0]
+    y = added(second, layer.down_proj, activated(product, second.gate_function, second.residual_multiplier, gated=second.gated), h)[0]
     return with_own_input(layer, y, own)
 
 
@@ -355,16 +355,16 @@ def _after(layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyVal
 
 
 def added(
-    half: Attention | Dense | PerLayer, projection: Projection, x: Tensor, residual: Tensor, then: Norm | None = None
+    half: Attention | MLP | PerLayerInput, projection: Projection, x: Tensor, residual: Tensor, then: Norm | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """h = residual + norm(projection(x)), or times the factor of the output, and then(h) where that takes no further kernel."""
-    if half.after is None:
+    if half.post_norm is None:
         return projection.added(x, residual), None
-    scale = None if isinstance(half, Attention) else half.scale
-    if not half.after.centred:
-        then = None if then is not None and then.centred else then
-        return add_normed(projection(x), residual, half.after, then, scale)
-    h = residual + normed(projection(x), half.after)
+    scale = None if isinstance(half, Attention) else half.layer_scale
+    if not half.post_norm.layer_norm:
+        then = None if then is not None and then.layer_norm else then
+        return add_normed(projection(x), residual, half.post_norm, then, scale)
+    h = residual + normed(projection(x), half.post_norm)
     return h if scale is None else h * scale, None
 
 
@@ -376,7 +376,7 @@ def with_own_input(layer: GpuLayer, h: Tensor, own: Tensor | None) -> Tensor:
     third, projection = layer.per_layer
     weight, bias = third.gate[:2]
     if torch.compiler.is_compiling():
-        inner = normed_linear(h, None, weight, bias, gates=third.function, gated=False) * own
+        inner = normed_linear(h, None, weight, bias, gates=third.activation, gated=False) * own
     else:
-        inner = activated(normed_linear(h, None, weight, bias), third.function, gated=False, beside=own)
+        inner = activated(normed_linear(h, None, weight, bias), third.activation, gated=False, beside=own)
     return added(third, projection, inner, h)[0]

@@ -143,12 +143,12 @@ class _Scope:
         attention = self._by_name["attention"]
         heads = attention.part
         assert isinstance(heads, Heads)
-        over_all = heads.norms is not None and heads.rows
-        widest = heads.query * heads.dim if over_all else None
-        reason = why_not_attend(heads.query, heads.key, heads.dim, self._dtype, self._here, widest)
-        if heads.cap is not None:
+        over_all = heads.qk_norm is not None and heads.qk_norm_whole
+        widest = heads.num_heads * heads.head_dim if over_all else None
+        reason = why_not_attend(heads.num_heads, heads.num_kv_heads, heads.head_dim, self._dtype, self._here, widest)
+        if heads.softcap is not None:
             reason = "the kernels have no soft cap of scores"
-        elif heads.norms is not None and heads.norms[0].centred:
+        elif heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
             reason = "the norms of its heads are layer norms"
         if op.kind == "attention" or (op.kind == "qk_norm" and over_all):
             return _own(op, "attend" if op is attention else "norm", reason)

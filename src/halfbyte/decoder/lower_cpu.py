@@ -239,9 +239,9 @@ class CpuModel:
         if inputs is None:
             return None
         parts = len(self._layers), inputs.norm.weight.shape[0]
-        projected = _linear(x, inputs.projection).unflatten(-1, parts) * inputs.projected
+        projected = _linear(x, inputs.projection).unflatten(-1, parts) * inputs.projection_multiplier
         rows = _rows(ids, inputs.table).unflatten(-1, parts)
-        of_layers: Tensor = (wide_norm(projected, inputs.norm) + rows * inputs.factor) * inputs.scale
+        of_layers: Tensor = (wide_norm(projected, inputs.norm) + rows * inputs.table_multiplier) * inputs.scale
         return of_layers
 
     def _embedded(self, ids: Tensor) -> Tensor:

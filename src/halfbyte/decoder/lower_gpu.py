@@ -27,7 +27,7 @@ from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
-from halfbyte.ops.decoder import Dense, Norm
+from halfbyte.ops.decoder import MLP, Norm
 from halfbyte.ops.decoding import SOFTCAP, why_not_attend
 from halfbyte.ops.decoding_step import Inputs as PerLayerInputs
 from halfbyte.ops.experts import Experts
@@ -88,7 +88,7 @@ class GpuModel:
         self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
         self._pinned: Tensor | None = None  # where the host reads tokens
-        in_torch = any(layer.attention.heads.cap is not None for layer in spec.layers) or dtype == torch.float32
+        in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and triton_trouble() is None and not env.tune()
@@ -107,34 +107,34 @@ class GpuModel:
         mlp.check()
         if layer.per_layer_input is not None:
             layer.per_layer_input.check(mlp.k)
-        if mlp.k != attention.o.packed.shape[0]:
-            raise ArgumentError(f"the halves of a decoder layer have one width, got {attention.o.packed.shape[0]} and {mlp.k}")
-        norms = attention.heads.norms
+        if mlp.k != attention.o_proj.packed.shape[0]:
+            raise ArgumentError(f"the halves of a decoder layer have one width, got {attention.o_proj.packed.shape[0]} and {mlp.k}")
+        norms = attention.heads.qk_norm
         of_heads = None if norms is None else (self._cast_norm(norms[0]), self._cast_norm(norms[1]))
-        before, after = (None if norm is None else self._cast_norm(norm) for norm in (attention.before, attention.after))
-        attention = attention._replace(heads=attention.heads._replace(norms=of_heads), before=before, after=after)
-        if isinstance(mlp, Dense):
-            before, after = (None if norm is None else self._cast_norm(norm) for norm in (mlp.before, mlp.after))
-            scale = None if mlp.scale is None else mlp.scale.to(self.dtype)
+        before, after = (None if norm is None else self._cast_norm(norm) for norm in (attention.pre_norm, attention.post_norm))
+        attention = attention._replace(heads=attention.heads._replace(qk_norm=of_heads), pre_norm=before, post_norm=after)
+        if isinstance(mlp, MLP):
+            before, after = (None if norm is None else self._cast_norm(norm) for norm in (mlp.pre_norm, mlp.post_norm))
+            scale = None if mlp.layer_scale is None else mlp.layer_scale.to(self.dtype)
             own = layer.per_layer_input
             if own is not None:
-                factor = None if own.scale is None else own.scale.to(self.dtype)
-                own = own._replace(after=self._cast_norm(own.after), scale=factor)
-            return packed_layer(attention, mlp._replace(before=before, after=after, scale=scale), own).linked()
-        shared = mlp.shared
+                factor = None if own.layer_scale is None else own.layer_scale.to(self.dtype)
+                own = own._replace(post_norm=self._cast_norm(own.post_norm), layer_scale=factor)
+            return packed_layer(attention, mlp._replace(pre_norm=before, post_norm=after, layer_scale=scale), own).linked()
+        shared = mlp.shared_expert
         if shared is not None and shared.gate is not None:
             shared = shared._replace(gate=shared.gate.to(self.dtype))
-        cast = mlp._replace(before=self._cast_norm(mlp.before), router=mlp.router.to(self.dtype), shared=shared)
+        cast = mlp._replace(pre_norm=self._cast_norm(mlp.pre_norm), router=mlp.router.to(self.dtype), shared_expert=shared)
         return packed_layer(attention, cast).linked()
 
     def _norm_of_inputs(self, inputs: PerLayerInputs) -> tuple[Norm, Tensor]:
         """The norm of projected embeddings, and the factor of per-layer inputs [1]."""
-        norm = self._cast_norm(inputs.norm._replace(eps=inputs.norm.eps / inputs.projected**2))  # norm(c * y) is that of y with eps / c²
+        norm = self._cast_norm(inputs.norm._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2))  # norm(c * y) is that of y with eps / c²
         return norm, torch.tensor([inputs.scale], dtype=self.dtype, device=self.device)
 
     def _cast_norm(self, norm: Norm) -> Norm:
-        shift = None if norm.shift is None else norm.shift.to(self.dtype)
-        return norm._replace(weight=norm.weight.to(self.dtype), shift=shift)
+        shift = None if norm.bias is None else norm.bias.to(self.dtype)
+        return norm._replace(weight=norm.weight.to(self.dtype), bias=shift)
 
     # Decoding
 
@@ -274,7 +274,7 @@ class GpuModel:
         reuses = any(spec.kv_source is not None for spec in self.spec.layers)
         after = [length + 1 for length in inputs.lengths] if reuses else []  # lengths of caches that have the new token already
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
-            rotary, group = inputs.rotary[spec.rope] if layer.attention.heads.width else None, self._group_of[index]
+            rotary, group = inputs.rotary[spec.rope] if layer.attention.heads.rotary_width else None, self._group_of[index]
             own = None if of_layers is None else of_layers[:, :, index]
             length = (inputs.lengths if spec.kv_source is None else after)[group]
             x = decode(layer, x, rotary, _key_values(entry, cache.batch, length), inputs.masks[group], own)
@@ -349,7 +349,7 @@ class GpuModel:
         of_layers = self._per_layer_inputs(given, x)
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
             group = self._group_of[index]
-            turned, mask, length = rotary[spec.rope] if layer.attention.heads.width else None, masks[group], lengths[group]
+            turned, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             own = None if of_layers is None else of_layers[:, :, index]
             if len(entry.buffers) == 2:
                 x = prefill(layer, x, turned, KeyValues(entry.keys, entry.values, length), mask, own)
@@ -369,7 +369,7 @@ class GpuModel:
         assert self._inputs_norm is not None
         norm, scale = self._inputs_norm
         parts = len(self._layers), len(norm.weight)
-        rows = self._rows(ids.flatten(), inputs.table).view(*ids.shape, *parts) * inputs.factor
+        rows = self._rows(ids.flatten(), inputs.table).view(*ids.shape, *parts) * inputs.table_multiplier
         projected = PackedProjection(inputs.projection)(x).view(*ids.shape, *parts)
         return add_normed(projected, rows, norm, None, scale)[0]
 
@@ -459,19 +459,19 @@ def _why_not(layer: LayerSpec) -> str | None:
     attention, mlp, heads = layer.attention, layer.mlp, layer.attention.heads
     if layer.sliding_window is not None and layer.sliding_window < 2:
         return f"it has a sliding window of {layer.sliding_window} token: at least 2 are supported"
-    if heads.norms is not None and heads.norms[0].centred:
+    if heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
         return "the norms of its heads are layer norms"
-    if heads.rows and heads.turned_first:
+    if heads.qk_norm_whole and heads.norm_after_rope:
         return "norms of all its heads together come after rope"
     if isinstance(mlp, Experts):
-        if mlp.before.centred:
+        if mlp.pre_norm.layer_norm:
             return "the norm before its experts is a layer norm"
-    elif mlp.after is not None and mlp.factor != 1:
-        return f"what its MLP adds has a norm and a factor of {mlp.factor}"
-    if layer.per_layer_input is not None and layer.per_layer_input.after.centred:
+    elif mlp.post_norm is not None and mlp.residual_multiplier != 1:
+        return f"what its MLP adds has a norm and a factor of {mlp.residual_multiplier}"
+    if layer.per_layer_input is not None and layer.per_layer_input.post_norm.layer_norm:
         return "the norm after its per-layer input is a layer norm"
-    if attention.after is not None and attention.factor != 1:
-        return f"what its attention adds has a norm and a factor of {attention.factor}"
+    if attention.post_norm is not None and attention.residual_multiplier != 1:
+        return f"what its attention adds has a norm and a factor of {attention.residual_multiplier}"
     return None
 
 
@@ -480,10 +480,10 @@ def _notes(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
     told = set()
     for layer in spec.layers:
         heads, mlp = layer.attention.heads, layer.mlp
-        widest = heads.query * heads.dim if heads.rows else None
+        widest = heads.num_heads * heads.head_dim if heads.qk_norm_whole else None
         reasons = {
-            "attention of one token": why_not_attend(heads.query, heads.key, heads.dim, dtype, here, widest, cap=heads.cap),
-            "attention of prompts": SOFTCAP if heads.cap is not None else why_not_many(heads, dtype, here),
+            "attention of one token": why_not_attend(heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, here, widest, cap=heads.softcap),
+            "attention of prompts": SOFTCAP if heads.softcap is not None else why_not_many(heads, dtype, here),
             "norms": why_not_norm(spec.hidden_size, here),
             "what is between products of experts": why_not_experts(mlp, here) if isinstance(mlp, Experts) else None,
         }

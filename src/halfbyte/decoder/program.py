@@ -20,7 +20,7 @@ from halfbyte.errors import unreachable
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
-from halfbyte.ops.decoder import Attention, Dense, Heads, Norm, PerLayer
+from halfbyte.ops.decoder import Attention, MLP, Heads, Norm, PerLayerInput
 from halfbyte.ops.experts import CLAMPED, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 
@@ -133,10 +133,10 @@ def _per_layer_inputs(spec: DecoderSpec) -> Iterator[Op]:
     if inputs is None:
         return
     names = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
-    yield Op("embedding", names[0], None, ("ids",), *_form(inputs.table), _settings(multiplier=inputs.factor), part=inputs.table)
+    yield Op("embedding", names[0], None, ("ids",), *_form(inputs.table), _settings(multiplier=inputs.table_multiplier), part=inputs.table)
     yield linear_op(names[1], inputs.projection, "embed_tokens")
     # norm(c * y), c a constant, is that of y with eps / c².
-    yield _norm(names[2], inputs.norm._replace(eps=inputs.norm.eps / inputs.projected**2), names[1])
+    yield _norm(names[2], inputs.norm._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2), names[1])
     yield Op("residual", "per_layer_inputs", None, (names[0], names[2]), settings=_settings(scale=inputs.scale))
 
 
@@ -150,8 +150,8 @@ def layer_ops(layer: LayerSpec, ropes: Sequence[Rope] = ()) -> Iterator[Op]:
         read = "attn_residual_norm"
     if isinstance(mlp, Experts):
         yield from _experts(mlp)
-    elif mlp.parallel:
-        is_same = attention.before is not None and mlp.before is not None and _is_same(attention.before, mlp.before)
+    elif mlp.parallel_residual:
+        is_same = attention.pre_norm is not None and mlp.pre_norm is not None and _is_same(attention.pre_norm, mlp.pre_norm)
         yield from _mlp(mlp, INPUT, normed="attn_norm" if is_same else None)
     else:
         yield from _mlp(mlp, read)
@@ -159,10 +159,10 @@ def layer_ops(layer: LayerSpec, ropes: Sequence[Rope] = ()) -> Iterator[Op]:
         yield from _own_input(layer.per_layer_input)
 
 
-def _own_input(last: PerLayer) -> Iterator[Op]:
+def _own_input(last: PerLayerInput) -> Iterator[Op]:
     """What a layer does with its per-layer input."""
     yield linear_op("per_layer_input_gate", last.gate, "mlp_residual")
-    settings = (("function", f"{last.function}(gate) * input"),)
+    settings = (("function", f"{last.activation}(gate) * input"),)
     yield Op("gate", "per_layer_gate", None, ("per_layer_input_gate", PER_LAYER_INPUT), settings=settings)
     yield linear_op("per_layer_projection", last.projection, "per_layer_gate")
     yield from _added(last, "per_layer_projection", "per_layer", "mlp_residual")
@@ -170,12 +170,12 @@ def _own_input(last: PerLayer) -> Iterator[Op]:
 
 def _attention(half: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iterator[Op]:
     heads, read = half.heads, INPUT
-    if half.before is not None:
-        yield _norm("attn_norm", half.before, INPUT)
+    if half.pre_norm is not None:
+        yield _norm("attn_norm", half.pre_norm, INPUT)
         read = "attn_norm"
-    names = [f"{part}_proj" for part in heads.made]
+    names = [f"{part}_proj" for part in heads.projections]
     if len(half.qkv) == 1 and len(names) > 1:
-        names = [heads.made]
+        names = [heads.projections]
     for name, weight in zip(names, half.qkv, strict=True):
         yield linear_op(name, weight, read)
     reads: tuple[str, ...] = tuple(names)
@@ -183,69 +183,69 @@ def _attention(half: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iter
         yield op
         reads = (op.name,)
     settings = _settings(
-        heads=heads.query,
-        kv_heads=heads.key,
-        head_dim=heads.dim,
+        heads=heads.num_heads,
+        kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         scale=heads.scale,
         bidirectional=layer.bidirectional,
         position_bias=layer.position_bias,
         sliding_window=layer.sliding_window,
         kv_source=layer.kv_source,
-        softcap=heads.cap,
+        softcap=heads.softcap,
         sinks=heads.sinks is not None,
     )
     yield Op("attention", "attention", None, reads, settings=settings, part=heads)
-    yield linear_op("o_proj", half.o, "attention")
+    yield linear_op("o_proj", half.o_proj, "attention")
     yield from _added(half, "o_proj", "attn", INPUT)
 
 
 def _positions(heads: Heads, layer: LayerSpec, ropes: Sequence[Rope], reads: tuple[str, ...]) -> Iterator[Op]:
     """The norms of queries and keys, and rope, in their order."""
     ops = []
-    if heads.norms is not None:
-        over = ALL_HEADS if heads.rows else "each head"
-        norm = heads.norms[0]
-        settings = _settings(over=over, eps=norm.eps, unit_offset=norm.plus_one, layer_norm=norm.centred, values=heads.values_normed)
+    if heads.qk_norm is not None:
+        over = ALL_HEADS if heads.qk_norm_whole else "each head"
+        norm = heads.qk_norm[0]
+        settings = _settings(over=over, eps=norm.eps, unit_offset=norm.unit_offset, layer_norm=norm.layer_norm, values=heads.v_norm)
         ops.append(Op("qk_norm", "qk_norm", None, reads, tuple(norm.weight.shape), _dtype(norm.weight), settings, part=heads))
-    if heads.width:
+    if heads.rotary_width:
         rope = ropes[layer.rope] if ropes else None
         which = layer.rope if len(ropes) > 1 else None
         switch = None if rope is None else rope.switch
-        settings = _settings(rotary_dim=heads.width, interleaved=bool(heads.pairs), rope_parameters=which, longrope_beyond=switch)
+        settings = _settings(rotary_dim=heads.rotary_width, interleaved=bool(heads.rope_interleaved), rope_parameters=which, longrope_beyond=switch)
         ops.append(Op("rope", "rope", None, reads, settings=settings, part=rope))
-    if heads.turned_first:
+    if heads.norm_after_rope:
         ops.reverse()
     for op in ops:
         yield replace(op, reads=reads)
         reads = (op.name,)
 
 
-def _mlp(half: Dense, read: str, *, normed: str | None = None) -> Iterator[Op]:
+def _mlp(half: MLP, read: str, *, normed: str | None = None) -> Iterator[Op]:
     """The MLP. normed: the op that has computed the norm of what it reads."""
-    residual = "attn_residual" if half.parallel else read
+    residual = "attn_residual" if half.parallel_residual else read
     if normed is not None:
         read = normed
-    elif half.before is not None:
-        yield _norm("mlp_norm", half.before, read)
+    elif half.pre_norm is not None:
+        yield _norm("mlp_norm", half.pre_norm, read)
         read = "mlp_norm"
     name = "gate_up" if half.gated else "up_proj"
     yield linear_op(name, half.gate_up, read)
-    yield _gate("gate" if half.gated else "activation", half.gates, name, gated=half.gated)
-    yield linear_op("down_proj", half.down, "gate" if half.gated else "activation")
+    yield _gate("gate" if half.gated else "activation", half.activation, name, gated=half.gated)
+    yield linear_op("down_proj", half.down_proj, "gate" if half.gated else "activation")
     yield from _added(half, "down_proj", "mlp", residual)
     if half.residual_norm is not None:
         yield _norm("mlp_residual_norm", half.residual_norm, "mlp_residual")
 
 
 def _experts(half: Experts) -> Iterator[Op]:
-    yield _norm("mlp_norm", half.before, "attn_residual")
+    yield _norm("mlp_norm", half.pre_norm, "attn_residual")
     weights = _settings(
-        top_k=half.chosen,
+        top_k=half.top_k,
         scores=half.scores or "softmax",
-        normalized=half.normalized,
-        bias=half.bias is not None,
-        correction=half.correction is not None,
-        factor=None if half.factor == 1 else half.factor,
+        normalized=half.norm_topk,
+        bias=half.router_bias is not None,
+        correction=half.correction_bias is not None,
+        factor=None if half.scaling_factor == 1 else half.scaling_factor,
     )
     yield Op("router", "router", None, ("mlp_norm",), *_form(half.router), weights, part=half)
     yield linear_op("experts.gate_up", half.gate_up, "mlp_norm", "router", kind="experts")
@@ -255,18 +255,18 @@ def _experts(half: Experts) -> Iterator[Op]:
     else:
         settings = (("function", CLAMPED), ("alpha", clamped.alpha), ("limit", clamped.limit))
         yield Op("gate", "experts.gate", None, ("experts.gate_up",), settings=settings)
-    yield linear_op("experts.down_proj", half.down, "experts.gate", "router", kind="experts")
+    yield linear_op("experts.down_proj", half.down_proj, "experts.gate", "router", kind="experts")
     added = ["experts.down_proj", "router"]
-    if half.shared is not None:
-        yield from _shared_expert(half.shared)
-        added.append("shared_expert.down_proj" if half.shared.gate is None else "shared_expert_gate")
+    if half.shared_expert is not None:
+        yield from _shared_expert(half.shared_expert)
+        added.append("shared_expert.down_proj" if half.shared_expert.gate is None else "shared_expert_gate")
     yield Op("residual", "mlp_residual", None, ("attn_residual", *added))
 
 
 def _shared_expert(shared: SharedExpert) -> Iterator[Op]:
     yield linear_op("shared_expert.gate_up", shared.gate_up, "mlp_norm")
     yield _gate("shared_expert.gate", "silu", "shared_expert.gate_up")
-    yield linear_op("shared_expert.down_proj", shared.down, "shared_expert.gate")
+    yield linear_op("shared_expert.down_proj", shared.down_proj, "shared_expert.gate")
     if shared.gate is not None:  # down_proj times sigmoid(gate · x)
         reads = "shared_expert.down_proj", "mlp_norm"
         settings = (("function", "sigmoid(gate) * down"),)
@@ -294,20 +294,20 @@ def _end(spec: DecoderSpec) -> Iterator[Op]:
                 raise unreachable(function, "the function of logits")
 
 
-def _added(half: Attention | Dense | PerLayer, read: str, name: str, residual: str) -> Iterator[Op]:
+def _added(half: Attention | MLP | PerLayerInput, read: str, name: str, residual: str) -> Iterator[Op]:
     """What follows a half's last linear layer."""
-    if half.after is not None:
-        yield _norm(f"{name}_post_norm", half.after, read)
+    if half.post_norm is not None:
+        yield _norm(f"{name}_post_norm", half.post_norm, read)
         read = f"{name}_post_norm"
-    scale = None if isinstance(half, Attention) else half.scale
-    factor = 1.0 if isinstance(half, PerLayer) else half.factor
+    scale = None if isinstance(half, Attention) else half.layer_scale
+    factor = 1.0 if isinstance(half, PerLayerInput) else half.residual_multiplier
     settings = _settings(multiplier=None if factor == 1 else factor, layer_scale=scale is not None)
     yield Op("residual", f"{name}_residual", None, (residual, read), settings=settings, part=scale)
 
 
 def _norm(name: str, norm: Norm, read: str) -> Op:
-    settings = _settings(eps=norm.eps, unit_offset=norm.plus_one, bias=norm.shift is not None)
-    kind = "layer_norm" if norm.centred else "rms_norm"
+    settings = _settings(eps=norm.eps, unit_offset=norm.unit_offset, bias=norm.bias is not None)
+    kind = "layer_norm" if norm.layer_norm else "rms_norm"
     return Op(kind, name, None, (read,), tuple(norm.weight.shape), _dtype(norm.weight), settings, part=norm)
 
 
@@ -343,8 +343,8 @@ def _dtype(tensor: Tensor) -> str:
 
 def _is_same(one: Norm, other: Norm) -> bool:
     """Whether two norms compute the same."""
-    alike = one[1:4] == other[1:4] and (one.shift is None) == (other.shift is None)
-    pairs = [(one.weight, other.weight), *([] if one.shift is None or other.shift is None else [(one.shift, other.shift)])]
+    alike = one[1:4] == other[1:4] and (one.bias is None) == (other.bias is None)
+    pairs = [(one.weight, other.weight), *([] if one.bias is None or other.bias is None else [(one.bias, other.bias)])]
     return alike and all(torch.equal(*pair) for pair in pairs)
 
 

@@ -17,7 +17,7 @@ from halfbyte.decoder.rope import Rope
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.decoder import Attention, Dense, Norm, PerLayer
+from halfbyte.ops.decoder import Attention, MLP, Norm, PerLayerInput
 from halfbyte.ops.decoding_step import Inputs
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
@@ -39,11 +39,11 @@ class LayerSpec:
     """
 
     attention: Attention
-    mlp: Dense | Experts
+    mlp: MLP | Experts
     rope: int
     sliding_window: int | None
     kv_source: int | None = None
-    per_layer_input: PerLayer | None = None
+    per_layer_input: PerLayerInput | None = None
     bidirectional: bool = False
     position_bias: bool = False
 
@@ -51,7 +51,7 @@ class LayerSpec:
         """Raise ArgumentError for tensors that do not fit together."""
         self.attention.check()
         self.mlp.check()
-        if self.mlp.k != (k := self.attention.o.packed.shape[0]):
+        if self.mlp.k != (k := self.attention.o_proj.packed.shape[0]):
             raise ArgumentError(f"the halves of a decoder layer have one width, got {k} and {self.mlp.k}")
         if self.per_layer_input is not None:
             self.per_layer_input.check(k)
@@ -110,7 +110,7 @@ class DecoderSpec:
                 if isinstance(tensor, Weight):
                     add(tensor.packed, tensor.bias)
                 elif isinstance(tensor, Norm):
-                    add(tensor.weight, tensor.shift)
+                    add(tensor.weight, tensor.bias)
                 elif isinstance(tensor, Packed):
                     found[tensor.data.data_ptr()] = tensor.nbytes
                 elif tensor is not None:
@@ -121,12 +121,12 @@ class DecoderSpec:
             add(inputs.table, inputs.projection, inputs.norm)
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            add(*attention.qkv, attention.o, attention.before, attention.after, *(attention.heads.norms or ()), attention.heads.sinks)
-            add(mlp.gate_up, mlp.down, mlp.before)
+            add(*attention.qkv, attention.o_proj, attention.pre_norm, attention.post_norm, *(attention.heads.qk_norm or ()), attention.heads.sinks)
+            add(mlp.gate_up, mlp.down_proj, mlp.pre_norm)
             if (own := layer.per_layer_input) is not None:
-                add(own.gate, own.projection, own.after, own.scale)
-            if isinstance(mlp, Dense):
-                add(mlp.after, mlp.scale)
+                add(own.gate, own.projection, own.post_norm, own.layer_scale)
+            if isinstance(mlp, MLP):
+                add(mlp.post_norm, mlp.layer_scale)
             else:
-                add(mlp.router, mlp.bias, mlp.correction, *(() if mlp.shared is None else mlp.shared))
+                add(mlp.router, mlp.router_bias, mlp.correction_bias, *(() if mlp.shared_expert is None else mlp.shared_expert))
         return sum(found.values())

@@ -223,7 +223,7 @@ class CpuRun(Run):
         """Where the keys and values of tokens go, or lie; None where the layer is not to be computed natively."""
         call, module, mask = self._call, self._modules[index], self._call.masks[index]
         seen, past = self._shown(mask), self._call.past
-        if not 0 < x.shape[0] <= MOST_SEQUENCES or call.rotary[index][0].dim() != 3 or not part.turns_by(call.rotary[index][0].shape[2]):
+        if not 0 < x.shape[0] <= MOST_SEQUENCES or call.rotary[index][0].dim() != 3 or not part.accepts_rope_of(call.rotary[index][0].shape[2]):
             return None
         if (part.beside is None) != (call.per_layer is None) or not self._is_mask(layer, mask, seen):
             return None
@@ -235,7 +235,7 @@ class CpuRun(Run):
             cache = None if past is None else past.layers[index]
             if not sees_what_it_should(cache, x.shape[1], seen):
                 return None
-            place = Place.find(cache, x, part.heads.key, part.heads.dim)
+            place = Place.find(cache, x, part.heads.num_kv_heads, part.heads.head_dim)
         return None if place is None or self._sees_later(seen, x.shape[1], place.length) else place
 
     def _enter(self, index: int, place: Place, x: Tensor) -> None:
@@ -246,7 +246,7 @@ class CpuRun(Run):
         cache: Any = None if call.past is None else call.past.layers[index]
         place.enter(cache, x.shape[1])
         if layer.shared.provides:
-            call.shared[layer.shared.kind] = place.all_states(cache, x, layer.whole.heads.dim)
+            call.shared[layer.shared.kind] = place.all_states(cache, x, layer.whole.heads.head_dim)
 
     def _shown(self, mask: Tensor | None) -> Tensor | None:
         if mask is None:
@@ -279,7 +279,7 @@ def add_mlp(layer: Any, spec: LayerSpec, h: Tensor) -> Tensor:
     assert family.norms[2] is not None
     found = getattr(layer, family.mlp)(getattr(layer, family.norms[2])(h))
     y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's returns its router's weights, too
-    factor = spec.attention.factor
+    factor = spec.attention.residual_multiplier
     return h + (y if factor == 1 else y * factor)
 
 

@@ -59,10 +59,10 @@ def token(
     if (own is None) != (found.layer.per_layer is None):
         return None
     heads = found.layer.attention.heads
-    if not heads.turns_by(rotary[0].shape[2]) or not layer.self_attn.is_causal:
+    if not heads.accepts_rope_of(rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
     kept = layers[index]
-    turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.turned else None
+    turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.rotary_dim else None
     seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, isinstance(kept, Ring)
     cache = KeyValues(kept.keys, kept.values, length, scales_or_none(kept), ring)
     y = decode(found.layer, x, turns, cache, seen, own, advance=0 if index == 0 or reads else 1)

@@ -20,7 +20,7 @@ from halfbyte.integrations.replaced import name_in_transformers, original, why_n
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, MLP, Heads, Norm
 from halfbyte.ops.encoder import EncoderLayer, why_not
 
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
@@ -61,13 +61,13 @@ def lowered_layer(layer: nn.Module) -> EncoderLayer | str:
         return reason
     if watched(layer) or any("forward" in vars(part) for part in layer.modules()):
         return "it has a hook, or a part with another forward"
-    assert isinstance(spec.mlp, Dense)
+    assert isinstance(spec.mlp, MLP)
     return "it is in training" if layer.training else EncoderLayer(spec.attention, spec.mlp)
 
 
 def why_not_lowered(spec: LayerSpec) -> str | None:
     """Why native calls do not compute a layer on a CPU, or None."""
-    assert isinstance(spec.mlp, Dense)
+    assert isinstance(spec.mlp, MLP)
     return why_not(spec.attention, spec.mlp)
 
 
@@ -92,11 +92,11 @@ def _built(layer: nn.Module, family: EncoderFamily) -> LayerSpec:
         raise UnsupportedError(reason)
     count = int(getattr(attention, family.heads))
     scale = attention.attention_head_size**-0.5 if family.position_bias else attention.scaling
-    heads = Heads(count, count, o_proj.packed.shape[1] // count, scale, turned=0)
+    heads = Heads(count, count, o_proj.packed.shape[1] // count, scale, rotary_dim=0)
     before, after = ((first, second), (None, None)) if family.pre_norm else ((None, None), (first, second))
     return LayerSpec(
         Attention((weight_of(query),), weight_of(o_proj), before[0], heads, residual_norm=after[0]),
-        Dense(weight_of(up), weight_of(down), before[1], gates="gelu", gated=False, residual_norm=after[1]),
+        MLP(weight_of(up), weight_of(down), before[1], activation="gelu", gated=False, residual_norm=after[1]),
         rope=0,
         sliding_window=None,
         bidirectional=True,
@@ -117,4 +117,4 @@ def _norm(layer: nn.Module, name: str, family: EncoderFamily) -> Norm:
     norm = layer.get_submodule(name)
     if type(norm) is not nn.LayerNorm or len(norm.normalized_shape) != 1 or norm.bias is None:
         raise UnsupportedError(f"its {' or '.join(family.norms)} is not a LayerNorm with weight and bias")
-    return Norm(norm.weight, norm.eps, centred=True, shift=norm.bias)
+    return Norm(norm.weight, norm.eps, layer_norm=True, bias=norm.bias)

@@ -14,7 +14,7 @@ from halfbyte.integrations.hooked import watched
 from halfbyte.integrations.live_layer import SharedKV, family_of, is_distributed, is_eager, query_scale_from, shared_kv, traced_spec
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
-from halfbyte.ops.decoder import Attention, Dense
+from halfbyte.ops.decoder import Attention, MLP
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
 
@@ -78,12 +78,12 @@ def _lowered(layer: Any, spec: LayerSpec) -> LoweredLayer:
     attends = _why_no_attention(layer, spec) is None
     has_mlp = _why_no_mlp(layer, spec) is None
     if not eager:
-        attention = attention._replace(heads=attention.heads._replace(cap=None))  # which transformers' sdpa does not have
+        attention = attention._replace(heads=attention.heads._replace(softcap=None))  # which transformers' sdpa does not have
     distributed = is_distributed(layer)
-    lowered = packed_layer(attention, mlp if has_mlp or isinstance(mlp, Dense) else None, spec.per_layer_input)
+    lowered = packed_layer(attention, mlp if has_mlp or isinstance(mlp, MLP) else None, spec.per_layer_input)
     if distributed:
         lowered = _with_modules(layer, spec, replace(lowered, attention=attention, mlp=mlp if lowered.mlp is not None else None))
-    prefills = attends and not distributed and (has_mlp or not isinstance(mlp, Dense))
+    prefills = attends and not distributed and (has_mlp or not isinstance(mlp, MLP))
     return LoweredLayer(spec, lowered, shared_kv(layer), eager, attends and has_mlp, prefills)
 
 
@@ -93,7 +93,7 @@ def _with_modules(layer: Any, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
     assert family is not None
     o_proj = _DistributedProjection(getattr(layer.self_attn, family.o_proj))
     down_proj, per_layer = lowered.down_proj, lowered.per_layer
-    if isinstance(spec.mlp, Dense):
+    if isinstance(spec.mlp, MLP):
         down_proj = _DistributedProjection(getattr(getattr(layer, family.mlp), family.down_proj))
     if per_layer is not None and family.per_layer_input is not None:
         per_layer = per_layer[0], _DistributedProjection(getattr(layer, family.per_layer_input[1]))
@@ -126,13 +126,13 @@ def _why_no_attention(layer: Any, spec: LayerSpec) -> str | None:
         return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
     if query_scale_from(layer) is not None:
         return "queries of its attention have a factor that depends on their positions"
-    if is_eager(layer) and heads.cap is not None:
+    if is_eager(layer) and heads.softcap is not None:
         return "scores of its attention, transformers' eager one, have a cap"
     if heads.sinks is not None and not is_eager(layer):
         return "its attention is not transformers' eager one, which alone has its sinks"
-    if any(norm.centred for norm in (spec.attention.after, *(heads.norms or ())) if norm is not None):
+    if any(norm.centred for norm in (spec.attention.post_norm, *(heads.qk_norm or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
-    if is_distributed(layer) and _needs_whole_rows(layer, over_all_heads=heads.rows or heads.sinks is not None):
+    if is_distributed(layer) and _needs_whole_rows(layer, over_all_heads=heads.qk_norm_whole or heads.sinks is not None):
         return "its weights are distributed over processes in a way that takes steps between products"
     return None
 
@@ -140,10 +140,10 @@ def _why_no_attention(layer: Any, spec: LayerSpec) -> str | None:
 def _linears(spec: LayerSpec) -> Iterator[tuple[str, Weight]]:
     """Yield the linear layers of a layer, without experts, by the names that programs have for them."""
     yield from zip(["qkv"] if len(spec.attention.qkv) == 1 else [f"{part}_proj" for part in "qkv"], spec.attention.qkv, strict=False)
-    yield "o_proj", spec.attention.o
-    if isinstance(spec.mlp, Dense):
+    yield "o_proj", spec.attention.o_proj
+    if isinstance(spec.mlp, MLP):
         yield "gate_up" if spec.mlp.gated else "up_proj", spec.mlp.gate_up
-        yield "down_proj", spec.mlp.down
+        yield "down_proj", spec.mlp.down_proj
     if spec.per_layer_input is not None:
         yield "per_layer_input_gate", spec.per_layer_input.gate
         yield "per_layer_projection", spec.per_layer_input.projection
@@ -163,23 +163,23 @@ def _why_no_mlp(layer: Any, spec: LayerSpec) -> str | None:
     """Why kernels do not compute the MLP, or the mixture of experts."""
     if isinstance(spec.mlp, Experts):
         return _why_no_experts(layer, spec.attention, spec.mlp)
-    if spec.mlp.after is not None and spec.mlp.after.centred:
+    if spec.mlp.post_norm is not None and spec.mlp.post_norm.layer_norm:
         return "the norm of what its mlp adds is a layer norm"
-    if is_distributed(layer) and spec.attention.factor != 1 and (spec.attention.o.bias is not None or spec.mlp.down.bias is not None):
+    if is_distributed(layer) and spec.attention.residual_multiplier != 1 and (spec.attention.o_proj.bias is not None or spec.mlp.down_proj.bias is not None):
         return "what it adds has a factor and a bias"
     return None
 
 
 def _why_no_experts(layer: Any, attention: Attention, experts: Experts) -> str | None:
-    if experts.before.centred:
+    if experts.pre_norm.layer_norm:
         return "the norm before its experts is a layer norm"
-    for weight in (experts.gate_up, experts.down, *([] if experts.shared is None else experts.shared[:2])):
+    for weight in (experts.gate_up, experts.down_proj, *([] if experts.shared_expert is None else experts.shared_expert[:2])):
         if weight.compute not in ("auto", "float"):
             return f"its experts are to compute in {weight.compute}"
     family = family_of(layer)
     assert family is not None
     if is_distributed(getattr(layer, family.mlp)):
         return "the expert that its tokens share is distributed over processes"
-    if attention.after is not None or (attention.factor != 1 and attention.o.bias is not None):
+    if attention.post_norm is not None or (attention.residual_multiplier != 1 and attention.o_proj.bias is not None):
         return "what its attention adds has a norm, or a factor and a bias, and what follows are experts"
     return None

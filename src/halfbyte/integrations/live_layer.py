@@ -21,7 +21,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.calls import CACHE, Understood, any_value, is_true, unset, why_unknown
 from halfbyte.integrations.hooked import why_hooked
 from halfbyte.integrations.replaced import name_in_transformers, original, products_of, why_not_fused
-from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopePairs, key_value_heads, projections_of
+from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopeInterleaved, key_value_heads, projections_of
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
@@ -32,7 +32,7 @@ from halfbyte.ops.layers import Weight
 NAMES = sorted(family.layer_class for family in FAMILIES.values())
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that the table of families means
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")  # names within an MLP
-_INTERLEAVED: dict[str, RopePairs] = {"": "", "half": "once", "repeated": "twice"}  # `Heads.pairs` by `Family.rope_interleaved`
+_INTERLEAVED: dict[str, RopeInterleaved] = {"": "", "half": "half", "repeated": "repeated"}  # `Heads.pairs` by `Family.rope_interleaved`
 
 # Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
 LAYER_ARGUMENTS: Understood = {
@@ -97,7 +97,7 @@ def is_eager(layer: Any) -> bool:
 def needs_eager(spec: LayerSpec) -> bool:
     """Whether eager attention alone computes a layer's formula in transformers: soft caps of scores, and sinks."""
     heads = spec.attention.heads
-    return heads.cap is not None or heads.sinks is not None
+    return heads.softcap is not None or heads.sinks is not None
 
 
 def has_experts(layer: Any) -> bool:

@@ -47,7 +47,7 @@ def tokens(
         x: The tokens' hidden states.
         past: The cache of all layers, or None.
     """
-    if not _fits(layer, found, x, past, rotary) or not found.prefills or not found.layer.attention.heads.turns_by(rotary[0].shape[2]):
+    if not _fits(layer, found, x, past, rotary) or not found.prefills or not found.layer.attention.heads.accepts_rope_of(rotary[0].shape[2]):
         return None
     computed, heads = found.layer, found.layer.attention.heads
     if x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None:
@@ -59,7 +59,7 @@ def tokens(
     if (own is None) != (computed.per_layer is None):
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
-    turns = None if heads.turned == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
+    turns = None if heads.rotary_dim == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
     if found.shared.reuses:
         place = _lent(layer, found.shared, x, mask, past, shared)
@@ -109,7 +109,7 @@ def _with_static(
     """The output, and keys and values."""
     heads = layer.attention.heads
     if not cache.is_initialized:
-        new = x.new_empty(len(x), heads.key, 0, heads.dim)
+        new = x.new_empty(len(x), heads.num_kv_heads, 0, heads.head_dim)
         cache.lazy_initialization(new, new)
     y = prefill(layer, x, turns, KeyValues(cache.keys, cache.values, cache.cumulative_length), _of_tokens(mask), own)
     cache.cumulative_length.add_(x.shape[1])
@@ -130,7 +130,7 @@ def why_not_prefilled(layer: Any, spec: LayerSpec, here: Gpu) -> str | None:
 
 def dtype_of(spec: LayerSpec) -> torch.dtype:
     """The dtype of a layer's activations, which its norms have."""
-    norms = [norm for norm in (spec.attention.before, spec.attention.after, *(spec.attention.heads.norms or ())) if norm is not None]
+    norms = [norm for norm in (spec.attention.pre_norm, spec.attention.post_norm, *(spec.attention.heads.qk_norm or ())) if norm is not None]
     dtype: torch.dtype = norms[0].weight.dtype
     return dtype
 

@@ -6,7 +6,7 @@ A kind that is added to a Literal here is an error of mypy, and an UnsupportedEr
     LogitsFunction  `logits_in_torch`, `kernels/cpu/chain.EACH`
     RouterScores    `scores_in_torch`, `kernels/cpu/experts.py`, `kernels/gpu/routing.py`
     Projections     `key_value_heads`, `kernels/cpu/attend.py`
-    RopePairs       `is_interleaved`, `kernels/cpu/attend.py`, `kernels/gpu/attend.py`, `kernels/gpu/turn.py`
+    RopeInterleaved       `is_interleaved`, `kernels/cpu/attend.py`, `kernels/gpu/attend.py`, `kernels/gpu/turn.py`
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RouterScores = Literal["", "sigmoid", "softmax"]  # by which a row chooses its e
 SCORES: tuple[RouterScores, ...] = get_args(RouterScores)
 Projections = Literal["qkv", "qk", "q"]  # of a layer; "qk": values are keys before norm and rope; "q": another layer has keys and values
 MADE: tuple[Projections, ...] = get_args(Projections)
-RopePairs = Literal["", "once", "twice"]  # "": elements i and i + R / 2 are a pair; else 2 i and 2 i + 1, by R / 2 cosines, or by R
-PAIRS: tuple[RopePairs, ...] = get_args(RopePairs)
+RopeInterleaved = Literal["", "half", "repeated"]  # "": elements i and i + R / 2 are a pair; else 2 i and 2 i + 1, by R / 2 cosines, or by R
+PAIRS: tuple[RopeInterleaved, ...] = get_args(RopeInterleaved)
 
 
 def gate_in_torch(x: Tensor, function: GateFunction) -> Tensor:
@@ -93,12 +93,12 @@ def projections_of(count: int) -> Projections:
     return lookup({len(made): made for made in MADE}, count, "the number of projections")
 
 
-def is_interleaved(pairs: RopePairs) -> bool:
+def is_interleaved(pairs: RopeInterleaved) -> bool:
     """Whether rope rotates neighbours, not elements that lie half of the rotated ones apart."""
     match pairs:
         case "":
             return False
-        case "once" | "twice":
+        case "half" | "repeated":
             return True
         case _:
             raise unreachable(pairs, "the pairs of rope,")

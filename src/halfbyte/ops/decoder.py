@@ -1,4 +1,4 @@
-"""Whole decoder layers of language models in one call on a CPU: RMS norms, attention with rotary positions, gates."""
+"""Decoder layers on a CPU: a native call computes norms, rope, attention and the MLP of one or more layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.kernels.layer_kinds import GATES, MADE, GateFunction, Projections, RopePairs, key_value_heads
+from halfbyte.kernels.layer_kinds import GATES, MADE, GateFunction, Projections, RopeInterleaved, key_value_heads
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.checks import place
 from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
@@ -23,121 +23,135 @@ _NORMED_SUM = "it has norms of sums with the residual, which are for encoders"
 
 
 class Norm(NamedTuple):
-    """An RMS norm: its weight [K], what is added to the mean of squares, and whether 1 + weight is multiplied by (Gemma). `centred`: a
-    layer norm, with a shift [K] or none."""
+    """RMSNorm: y = x / sqrt(mean(x²) + eps) * weight; or LayerNorm.
+
+    Attributes:
+        weight: [K]
+        eps: Added to the mean of squares, or to the variance.
+        unit_offset: Whether x is multiplied by 1 + weight (Gemma).
+        layer_norm: Whether it is a LayerNorm.
+        bias: [K], of a LayerNorm alone; None: 0.
+    """
 
     weight: Tensor
     eps: float
-    plus_one: bool = False
-    centred: bool = False
-    shift: Tensor | None = None
+    unit_offset: bool = False
+    layer_norm: bool = False
+    bias: Tensor | None = None
 
 
 class Heads(NamedTuple):
-    """The heads of attention: H query heads, Hkv key-value heads, D elements each.
+    """The heads of attention.
 
-    scale   the factor of scores
-    norms   of queries and keys, of one kind, if any: weights [D]
-    rows    whether these are of all heads of a token together: weights [H * D] and [Hkv * D]
-    turned_first  whether norms, of heads, are of what has its positions already (Hunyuan)
-    made    what the layer makes: "qkv"; "qk": values are what keys are made of, before norm and positions; "q": queries alone, keys and
-            values of the same tokens are another layer's (Gemma 4)
-    values_normed  whether values have a norm, too, which has no weight and the eps of those of queries (Gemma 4)
-    turned  elements of a head that have positions, R, the first: None: all; 0: none
-    pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by tables of R / 2 elements, or of R, each twice
-    cap     scores are cap * tanh(score / cap), where it is not None
-    sinks   [H], where not None: scores of what each head sees beside tokens, which adds nothing but to the sum of exponentials (gpt-oss)
+    Attributes:
+        num_heads: Number of query heads, H.
+        num_kv_heads: Number of key-value heads, Hkv.
+        head_dim: Elements of a head, D.
+        scale: Factor of attention scores.
+        qk_norm: Norms of queries and of keys, of one kind: weights [D].
+        qk_norm_whole: Whether these are over all heads of a token together: weights [H * D] and [Hkv * D] (OLMo 2).
+        rotary_dim: Number of elements of a head that rope rotates, the first ones, R; None: D; 0: no rope.
+        softcap: Scores are softcap * tanh(score / softcap), unless it is None.
+        sinks: Attention sinks [H]: logits that only add to the sum of exponentials (gpt-oss).
+        rope_interleaved: "": rope rotates elements i and i + R / 2; "half", "repeated": elements 2 i and 2 i + 1, by tables of R / 2 columns,
+            or of R, each of which stands twice.
+        norm_after_rope: Whether norms, of single heads, follow rope (Hunyuan).
+        projections: "qkv"; "qk": values are what keys are computed from, before norm and rope; "q": keys and values, also of the same tokens,
+            are those of another layer (Gemma 4).
+        v_norm: Whether values have a norm, too, without a weight and with the eps of those of queries (Gemma 4).
     """
 
-    query: int
-    key: int
-    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
-    norms: tuple[Norm, Norm] | None = None
-    rows: bool = False
-    turned: int | None = None
-    cap: float | None = None
+    qk_norm: tuple[Norm, Norm] | None = None
+    qk_norm_whole: bool = False
+    rotary_dim: int | None = None
+    softcap: float | None = None
     sinks: Tensor | None = None
-    pairs: RopePairs = ""
-    turned_first: bool = False
-    made: Projections = "qkv"
-    values_normed: bool = False
+    rope_interleaved: RopeInterleaved = ""
+    norm_after_rope: bool = False
+    projections: Projections = "qkv"
+    v_norm: bool = False
 
     @property
     def outputs(self) -> int:
-        """Elements that are made for a token."""
-        return (self.query + key_value_heads(self.made) * self.key) * self.dim
+        """Number of outputs of the projections for a token."""
+        return (self.num_heads + key_value_heads(self.projections) * self.num_kv_heads) * self.head_dim
 
     @property
-    def width(self) -> int:
+    def rotary_width(self) -> int:
         """R"""
-        return self.dim if self.turned is None else self.turned
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
-    def turns_by(self, width: int) -> bool:
+    def accepts_rope_of(self, width: int) -> bool:
         """Whether a token's row of cosines, and of sines, may have so many elements."""
-        return self.width in (0, width) or (width == self.width // 2 and self.pairs != "twice")
+        return self.rotary_width in (0, width) or (width == self.rotary_width // 2 and self.rope_interleaved != "repeated")
 
 
 class Attention(NamedTuple):
-    """h = x + factor * norm(o(attention(qkv(norm(x)))))
+    """The attention half of a layer: h = x + residual_multiplier * post_norm(o_proj(attention(qkv(pre_norm(x)))))
 
-    qkv            [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other, as far as `heads` say that they are made; or
-                   their rows in up to three weights
-    o              [K, H * D]
-    before, after  the norms of x and of what o gives, if any
-    factor         1 where there is a norm after
-    residual_norm  the norm of h, if any (BERT): encoders alone have one
+    Attributes:
+        qkv: [(H + 2 Hkv) * D, K]: queries, keys and values, one head after the other, as far as `heads.projections` has them; or their rows
+            in up to three weights.
+        o_proj: [K, H * D]
+        pre_norm, post_norm: Norms of x and of the output of `o_proj`; None: none.
+        heads: The heads.
+        residual_multiplier: 1 where there is a `post_norm`.
+        residual_norm: Norm of h; encoders alone have one (BERT).
     """
 
     qkv: tuple[Weight, ...]
-    o: Weight
-    before: Norm | None
+    o_proj: Weight
+    pre_norm: Norm | None
     heads: Heads
-    after: Norm | None = None
-    factor: float = 1.0
+    post_norm: Norm | None = None
+    residual_multiplier: float = 1.0
     residual_norm: Norm | None = None
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
         from halfbyte.kernels.cpu import attend
 
-        heads, reason = self.heads, why_not_packed([weight.packed for weight in (*self.qkv, self.o)])
+        heads, reason = self.heads, why_not_packed([weight.packed for weight in (*self.qkv, self.o_proj)])
         if self.residual_norm is not None:
             return _NORMED_SUM
-        if heads.norms is not None and heads.norms[0].centred:
+        if heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
             return "the norms of its heads are layer norms"
-        if heads.rows and heads.turned_first:
+        if heads.qk_norm_whole and heads.norm_after_rope:
             return "norms of all its heads together come after positions"
-        if heads.values_normed and (heads.norms is None or heads.rows):
+        if heads.v_norm and (heads.qk_norm is None or heads.qk_norm_whole):
             return "its values have a norm, its queries have none, or one of all heads together"
-        return reason or attend.supports(heads.query, heads.key, heads.dim, heads.turned) or _why_not_added(self.after, self.factor)
+        return reason or attend.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary_dim) or _why_not_added(self.post_norm, self.residual_multiplier)
 
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
         heads, k = self.heads, self.qkv[0].packed.shape[1]
-        weights = [*self.qkv, self.o]
+        weights = [*self.qkv, self.o_proj]
         both = heads.outputs
         shapes = [tuple(weight.packed.shape) for weight in weights]
-        expected = [(both, k), (k, heads.query * heads.dim)]
+        expected = [(both, k), (k, heads.num_heads * heads.head_dim)]
         joined = [(sum(n for n, _ in shapes[:-1]), k), shapes[-1]] if {c for _, c in shapes[:-1]} == {k} else shapes
-        widths = (heads.query * heads.dim, heads.key * heads.dim) if heads.rows else (heads.dim, heads.dim)
-        of_heads = [(norm.weight, width) for norm, width in zip(heads.norms or (), widths, strict=False)]
-        sinks = [] if heads.sinks is None else [(heads.sinks, heads.query)]
-        small = [*_norms(k, self.before, self.after), *of_heads, *sinks, *_biases(weights)]
-        _check(joined == expected and heads.made in MADE, "attention", shapes, expected, small, self.o.packed.device)
+        widths = (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim) if heads.qk_norm_whole else (heads.head_dim, heads.head_dim)
+        of_heads = [(norm.weight, width) for norm, width in zip(heads.qk_norm or (), widths, strict=False)]
+        sinks = [] if heads.sinks is None else [(heads.sinks, heads.num_heads)]
+        small = [*_norms(k, self.pre_norm, self.post_norm), *of_heads, *sinks, *_biases(weights)]
+        _check(joined == expected and heads.projections in MADE, "attention", shapes, expected, small, self.o_proj.packed.device)
 
     def inner(self, tensors: Addresses) -> attention_half.Attention:
         from halfbyte.kernels.cpu import attention_half
 
         heads = self.heads
-        norms = None if heads.norms is None else (norm_of(tensors, heads.norms[0]), norm_of(tensors, heads.norms[1]))
-        turned = heads.dim if heads.turned is None else heads.turned
+        norms = None if heads.qk_norm is None else (norm_of(tensors, heads.qk_norm[0]), norm_of(tensors, heads.qk_norm[1]))
+        turned = heads.head_dim if heads.rotary_dim is None else heads.rotary_dim
         sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
         changed = {"norms": norms, "turned": turned, "sinks": sinks}  # the other fields are the same
         of_heads = attention_half.Heads(**heads._asdict() | changed)
-        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
+        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
         qkv = tuple(map(tensors.product, self.qkv))
-        return attention_half.Attention(qkv, tensors.product(self.o), before, after, self.factor, of_heads)
+        return attention_half.Attention(qkv, tensors.product(self.o_proj), before, after, self.residual_multiplier, of_heads)
 
 
 class FeedForward(Protocol):
@@ -160,29 +174,30 @@ class FeedForward(Protocol):
         """The same by the addresses of tensors, which these keep alive."""
 
 
-class Dense(NamedTuple):
-    """y = h + factor * norm(down(f(gate) * up)),  gate, up = gate_up(norm(h)); or norm(down(f(gate_up(norm(h)))))
+class MLP(NamedTuple):
+    """The MLP half of a layer: y = h + residual_multiplier * post_norm(down_proj(f(gate) * up)),  gate, up = gate_up(pre_norm(h))
 
-    gate_up        [2 I, K]: gate, then up; [I, K] where there are no gates
-    down           [K, I]
-    before, after  the norms of h and of what down gives, if any
-    factor         1 where there is a norm after
-    gates          f, as in `layer_kinds.py`; "gelu", the exact one, in encoders
-    gated          whether there are gates
-    parallel       x, which the attention half reads, is read in the place of h: y = h + … norm(x) …
-    scale          [1]: y is multiplied by it, where there is a norm after (Gemma 4); None: by nothing
-    residual_norm  the norm of y, if any (BERT): encoders alone have one
+    Attributes:
+        gate_up: [2 I, K]: gate, then up; [I, K] where it is not gated.
+        down_proj: [K, I]
+        pre_norm, post_norm: Norms of h and of the output of `down_proj`; None: none.
+        residual_multiplier: 1 where there is a `post_norm`.
+        activation: f, as in `layer_kinds.py`; "gelu", the exact one, in encoders.
+        gated: Whether f(gate) is multiplied by up; otherwise it is f(up), with `gate_up` of up alone.
+        parallel_residual: Whether it reads x, as attention does, in place of h: y = h + ... pre_norm(x) ...
+        layer_scale: [1]: Factor of y, where there is a `post_norm` (Gemma 4); None: none.
+        residual_norm: Norm of y; encoders alone have one (BERT).
     """
 
     gate_up: Weight
-    down: Weight
-    before: Norm | None
-    after: Norm | None = None
-    factor: float = 1.0
-    gates: GateFunction | Literal["gelu"] = "silu"
+    down_proj: Weight
+    pre_norm: Norm | None
+    post_norm: Norm | None = None
+    residual_multiplier: float = 1.0
+    activation: GateFunction | Literal["gelu"] = "silu"
     gated: bool = True
-    parallel: bool = False
-    scale: Tensor | None = None
+    parallel_residual: bool = False
+    layer_scale: Tensor | None = None
     residual_norm: Norm | None = None
 
     @property
@@ -193,13 +208,13 @@ class Dense(NamedTuple):
     @property
     def gate_function(self) -> GateFunction:
         """f in a decoder's layer. Raises ArgumentError for that of encoders."""
-        if self.gates == "gelu":
+        if self.activation == "gelu":
             raise ArgumentError(f"the activation of a decoder layer is one of {', '.join(GATES)}, got gelu")
-        return self.gates
+        return self.activation
 
     @property
     def k(self) -> int:
-        return self.down.packed.shape[0]
+        return self.down_proj.packed.shape[0]
 
     @property
     def most_rows(self) -> None:
@@ -209,49 +224,50 @@ class Dense(NamedTuple):
         from halfbyte.kernels.cpu import chain
         from halfbyte.layouts.cpu_tiles import PANEL
 
-        if (reason := why_not_packed([self.gate_up.packed, self.down.packed])) is not None:
+        if (reason := why_not_packed([self.gate_up.packed, self.down_proj.packed])) is not None:
             return reason
         if self.inner_width % PANEL:
             return f"{self.inner_width} gates are not whole panels of {PANEL}"
-        if self.gates not in chain.GATES:
-            return f"its activation is {self.gates}, not {' or '.join(chain.GATES)}"
+        if self.activation not in chain.GATES:
+            return f"its activation is {self.activation}, not {' or '.join(chain.GATES)}"
         if self.residual_norm is not None:
             return _NORMED_SUM
-        if self.scale is not None and self.after is None:
+        if self.layer_scale is not None and self.post_norm is None:
             return "what it gives is multiplied by a number without a norm before"
-        return _why_not_added(self.after, self.factor)
+        return _why_not_added(self.post_norm, self.residual_multiplier)
 
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
-        weights, k = [self.gate_up, self.down], self.gate_up.packed.shape[1]
+        weights, k = [self.gate_up, self.down_proj], self.gate_up.packed.shape[1]
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(self.inner_width * (2 if self.gated else 1), k), (k, self.inner_width)]
-        small = [*_norms(k, self.before, self.after), *_biases(weights), *_scales(self.scale)]
-        _check(shapes == expected, "feed-forward", shapes, expected, small, self.down.packed.device)
+        small = [*_norms(k, self.pre_norm, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
+        _check(shapes == expected, "feed-forward", shapes, expected, small, self.down_proj.packed.device)
 
-    def inner(self, tensors: Addresses) -> feed_forward.Dense:
+    def inner(self, tensors: Addresses) -> feed_forward.MLP:
         from halfbyte.kernels.cpu import feed_forward
 
-        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.before, self.after))
-        how = self.factor, self.gate_function, self.gated, self.parallel, 0 if self.scale is None else tensors.of(self.scale)
-        return feed_forward.Dense(tensors.product(self.gate_up), tensors.product(self.down), before, after, *how)
+        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
+        how = self.residual_multiplier, self.gate_function, self.gated, self.parallel_residual, 0 if self.layer_scale is None else tensors.of(self.layer_scale)
+        return feed_forward.MLP(tensors.product(self.gate_up), tensors.product(self.down_proj), before, after, *how)
 
 
-class PerLayer(NamedTuple):
-    """y = scale * (h + norm(projection(f(gate(h)) * e))): what a layer with an input e of its own does last (Gemma 4's per-layer inputs)
+class PerLayerInput(NamedTuple):
+    """What a layer does last with its per-layer input e (Gemma 4): y = layer_scale * (h + post_norm(projection(f(gate(h)) * e)))
 
-    gate        [P, K], P the elements of e
-    projection  [K, P]
-    after       the norm
-    function    f, as in `layer_kinds.py`
-    scale       [1], or None: 1
+    Attributes:
+        gate: [P, K], P the elements of e.
+        projection: [K, P]
+        post_norm: Norm of the output of `projection`.
+        activation: f, as in `layer_kinds.py`.
+        layer_scale: [1], or None: 1.
     """
 
     gate: Weight
     projection: Weight
-    after: Norm
-    function: GateFunction = "gelu_tanh"
-    scale: Tensor | None = None
+    post_norm: Norm
+    activation: GateFunction = "gelu_tanh"
+    layer_scale: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -267,24 +283,24 @@ class PerLayer(NamedTuple):
             return reason
         if self.width % PANEL:
             return f"a layer's own input of {self.width} elements is not whole panels of {PANEL}"
-        if self.function not in chain.GATES:
-            return f"its activation is {self.function}, not {' or '.join(chain.GATES)}"
-        return _why_not_added(self.after, 1.0)
+        if self.activation not in chain.GATES:
+            return f"its activation is {self.activation}, not {' or '.join(chain.GATES)}"
+        return _why_not_added(self.post_norm, 1.0)
 
     def check(self, k: int) -> None:
         """Raises ArgumentError for tensors that do not fit together, or not to a layer of that width."""
         weights = [self.gate, self.projection]
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(self.width, k), (k, self.width)]
-        small = [*_norms(k, self.after), *_biases(weights), *_scales(self.scale)]
+        small = [*_norms(k, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
         _check(shapes == expected, "last", shapes, expected, small, self.gate.packed.device)
 
-    def inner(self, tensors: Addresses) -> per_layer.PerLayer:
+    def inner(self, tensors: Addresses) -> per_layer.PerLayerInput:
         from halfbyte.kernels.cpu import per_layer
 
         products = tensors.product(self.gate), tensors.product(self.projection)
-        scale = 0 if self.scale is None else tensors.of(self.scale)
-        return per_layer.PerLayer(*products, norm_of(tensors, self.after), self.function, scale)
+        scale = 0 if self.layer_scale is None else tensors.of(self.layer_scale)
+        return per_layer.PerLayerInput(*products, norm_of(tensors, self.post_norm), self.activation, scale)
 
 
 class DecoderLayer:
@@ -293,12 +309,12 @@ class DecoderLayer:
     Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
     """
 
-    def __init__(self, attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayer | None = None) -> None:
+    def __init__(self, attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayerInput | None = None) -> None:
         from halfbyte.kernels.cpu import decoder
 
         second = feed_forward
         attention.check()
-        self.heads, self.k, self.most_rows = attention.heads, attention.o.packed.shape[0], None if second is None else second.most_rows
+        self.heads, self.k, self.most_rows = attention.heads, attention.o_proj.packed.shape[0], None if second is None else second.most_rows
         if second is not None:
             second.check()
             if second.k != self.k:
@@ -320,9 +336,9 @@ class DecoderLayer:
         """R, the elements of a head that have positions."""
         return self.inner.rotary
 
-    def turns_by(self, width: int) -> bool:
+    def accepts_rope_of(self, width: int) -> bool:
         """Whether a token's row of cosines, and of sines, may have so many elements."""
-        return self.heads.turns_by(width)
+        return self.heads.accepts_rope_of(width)
 
     def __call__(
         self,
@@ -352,12 +368,12 @@ class DecoderLayer:
         fits = fits and keys.dtype in (*_DTYPES, torch.int8)
         if fits:
             b, t, k = x.shape
-            size, width = keys.shape[2], heads.dim if keys.dtype != torch.int8 else record_bytes(heads.dim)
+            size, width = keys.shape[2], heads.head_dim if keys.dtype != torch.int8 else record_bytes(heads.head_dim)
             fits = k == self.k and 0 < b <= MOST_SEQUENCES and t > 0
-            fits = fits and keys.shape == (b, heads.key, size, width) and 0 <= length <= size - t
+            fits = fits and keys.shape == (b, heads.num_kv_heads, size, width) and 0 <= length <= size - t
             fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
             fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1] == t for r in rotary)
-            fits = fits and self.turns_by(rotary[0].shape[2])
+            fits = fits and self.accepts_rope_of(rotary[0].shape[2])
             fits = fits and rotary[0].shape == rotary[1].shape and x.is_cpu and keys.is_cpu and values.is_cpu
         if fits and mask is not None:
             fits = mask.dtype == torch.bool and mask.is_cpu and mask.dim() == 4 and mask.shape[0] in (1, b) and mask.shape[1] == 1
@@ -366,7 +382,7 @@ class DecoderLayer:
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
             raise ArgumentError(
                 f"this layer takes on the CPU x [B, t, {self.k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
-                f"[B, t, {self.rotary}], a cache [B, {heads.key}, T, {heads.dim}] with room for t tokens from {length} on and a mask bool "
+                f"[B, t, {self.rotary}], a cache [B, {heads.num_kv_heads}, T, {heads.head_dim}] with room for t tokens from {length} on and a mask bool "
                 f"[B, 1, t, T], got {got}"
             )
 
@@ -404,7 +420,7 @@ def in_rows(beside: Tensor) -> Tensor:
     return wide if wide.stride(2) == 1 and wide.stride(0) == wide.stride(1) * wide.shape[1] else wide.contiguous()
 
 
-def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayer | None = None) -> str | None:
+def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayerInput | None = None) -> str | None:
     """Why `DecoderLayer` does not support these weights; None if it does."""
     more = (half.why_not() for half in (feed_forward, per_layer) if half is not None)
     return attention.why_not() or next((reason for reason in more if reason is not None), None)
@@ -415,13 +431,13 @@ def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
     from halfbyte.kernels.cpu import halves
 
     shift = 0
-    if norm.centred:
-        shift = tensors.of(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.shift is None else norm.shift)
-    return halves.Norm(tensors.of(norm.weight), norm.eps, norm.plus_one, norm.centred, shift)
+    if norm.layer_norm:
+        shift = tensors.of(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.bias is None else norm.bias)
+    return halves.Norm(tensors.of(norm.weight), norm.eps, norm.unit_offset, norm.layer_norm, shift)
 
 
 def _norms(k: int, *norms: Norm | None) -> list[tuple[Tensor, int]]:
-    return [(tensor, k) for norm in norms if norm is not None for tensor in (norm.weight, norm.shift) if tensor is not None]
+    return [(tensor, k) for norm in norms if norm is not None for tensor in (norm.weight, norm.bias) if tensor is not None]
 
 
 def _scales(scale: Tensor | None) -> list[tuple[Tensor, int]]:
@@ -429,7 +445,7 @@ def _scales(scale: Tensor | None) -> list[tuple[Tensor, int]]:
 
 
 def _why_not_added(after: Norm | None, factor: float) -> str | None:
-    if after is not None and after.centred:
+    if after is not None and after.layer_norm:
         return "the norm of what it adds is a layer norm"
     return f"what it adds has a norm and a factor of {factor}" if after is not None and factor != 1 else None
 

@@ -24,7 +24,7 @@ from halfbyte.kernels.layer_kinds import (
     PAIRS,
     GateFunction,
     Projections,
-    RopePairs,
+    RopeInterleaved,
     gate_in_torch,
     is_interleaved,
     key_value_heads,
@@ -80,7 +80,7 @@ def normed_linear(
     No gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     n, k = packed.shape
-    if norm is not None and norm.centred:
+    if norm is not None and norm.layer_norm:
         x, norm = normed(x, norm), None
     weight, eps, plus_one = rms_parts(norm)
     settings = packed.name, n, k, gates, gated, factor
@@ -125,10 +125,10 @@ def attend(
     fit.
     """
     cos, sin = (None, None) if rotary is None else rotary
-    norms = heads.norms
+    norms = heads.qk_norm
     (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
-    of_heads = heads.scale, heads.width, heads.pairs, heads.turned_first, heads.made, heads.values_normed
-    settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring, heads.cap
+    of_heads = heads.scale, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, heads.projections, heads.v_norm
+    settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring, heads.softcap
     of_codes = (None, None) if scales is None else scales
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, *of_codes, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
@@ -322,7 +322,7 @@ class _Token(NamedTuple):
     sinks: Tensor | None
     scale: float
     turned: int
-    pairs: RopePairs
+    pairs: RopeInterleaved
     turned_first: bool
     made: Projections
     values_normed: bool
@@ -380,7 +380,7 @@ class _Token(NamedTuple):
             if fits and self.rotary is not None:
                 fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.turned % 2 == 0
                 fits &= 0 < self.turned <= dim
-                fits &= self.rotary[0].shape[1] in ([self.turned] if self.pairs == "twice" else [self.turned, self.turned // 2])
+                fits &= self.rotary[0].shape[1] in ([self.turned] if self.pairs == "repeated" else [self.turned, self.turned // 2])
                 fits &= self.rotary[0].shape == self.rotary[1].shape
             fits &= (turns[0] is None) == (turns[1] is None)
             fits &= mask is None or (mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
@@ -457,7 +457,7 @@ def placed_in_torch(
     norms: tuple[Norm, Norm] | None,
     rotary: tuple[Tensor, Tensor] | None,
     turned: int,
-    pairs: RopePairs,
+    pairs: RopeInterleaved,
     turned_first: bool,
     *,
     rows: bool,
@@ -475,10 +475,10 @@ def placed_in_torch(
     return (q, k) if turned_first else (turn(q), turn(k))
 
 
-def turned_in_torch(x: Tensor, cos: Tensor, sin: Tensor, turned: int, pairs: RopePairs) -> Tensor:
+def turned_in_torch(x: Tensor, cos: Tensor, sin: Tensor, turned: int, pairs: RopeInterleaved) -> Tensor:
     """x [..., D] with positions in the first elements, `turned`, by tables [..., R] or of the first R / 2."""
     part, half = x[..., :turned], turned // 2
-    if pairs == "once":
+    if pairs == "half":
         cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
     elif cos.shape[-1] < turned:
         cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))

@@ -32,9 +32,9 @@ class Inputs(NamedTuple):
     """
 
     table: Packed | Tensor
-    factor: float
+    table_multiplier: float
     projection: Weight
-    projected: float
+    projection_multiplier: float
     norm: Norm
     scale: float
 
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
         width, shapes = self.norm.weight.shape[0], [tuple(self.table.shape), tuple(self.projection.packed.shape)]
         expected = len(layers) * width
         fits = widths == {width} and len(shapes[0]) == 2 and shapes[0][1] == expected and shapes[1] == (expected, k)
-        if not fits or self.norm.centred:
+        if not fits or self.norm.layer_norm:
             raise ArgumentError(
                 f"inputs of {len(layers)} layers' own are made by an RMS norm [P], a table [N, {len(layers)} * P] and a projection "
                 f"[{len(layers)} * P, {k}], got {[width]} and {shapes} for layers that take {sorted(map(str, widths))}"
@@ -106,11 +106,11 @@ class DecodingStep:
         of_layers = None
         if inputs is not None:
             # norm(s * y) is that of y with another eps.
-            norm_of_each = norm_of(tensors, inputs.norm)._replace(eps=inputs.norm.eps / inputs.projected**2)
+            norm_of_each = norm_of(tensors, inputs.norm)._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2)
             with torch.inference_mode(False):
                 scale = tensors.of(torch.tensor([inputs.scale], dtype=torch.float32, device="cpu"))
             product = tensors.product(inputs.projection)
-            of_layers = decoding_step.Inputs(rows[1], inputs.factor, product, norm_of_each, scale)
+            of_layers = decoding_step.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
         of_last = norm_of(tensors, norm)
         self._model = decoding_step.Model(inner, rows[0], factor, of_last, last, logits, self._windows, turns, of_layers)
         self._threads = runtime.threads

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.decoder import Attention, Dense, Heads, Norm
+from halfbyte.ops.decoder import Attention, MLP, Heads, Norm
 from halfbyte.ops.layers import Addresses, exactly, given, why_not_packed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ class EncoderLayer:
         ArgumentError: The weights do not fit together, or `why_not` has a reason.
     """
 
-    def __init__(self, attention: Attention, mlp: Dense) -> None:
+    def __init__(self, attention: Attention, mlp: MLP) -> None:
         from halfbyte.kernels.cpu import encoder
 
         _check_weights(attention, mlp)
@@ -35,17 +35,17 @@ class EncoderLayer:
             raise ArgumentError(f"native calls do not compute this layer: {reason}")
         (qkv,), heads = attention.qkv, attention.heads
         before, norms = _norms_of(attention, mlp)
-        self.k, self.heads = qkv.packed.shape[1], heads.query
+        self.k, self.heads = qkv.packed.shape[1], heads.num_heads
         self._tensors = tensors = Addresses()
         products = (
             tensors.product(qkv),
-            tensors.product(attention.o),
+            tensors.product(attention.o_proj),
             tensors.product(mlp.gate_up, gelu=True),
-            tensors.product(mlp.down),
+            tensors.product(mlp.down_proj),
         )
         first, second = (encoder.Norm(tensors.of(norm.weight), tensors.of(_shift(norm)), norm.eps) for norm in norms)
-        self._layer = encoder.Layer(*products, (first, second), before, heads.query, heads.dim, heads.scale)
-        self.size = *(weight.packed.shape for weight in (qkv, attention.o, mlp.gate_up, mlp.down)), heads.query, before
+        self._layer = encoder.Layer(*products, (first, second), before, heads.num_heads, heads.head_dim, heads.scale)
+        self.size = *(weight.packed.shape for weight in (qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)), heads.num_heads, before
 
     def __call__(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """x [B, T, K] -> y [B, T, K]. No gradients.
@@ -100,40 +100,40 @@ def _are_scores(scores: Tensor, x: Tensor, heads: int) -> bool:
     return scores.shape[0] in (1, batch) and scores.shape[1] in (1, heads) and scores.shape[2] in (1, tokens)
 
 
-def why_not(attention: Attention, mlp: Dense) -> str | None:
+def why_not(attention: Attention, mlp: MLP) -> str | None:
     """Why `EncoderLayer` does not compute these; None where it does."""
     heads = attention.heads
-    if len(attention.qkv) > 1 or heads._replace(scale=1.0) != Heads(heads.query, heads.query, heads.dim, 1.0, turned=0):
+    if len(attention.qkv) > 1 or heads._replace(scale=1.0) != Heads(heads.num_heads, heads.num_heads, heads.head_dim, 1.0, rotary_dim=0):
         return "its attention has several products, or heads with norms or rope"
-    if mlp.gates != "gelu" or mlp.gated or mlp.parallel:
+    if mlp.activation != "gelu" or mlp.gated or mlp.parallel_residual:
         return "its MLP is no down(gelu(up(x)))"
-    if any(half.after is not None or half.factor != 1 for half in (attention, mlp)) or len(_norms_of(attention, mlp)[1]) != _NORMS:
+    if any(half.post_norm is not None or half.residual_multiplier != 1 for half in (attention, mlp)) or len(_norms_of(attention, mlp)[1]) != _NORMS:
         return "it has other norms than two before its halves, or two of the sums with the residual"
-    if heads.dim % 4:
-        return f"heads of {heads.dim} are not a multiple of 4"
-    return why_not_packed([weight.packed for weight in (*attention.qkv, attention.o, mlp.gate_up, mlp.down)])
+    if heads.head_dim % 4:
+        return f"heads of {heads.head_dim} are not a multiple of 4"
+    return why_not_packed([weight.packed for weight in (*attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)])
 
 
-def _norms_of(attention: Attention, mlp: Dense) -> tuple[bool, list[Norm]]:
+def _norms_of(attention: Attention, mlp: MLP) -> tuple[bool, list[Norm]]:
     """Whether norms come before the products, and the layer norms of both halves."""
-    before = attention.before is not None
-    found = [attention.before, mlp.before] if before else [attention.residual_norm, mlp.residual_norm]
-    return before, [norm for norm in found if norm is not None and norm.centred and not norm.plus_one]
+    before = attention.pre_norm is not None
+    found = [attention.pre_norm, mlp.pre_norm] if before else [attention.residual_norm, mlp.residual_norm]
+    return before, [norm for norm in found if norm is not None and norm.layer_norm and not norm.unit_offset]
 
 
 def _shift(norm: Norm) -> Tensor:
-    return torch.zeros_like(norm.weight) if norm.shift is None else norm.shift
+    return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 
-def _check_weights(attention: Attention, mlp: Dense) -> None:
-    weights, count = [*attention.qkv, attention.o, mlp.gate_up, mlp.down], attention.heads.query
+def _check_weights(attention: Attention, mlp: MLP) -> None:
+    weights, count = [*attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj], attention.heads.num_heads
     shapes = [tuple(weight.packed.shape) for weight in weights]
-    k, width, inner = shapes[0][1], attention.o.packed.shape[1], mlp.gate_up.packed.shape[0]
+    k, width, inner = shapes[0][1], attention.o_proj.packed.shape[1], mlp.gate_up.packed.shape[0]
     expected = [(3 * width, k), (k, width), (inner, k), (k, inner)]
-    norms = [norm for half in (attention, mlp) for norm in (half.before, half.residual_norm) if norm is not None]
-    small = [(t, k) for norm in norms for t in (norm.weight, norm.shift) if t is not None]
+    norms = [norm for half in (attention, mlp) for norm in (half.pre_norm, half.residual_norm) if norm is not None]
+    small = [(t, k) for norm in norms for t in (norm.weight, norm.bias) if t is not None]
     small += [(weight.bias, n) for (n, _), weight in zip(expected, weights, strict=False) if weight.bias is not None]
-    fits = shapes == expected and count > 0 and width == count * attention.heads.dim
+    fits = shapes == expected and count > 0 and width == count * attention.heads.head_dim
     if not fits or any(t.shape != (size,) or not t.is_cpu for t, size in small):
         raise ArgumentError(
             f"an encoder layer takes weights {expected}, norms and biases of {[size for _, size in small]} elements on the CPU and a "

@@ -12,7 +12,7 @@ from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
 from halfbyte.ops.checks import place
-from halfbyte.ops.decoder import Dense, Norm, norm_of
+from halfbyte.ops.decoder import MLP, Norm, norm_of
 from halfbyte.ops.layers import Addresses, Weight
 
 if TYPE_CHECKING:
@@ -77,105 +77,112 @@ class Mixture:
 
 
 class SharedExpert(NamedTuple):
-    """sigmoid(x · gate) * down(silu(g) * u),  g, u = gate_up(x)
+    """The shared expert: sigmoid(x · gate) * down_proj(silu(g) * u),  g, u = gate_up(x)
 
-    gate_up  [2 I, K]
-    down     [K, I]
-    gate     [K], or None where there is no such factor
+    Attributes:
+        gate_up: [2 I, K]
+        down_proj: [K, I]
+        gate: [K]; None: there is no such factor.
     """
 
     gate_up: Weight
-    down: Weight
+    down_proj: Weight
     gate: Tensor | None
 
 
 class Experts(NamedTuple):
-    """The feed-forward half of a decoder layer: y = h + `Mixture`(x) + shared(x),  x = norm(h), where ids are of the `chosen` largest of
-    router · x + bias, weights their softmax, or their share of the softmax of all; or, where there are `scores`, ids are of the `chosen`
-    largest of scores + correction, weights the scores of these, or their share of them; all times `factor`.
+    """The mixture-of-experts half of a layer: y = h + `Mixture`(x) + shared_expert(x),  x = pre_norm(h)
 
-    gate_up, down  stacks, as in `Mixture`
-    router         [E, K]
-    normalized     weights of a row add up to 1, before their factor
-    before         the norm of h
-    bias           of the router, [E] or None
-    clamped        of gates, as in `Mixture`
-    scores         of router · x + bias: "sigmoid" or "softmax", if any
-    correction     [E] or None
+    The experts of a token are the `top_k` largest of router · x + router_bias, their weights the softmax of these, or their share of the
+    softmax of all. With `scores`, experts are the `top_k` largest of scores + correction_bias, weights the scores of these, or their share of
+    the sum of these. All weights are multiplied by `scaling_factor`.
+
+    Attributes:
+        gate_up, down_proj: Stacks, as in `Mixture`.
+        router: [E, K]
+        top_k: Number of experts of a token.
+        norm_topk: Whether the weights of a token sum to 1, before `scaling_factor`.
+        pre_norm: Norm of h.
+        shared_expert: The expert that every token uses.
+        router_bias: [E], or None.
+        clamped: Gates as in `Mixture`.
+        scores: Function of router · x + router_bias.
+        correction_bias: Expert bias correction [E], or None (DeepSeek-V3).
+        scaling_factor: Of the weights, and of what is added to h.
     """
 
     gate_up: Weight
-    down: Weight
+    down_proj: Weight
     router: Tensor
-    chosen: int
-    normalized: bool
-    before: Norm
-    shared: SharedExpert | None = None
-    bias: Tensor | None = None
+    top_k: int
+    norm_topk: bool
+    pre_norm: Norm
+    shared_expert: SharedExpert | None = None
+    router_bias: Tensor | None = None
     clamped: Clamped | None = None
     scores: RouterScores = ""
-    correction: Tensor | None = None
-    factor: float = 1.0
+    correction_bias: Tensor | None = None
+    scaling_factor: float = 1.0
 
     @property
     def k(self) -> int:
-        return self.down.packed.shape[1]
+        return self.down_proj.packed.shape[1]
 
     @property
     def most_rows(self) -> int:
-        return max(1, MOST_PAIRS // self.chosen)
+        return max(1, MOST_PAIRS // self.top_k)
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
-        reason = why_not(self.gate_up, self.down)
-        return reason if reason is not None or self.shared is None else self._dense(self.shared).why_not()
+        reason = why_not(self.gate_up, self.down_proj)
+        return reason if reason is not None or self.shared_expert is None else self._dense(self.shared_expert).why_not()
 
-    def _dense(self, shared: SharedExpert) -> Dense:
-        return Dense(shared.gate_up, shared.down, self.before)
+    def _dense(self, shared: SharedExpert) -> MLP:
+        return MLP(shared.gate_up, shared.down_proj, self.pre_norm)
 
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
-        check_stacks(self.gate_up, self.down)
-        experts, k, _ = self.down.packed.shape
-        expected, got = [(experts, k), (k,)], [tuple(self.router.shape), tuple(self.before.weight.shape)]
-        for tensor in (self.bias, self.correction):
+        check_stacks(self.gate_up, self.down_proj)
+        experts, k, _ = self.down_proj.packed.shape
+        expected, got = [(experts, k), (k,)], [tuple(self.router.shape), tuple(self.pre_norm.weight.shape)]
+        for tensor in (self.router_bias, self.correction_bias):
             if tensor is not None:
                 expected, got = [*expected, (experts,)], [*got, tuple(tensor.shape)]
-        if self.shared is not None:
-            self._dense(self.shared).check()
-            gate = (k,) if self.shared.gate is None else tuple(self.shared.gate.shape)
-            expected, got = [*expected, (k, k), (k,)], [*got, (self.shared.down.packed.shape[0], k), gate]
-        if expected != got or not 0 < self.chosen <= experts:
+        if self.shared_expert is not None:
+            self._dense(self.shared_expert).check()
+            gate = (k,) if self.shared_expert.gate is None else tuple(self.shared_expert.gate.shape)
+            expected, got = [*expected, (k, k), (k,)], [*got, (self.shared_expert.down_proj.packed.shape[0], k), gate]
+        if expected != got or not 0 < self.top_k <= experts:
             raise ArgumentError(
                 f"a row chooses 1 to {experts} of {experts} experts by a router, a norm, a bias, a correction and what is shared of shapes "
-                f"{expected}, got {self.chosen} and {got}"
+                f"{expected}, got {self.top_k} and {got}"
             )
-        check_scores(self.scores, self.correction)
+        check_scores(self.scores, self.correction_bias)
 
     def inner(self, tensors: Addresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
         from halfbyte.kernels.cpu import experts
         from halfbyte.kernels.cpu.elements import kind_of
 
-        rows = [self.router, *([] if self.shared is None or self.shared.gate is None else [self.shared.gate])]
+        rows = [self.router, *([] if self.shared_expert is None or self.shared_expert.gate is None else [self.shared_expert.gate])]
         alike = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
         router, *gates = map(tensors.same if alike else tensors.of, rows)
         kind = kind_of(self.router.dtype) if alike else "f32"
         correction = 0
         if self.scores:
             none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
-            correction = tensors.of(none if self.correction is None else self.correction)
-        bias = 0 if self.bias is None else tensors.of(self.bias)
-        before = norm_of(tensors, self.before)
+            correction = tensors.of(none if self.correction_bias is None else self.correction_bias)
+        bias = 0 if self.router_bias is None else tensors.of(self.router_bias)
+        before = norm_of(tensors, self.pre_norm)
         shared = None
-        if self.shared is not None:
-            shared = experts.SharedExpert(tensors.product(self.shared.gate_up), tensors.product(self.shared.down), *(gates or [0]))
+        if self.shared_expert is not None:
+            shared = experts.SharedExpert(tensors.product(self.shared_expert.gate_up), tensors.product(self.shared_expert.down_proj), *(gates or [0]))
         return experts.Experts(
             tensors.product(self.gate_up),
-            tensors.product(self.down),
+            tensors.product(self.down_proj),
             len(self.router),
-            self.chosen,
-            experts.Router(before, router, kind, bias, self.normalized, self.scores, correction, self.factor),
+            self.top_k,
+            experts.Router(before, router, kind, bias, self.norm_topk, self.scores, correction, self.scaling_factor),
             shared,
             None if self.clamped is None else self.clamped.inner(),
         )

@@ -51,7 +51,7 @@ def add_normed(
 
 def rms_parts(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
     """The weight of an RMS norm, its eps and whether 1 + weight is multiplied by. Raises ArgumentError for a layer norm."""
-    if norm is not None and norm.centred:
+    if norm is not None and norm.layer_norm:
         raise ArgumentError("a norm within another step is an RMS norm, got a layer norm: call `normed` before")
     return (None, 0.0, False) if norm is None else norm[:3]
 
@@ -70,11 +70,11 @@ def norm_in_torch(x: Tensor, norm: Norm) -> Tensor:
 
 def wide_norm(x: Tensor, norm: Norm) -> Tensor:
     """Of float32 x, not rounded."""
-    weight = norm.weight.float() + 1 if norm.plus_one else norm.weight.float()
-    if norm.centred:
+    weight = norm.weight.float() + 1 if norm.unit_offset else norm.weight.float()
+    if norm.layer_norm:
         x = x - x.mean(-1, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
-    return y if norm.shift is None else y + norm.shift.float()
+    return y if norm.bias is None else y + norm.bias.float()
 
 
 def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
@@ -90,11 +90,11 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
     from halfbyte.kernels.gpu import norm as kernel
 
     z = x.contiguous()
-    weight, shift = norm.weight.contiguous(), None if norm.shift is None else norm.shift.contiguous()
+    weight, shift = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
 
     def steps() -> Tensor:
-        out, rows, parts = output(torch.empty_like(z)), (-1, z.shape[-1]), (weight, norm.eps, norm.plus_one)
-        if norm.centred:
+        out, rows, parts = output(torch.empty_like(z)), (-1, z.shape[-1]), (weight, norm.eps, norm.unit_offset)
+        if norm.layer_norm:
             kernel.launch_centred(here, z.view(rows), parts, shift, out.view(rows))
         else:
             kernel.launch(here, z.view(rows), parts, out.view(rows))
@@ -118,7 +118,7 @@ def why_not_norm(k: int, here: Gpu) -> str | None:
 
 
 def _check(x: Tensor, norm: Norm) -> None:
-    for part in (norm.weight, norm.shift):
+    for part in (norm.weight, norm.bias):
         if part is not None:
             check_norm(x, part)
 

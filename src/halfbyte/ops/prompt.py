@@ -29,8 +29,8 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
         return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
     from halfbyte.kernels.gpu import attend_many as kernel
 
-    normed = heads.query * heads.dim if heads.rows and heads.norms else None
-    return kernel.supports(heads.query, heads.key, heads.dim, dtype) or (None if normed is None else why_not_norm(normed, here))
+    normed = heads.num_heads * heads.head_dim if heads.qk_norm_whole and heads.qk_norm else None
+    return kernel.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype) or (None if normed is None else why_not_norm(normed, here))
 
 
 # Gates
@@ -70,13 +70,13 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     from halfbyte.kernels.gpu import turn as kernel
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
-    norms = None if heads.norms is None else (heads.norms[0][:3], heads.norms[1][:3])
-    turned = 0 if rotary is None else heads.width, heads.pairs, heads.turned_first, key_value_heads(heads.made), heads.values_normed
+    norms = None if heads.qk_norm is None else (heads.qk_norm[0][:3], heads.qk_norm[1][:3])
+    turned = 0 if rotary is None else heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, key_value_heads(heads.projections), heads.v_norm
 
     def steps() -> Tensor:
-        queries = output(qkv.new_empty((*qkv.shape[:2], heads.query, heads.dim)))
+        queries = output(qkv.new_empty((*qkv.shape[:2], heads.num_heads, heads.head_dim)))
         read, within = flat, norms
-        if norms is not None and heads.rows:
+        if norms is not None and heads.qk_norm_whole:
             read, within = output(torch.empty_like(flat)), None
             norm.launch_parts(here, flat, norms, read)
         kernel.launch(here, read, rotary, queries, (keys, values), length, within, *turned)
@@ -85,42 +85,42 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
     weights, settings = (None, None) if norms is None else (norms[0][0], norms[1][0]), None if norms is None else norms[0][1:]
     operands = flat, *(rotary or (None, None)), keys, values, length, *weights
     with on(qkv):
-        return replayed(steps, operands, "rope", qkv.shape[:2], heads.query, heads.key, heads.rows, *turned, settings)
+        return replayed(steps, operands, "rope", qkv.shape[:2], heads.num_heads, heads.num_kv_heads, heads.qk_norm_whole, *turned, settings)
 
 
 def _check_turn(
     qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
 ) -> None:
-    shape, width = (keys.shape[0], heads.key, keys.shape[2], heads.dim), heads.outputs
+    shape, width = (keys.shape[0], heads.num_kv_heads, keys.shape[2], heads.head_dim), heads.outputs
     fits = keys.shape == values.shape == shape and keys.dtype == values.dtype == qkv.dtype and qkv.dim() == 3
-    fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.pairs in PAIRS
-    fits = fits and not (heads.rows and heads.turned_first) and heads.made in MADE
-    fits = fits and not (heads.values_normed and (heads.norms is None or heads.rows))
+    fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.rope_interleaved in PAIRS
+    fits = fits and not (heads.qk_norm_whole and heads.norm_after_rope) and heads.projections in MADE
+    fits = fits and not (heads.v_norm and (heads.qk_norm is None or heads.qk_norm_whole))
     fits = fits and (length is None or (length.numel() == 1 and length.dtype == torch.int64))
     if fits and rotary is not None:
         cos, sin = rotary
-        fits = cos.dim() == 3 and cos.shape == sin.shape and heads.turns_by(cos.shape[-1]) and heads.width <= heads.dim
+        fits = cos.dim() == 3 and cos.shape == sin.shape and heads.accepts_rope_of(cos.shape[-1]) and heads.rotary_width <= heads.head_dim
         fits = fits and cos.shape[0] in (1, len(qkv)) and cos.shape[1] == qkv.shape[1]
-    if fits and heads.norms is not None:
-        of_all = (heads.query * heads.dim, heads.key * heads.dim) if heads.rows else (heads.dim, heads.dim)
-        fits = all(norm.weight.shape == (size,) for norm, size in zip(heads.norms, of_all, strict=True))
+    if fits and heads.qk_norm is not None:
+        of_all = (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim) if heads.qk_norm_whole else (heads.head_dim, heads.head_dim)
+        fits = all(norm.weight.shape == (size,) for norm, size in zip(heads.qk_norm, of_all, strict=True))
     if not fits:
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, values, *(rotary or ()), length) if t is not None)
         raise ArgumentError(
             f"turn takes qkv [B, T, (H + 2 Hkv) * D], keys and values [B, Hkv, S, D] of its type, cosines and sines [B, T, R], R <= D, and "
-            f"one int64, got {got} for {heads.query} and {heads.key} heads of {heads.dim}"
+            f"one int64, got {got} for {heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}"
         )
 
 
 def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads) -> Tensor:
     """In torch's operations, and in float32 like the kernel."""
     tokens = qkv.shape[1]
-    q, k, v = parted_in_torch(qkv.view(*qkv.shape[:2], -1, heads.dim).float(), heads.query, heads.key, heads.made)
-    if heads.values_normed and heads.norms is not None:
-        v = wide_norm(v, Norm(torch.ones_like(v[0, 0, 0]), heads.norms[0].eps))
+    q, k, v = parted_in_torch(qkv.view(*qkv.shape[:2], -1, heads.head_dim).float(), heads.num_heads, heads.num_kv_heads, heads.projections)
+    if heads.v_norm and heads.qk_norm is not None:
+        v = wide_norm(v, Norm(torch.ones_like(v[0, 0, 0]), heads.qk_norm[0].eps))
     tables = None if rotary is None else (rotary[0].float().unsqueeze(2), rotary[1].float().unsqueeze(2))
-    q, k = placed_in_torch(q, k, heads.norms, tables, heads.width, heads.pairs, heads.turned_first, rows=heads.rows)
-    if heads.made == "q":
+    q, k = placed_in_torch(q, k, heads.qk_norm, tables, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, rows=heads.qk_norm_whole)
+    if heads.projections == "q":
         return q.to(qkv.dtype)
     places = torch.arange(tokens, device=qkv.device) + (0 if length is None else length)
     keys.index_copy_(2, places, k.transpose(1, 2).to(keys.dtype))

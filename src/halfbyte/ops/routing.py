@@ -43,15 +43,15 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     All products compute as `half.gate_up` says, on a GPU in floating point unless it says int8. No gradients. Raises ArgumentError for
     shapes and dtypes that do not fit.
     """
-    router = half.router, half.bias, half.chosen, half.normalized, half.scores, half.correction, half.factor
-    stacks = *_parts(half.gate_up), *_parts(half.down)
-    inner, clamped = half.down.packed.shape[2], None if half.clamped is None else [*half.clamped]
-    shared = half.shared
+    router = half.router, half.router_bias, half.top_k, half.norm_topk, half.scores, half.correction_bias, half.scaling_factor
+    stacks = *_parts(half.gate_up), *_parts(half.down_proj)
+    inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
+    shared = half.shared_expert
     own: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
     if shared is not None:
-        own = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down), shared.down.packed.shape[1])
+        own = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
     how = half.gate_up.compute, half.gate_up.activation
-    return OPS.add_experts.default(x, *half.before[:3], *router, *stacks, inner, clamped, *own, *how)  # type: ignore[no-any-return]
+    return OPS.add_experts.default(x, *half.pre_norm[:3], *router, *stacks, inner, clamped, *own, *how)  # type: ignore[no-any-return]
 
 
 def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
@@ -251,13 +251,13 @@ def gates_inside(problem: Problem, here: Gpu, *, biased: bool) -> bool:
 def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
     """What computes `half` for so many rows, of which none is in torch's operations."""
     experts, n, k = half.gate_up.packed.shape
-    problem = Problem("grouped_linear", rows * half.chosen, n, k, half.gate_up.packed.format, dtype, experts=experts)
+    problem = Problem("grouped_linear", rows * half.top_k, n, k, half.gate_up.packed.format, dtype, experts=experts)
     if half.clamped is None:
         within = gates_inside(problem, here, biased=half.gate_up.bias is not None)
         gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
     else:
         gates = f"before a kernel of {CLAMPED}"
-    shared = "" if half.shared is None else ", what is shared"
+    shared = "" if half.shared_expert is None else ", what is shared"
     return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights{shared} and the residual"
 
 

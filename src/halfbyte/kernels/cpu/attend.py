@@ -34,7 +34,7 @@ from halfbyte.kernels.cpu.exponential import exp, tanh
 from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import Emitter, phase
-from halfbyte.kernels.layer_kinds import Projections, RopePairs, is_interleaved, key_value_heads
+from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved, is_interleaved, key_value_heads
 from halfbyte.layouts.records import BLOCK, LEAST_SCALE, MOST, record_bytes
 
 ATTEND = Block(
@@ -66,7 +66,7 @@ class AttendSpec:
     """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16", "f16" or "int8" (records); normed: heads have norms; masked: there is a
     mask; enters: all that is done is that the cache gets its entries, and queries norms and positions where they are, for
     `attend_whole.py`; turned: R, all of D where it is None; plus_one: norms multiply by 1 + weight; capped: scores are; sinks: there
-    are some, float32 [H]; pairs: neighbours are turned, by tables of R / 2 elements, "once", or of R, "twice"; "" where they are not;
+    are some, float32 [H]; pairs: neighbours are turned, by tables of R / 2 elements, "half", or of R, "repeated"; "" where they are not;
     turned_first: before norms; made: what a row has, "qkv", "qk", whose values are what keys are made of, or "q", where keys and values
     of the new tokens, too, are in the cache already; values_normed: values have a norm, without a weight."""
 
@@ -80,7 +80,7 @@ class AttendSpec:
     plus_one: bool = False
     capped: bool = False
     sinks: bool = False
-    pairs: RopePairs = ""
+    pairs: RopeInterleaved = ""
     turned_first: bool = False
     made: Projections = "qkv"
     values_normed: bool = False
@@ -195,9 +195,9 @@ class _Attend(Emitter):
         match self.spec.pairs:
             case "":
                 return table.load(self.floats, at % half * self.bytes, 4)
-            case "twice":
+            case "repeated":
                 return table.load(self.floats, at * self.bytes, 4)
-            case "once":
+            case "half":
                 some = table.load(vector("float", self.lanes // 2), at * self.bytes // 2, 4)
                 return some.shuffle([i // 2 for i in range(self.lanes)])
             case _:

@@ -25,7 +25,7 @@ from halfbyte.kernels.cpu.chain import Product
 from halfbyte.kernels.cpu.halves import FEW, OUT_STRIDE, Added, Fields, Laid, Norm, needs_sums, room, shared
 from halfbyte.kernels.cpu.isas import current
 from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.kernels.layer_kinds import Projections, RopePairs
+from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved
 
 _X = LINEAR.offset("x")
 _pack_one = struct.Struct("<q").pack_into
@@ -58,19 +58,19 @@ class Heads(NamedTuple):
     turned_first, made, values_normed  as in AttendSpec
     """
 
-    query: int
-    key: int
-    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
-    norms: tuple[Norm, Norm] | None
-    rows: bool
-    turned: int
-    cap: float | None
+    qk_norm: tuple[Norm, Norm] | None
+    qk_norm_whole: bool
+    rotary_dim: int
+    softcap: float | None
     sinks: int
-    pairs: RopePairs
-    turned_first: bool = False
-    made: Projections = "qkv"
-    values_normed: bool = False
+    rope_interleaved: RopeInterleaved
+    norm_after_rope: bool = False
+    projections: Projections = "qkv"
+    v_norm: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +83,10 @@ class Attention:
     """
 
     qkv: tuple[Product, ...]
-    o: Product
-    before: Norm | None
-    after: Norm | None
-    factor: float
+    o_proj: Product
+    pre_norm: Norm | None
+    post_norm: Norm | None
+    residual_multiplier: float
     heads: Heads
 
     @property
@@ -100,17 +100,17 @@ class AttentionPlan:
 
     def __init__(self, half: Attention, size: Size) -> None:
         m, threads = size.batch * size.tokens, size.threads
-        self._tokens, products = size.tokens, (*half.qkv, half.o)
+        self._tokens, products = size.tokens, (*half.qkv, half.o_proj)
         scratch = threads * _sizes(half, room(m))[1] if size.tokens > FEW else 0
-        widths = half.both, half.o.k, half.o.n if needs_sums(half.after, half.factor) else 0
+        widths = half.both, half.o_proj.k, half.o_proj.n if needs_sums(half.post_norm, half.residual_multiplier) else 0
         memory = shared("attention", (*Laid.sizes(products, m, threads), *(room(m) * n * 4 for n in widths), scratch))
         laid, (qkv, attended, sums, scratch) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
         first = []
         for product, column in zip(half.qkv, accumulate((4 * p.n for p in half.qkv[:-1]), initial=qkv), strict=True):
-            first.append(laid.steps(product, 0, column, norm=half.before))
+            first.append(laid.steps(product, 0, column, norm=half.pre_norm))
             _pack_one(first[-1].linear, OUT_STRIDE, 4 * half.both)
         self.steps = _steps(half, size, (qkv, attended, scratch))
-        self._last = Added(laid, half.o, attended, 4 * half.o.k, sums, half.after, half.factor)
+        self._last = Added(laid, half.o_proj, attended, 4 * half.o_proj.k, sums, half.post_norm, half.residual_multiplier)
         self._first = [steps.linear for steps in first]
         self._kept = memory, first
         products_of_x = [block for steps in first for block in steps.blocks]
@@ -129,29 +129,29 @@ class AttentionPlan:
 
 def _norms_of_rows(half: Attention, laid: Laid, qkv: int) -> list[Buffer]:
     heads = half.heads
-    if heads.norms is None or not heads.rows:
+    if heads.qk_norm is None or not heads.qk_norm_whole:
         return []
-    widths = heads.query * heads.dim, heads.key * heads.dim
+    widths = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     places = qkv, qkv + 4 * widths[0]
-    return [laid.norm(norm, at, at, 4 * half.both, width) for norm, at, width in zip(heads.norms, places, widths, strict=True)]
+    return [laid.norm(norm, at, at, 4 * half.both, width) for norm, at, width in zip(heads.qk_norm, places, widths, strict=True)]
 
 
 def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[Buffer, ...]:
     """One step, or for many tokens two: they enter the cache, and attend to it. memory: qkv, what is attended, and of threads."""
     qkv, attended, scratch = memory
     heads, many = half.heads, size.tokens > FEW
-    group = heads.query // heads.key
-    norms = None if heads.rows else heads.norms
-    capped, sinks, plus_one = heads.cap is not None, heads.sinks != 0, norms is not None and norms[0].plus_one
-    turned = None if heads.turned == heads.dim else heads.turned
+    group = heads.num_heads // heads.num_kv_heads
+    norms = None if heads.qk_norm_whole else heads.qk_norm
+    capped, sinks, plus_one = heads.softcap is not None, heads.sinks != 0, norms is not None and norms[0].unit_offset
+    turned = None if heads.rotary_dim == heads.head_dim else heads.rotary_dim
     masked = size.masked and not many
     of_scores = capped and not many, sinks and not many
     spec = AttendSpec(
-        *(heads.dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores),
-        pairs=heads.pairs,
-        turned_first=heads.turned_first,
-        made=heads.made,
-        values_normed=heads.values_normed,
+        *(heads.head_dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores),
+        pairs=heads.rope_interleaved,
+        turned_first=heads.norm_after_rope,
+        made=heads.projections,
+        values_normed=heads.v_norm,
     )
     sizes = {"batch": size.batch, "tokens": size.tokens}
     norms = norms or (Norm(0, 0.0), Norm(0, 0.0))
@@ -160,13 +160,13 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
         "qkv": qkv,
         "qkv_stride": 4 * half.both,
         "out": attended,
-        "out_stride": 4 * half.o.k,
-        "kv_heads": heads.key,
+        "out_stride": 4 * half.o_proj.k,
+        "kv_heads": heads.num_kv_heads,
         "q_norm": norms[0].weight,
         "k_norm": norms[1].weight,
         "sinks": heads.sinks,
         "scale_eps": (heads.scale, norms[0].eps),
-        "cap": (heads.cap or 0.0, 0.0),
+        "cap": (heads.softcap or 0.0, 0.0),
     }
     first = arguments(ATTEND, compiled(attend.build, spec, current()), fields)
     if not many:
@@ -176,21 +176,21 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
         **sizes,
         "q": qkv,
         "q_batch": 4 * half.both * size.tokens,
-        "q_head": 4 * heads.dim,
+        "q_head": 4 * heads.head_dim,
         "q_token": 4 * half.both,
         "out": attended,
-        "heads": heads.key,
+        "heads": heads.num_kv_heads,
         "padded": padded,
-        "parts": attend_whole.parts(size.batch * heads.key, size.tokens * group, size.threads),
+        "parts": attend_whole.parts(size.batch * heads.num_kv_heads, size.tokens * group, size.threads),
         "scratch": scratch,
         "thread_bytes": thread_bytes,
         "sinks": heads.sinks,
-        "scale": (heads.scale, heads.cap or 0.0),
+        "scale": (heads.scale, heads.softcap or 0.0),
     }
-    whole = WholeSpec(heads.dim, size.masked, group=group, kind=size.kind, causal=True, capped=capped, sinks=sinks)
+    whole = WholeSpec(heads.head_dim, size.masked, group=group, kind=size.kind, causal=True, capped=capped, sinks=sinks)
     return first, arguments(WHOLE, compiled(attend_whole.build, whole, current()), fields)
 
 
 def _sizes(half: Attention, tokens: int) -> tuple[int, int]:
     heads = half.heads
-    return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * heads.query // heads.key, heads.dim, current())
+    return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * heads.num_heads // heads.num_kv_heads, heads.head_dim, current())

@@ -25,7 +25,7 @@ from halfbyte.kernels.cpu.attention_half import Attention, AttentionPlan, Size
 from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.halves import FEW, FeedForward, room, shared
 from halfbyte.kernels.cpu.linear import WORK_A_THREAD
-from halfbyte.kernels.cpu.per_layer import PerLayer, PerLayerPlan
+from halfbyte.kernels.cpu.per_layer import PerLayerInput, PerLayerInputPlan
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 
 _ROWS = 256  # at a time
@@ -35,12 +35,12 @@ _ROWS = 256  # at a time
 class Layer:
     attention: Attention
     feed_forward: FeedForward | None
-    per_layer: PerLayer | None = None  # of a layer with a feed-forward half
+    per_layer: PerLayerInput | None = None  # of a layer with a feed-forward half
     plans: PlanCache[Any] = field(default_factory=PlanCache)  # of Plan
 
     @property
     def k(self) -> int:
-        return self.attention.o.n
+        return self.attention.o_proj.n
 
     @property
     def work(self) -> int:
@@ -50,7 +50,7 @@ class Layer:
     @property
     def rotary(self) -> int:
         """Elements of a head that have positions."""
-        return self.attention.heads.turned
+        return self.attention.heads.rotary_dim
 
 
 class Plan:
@@ -61,12 +61,12 @@ class Plan:
         self._attention = AttentionPlan(layer.attention, size)
         self.attention, self.blocks = self._attention.steps, self._attention.blocks
         self._memory = shared("hidden", (4 * room(m) * layer.k,) * ((second is not None) + (third is not None)))
-        self._per_layer: PerLayerPlan | None = None
+        self._per_layer: PerLayerInputPlan | None = None
         if second is not None:
             self._feed_forward = second.plan(m, size.threads, self._memory.starts[0])
             self.blocks = [*self.blocks, *self._feed_forward.blocks]
         if third is not None:
-            self._per_layer = PerLayerPlan(third, m, size.threads, self._memory.starts[1])
+            self._per_layer = PerLayerInputPlan(third, m, size.threads, self._memory.starts[1])
             self.blocks = [*self.blocks, *self._per_layer.blocks]
         self._whole = second is not None
 

@@ -165,7 +165,7 @@ class Steps:
         norm, head, k = self._model.norm, self._model.head, self.x.shape[1]
         if head is None:
             sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._rows, "k": k}
-            of_norm: Fields = {"weight": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
+            of_norm: Fields = {"weight": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
             block = arguments(NORM, phase(norm.step("norm")), {**sizes, **of_norm})
             self._last = [(block, NORM.offset("out"))]
             return [block]
@@ -182,7 +182,7 @@ class Steps:
             "normed_thread": 4 * k,
             "private": private if alone else 0,
             "norm": norm.weight,
-            "shift": norm.shift,
+            "shift": norm.bias,
             "eps": (norm.eps, 0.0),
         }
         steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=norm.step(""))

@@ -54,7 +54,7 @@ class Norm(NamedTuple):
     """A layer norm: the addresses of its weight and its shift, float32 [K], and what is added to the variance."""
 
     weight: int
-    shift: int
+    bias: int
     eps: float
 
 
@@ -191,7 +191,7 @@ class _Plan:
         _pack_two(linear, 0, self._panels, 0)
         fields: dict[str, int | tuple[float, float]] = {"linear": ctypes.addressof(linear)}
         if norm is not None:
-            fields |= {"norm": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
+            fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
             fields |= dict(zip(("normed", "normed_thread", "normed_row"), normed, strict=True))
         rows = arguments(PRODUCT, phase(Step("rows", centred=True)), fields)
         self._blocks += [rows, linear]
@@ -214,7 +214,7 @@ def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
         "rows": rows,
         "k": k,
         "weight": norm.weight,
-        "shift": norm.shift,
+        "shift": norm.bias,
         "eps": (norm.eps, 0.0),
     }
     return arguments(NORM, phase(Step("norm", centred=True)), fields)

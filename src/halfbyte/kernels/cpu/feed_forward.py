@@ -21,7 +21,7 @@ _pack_one = struct.Struct("<q").pack_into
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class MLP:
     """The weights, by their addresses.
 
     before, after  the norms of h and of what `down` gives, or None
@@ -33,35 +33,35 @@ class Dense:
     """
 
     gate_up: Product
-    down: Product
-    before: Norm | None
-    after: Norm | None
-    factor: float
-    gates: GateFunction
+    down_proj: Product
+    pre_norm: Norm | None
+    post_norm: Norm | None
+    residual_multiplier: float
+    activation: GateFunction
     gated: bool
-    parallel: bool
-    scale: int = 0
+    parallel_residual: bool
+    layer_scale: int = 0
 
     @property
     def k(self) -> int:
-        return self.down.n
+        return self.down_proj.n
 
     @property
     def work(self) -> int:
         return self.gate_up.n * self.gate_up.k
 
-    def plan(self, m: int, threads: int, hidden: int) -> DensePlan:
-        return DensePlan(self, m, threads, hidden)
+    def plan(self, m: int, threads: int, hidden: int) -> MLPPlan:
+        return MLPPlan(self, m, threads, hidden)
 
 
-class DensePlan:
-    def __init__(self, half: Dense, m: int, threads: int, hidden: int) -> None:
-        products, self._hidden, self._parallel = (half.gate_up, half.down), hidden, half.parallel
-        widths = half.gate_up.n, half.k if needs_sums(half.after, half.factor) else 0
+class MLPPlan:
+    def __init__(self, half: MLP, m: int, threads: int, hidden: int) -> None:
+        products, self._hidden, self._parallel = (half.gate_up, half.down_proj), hidden, half.parallel_residual
+        widths = half.gate_up.n, half.k if needs_sums(half.post_norm, half.residual_multiplier) else 0
         memory = shared("feed_forward", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
         laid, (gates, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate_up, hidden, gates, norm=half.before, gates=half.gates, gated=half.gated)
-        self._last = Added(laid, half.down, gates, 4 * half.gate_up.n, sums, half.after, half.factor, half.scale)
+        first = laid.steps(half.gate_up, hidden, gates, norm=half.pre_norm, gates=half.activation, gated=half.gated)
+        self._last = Added(laid, half.down_proj, gates, 4 * half.gate_up.n, sums, half.post_norm, half.residual_multiplier, half.layer_scale)
         self._kept, self._first = (memory, first), first.linear
         self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 

@@ -39,13 +39,13 @@ class Norm(NamedTuple):
 
     weight: int
     eps: float
-    plus_one: bool = False
-    centred: bool = False
-    shift: int = 0
+    unit_offset: bool = False
+    layer_norm: bool = False
+    bias: int = 0
 
     def step(self, kind: StepKind, gates: GateFunction | Literal["none"] = "none", *, added: bool = False, scaled: bool = False) -> Step:
         """One of this kind with this norm."""
-        return Step(kind, gates, self.centred, self.plus_one, added, scaled=scaled)
+        return Step(kind, gates, self.layer_norm, self.unit_offset, added, scaled=scaled)
 
 
 class FeedForward(Protocol):
@@ -151,7 +151,7 @@ class Laid:
         pack_call(linear, CALL, 0, x, stride, self.laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_thread, "private": self.private}
         if norm is not None:
-            fields |= {"norm": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
+            fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
         kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated, beside=beside)
         blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, kind=kind)
         return ProductSteps(blocks, linear, table)
@@ -192,7 +192,7 @@ def needs_sums(after: Norm | None, factor: float) -> bool:
 
 
 def _of_norm(norm: Norm) -> Fields:
-    return {"weight": norm.weight, "shift": norm.shift, "eps": (norm.eps, 0.0)}
+    return {"weight": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
 
 
 def _rows(step: Step, m: int, k: int, stride: int, fields: Fields) -> Buffer:

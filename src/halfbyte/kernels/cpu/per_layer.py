@@ -18,25 +18,25 @@ _BESIDE = PRODUCT.offset("beside")
 
 
 @dataclass(frozen=True, eq=False)
-class PerLayer:
+class PerLayerInput:
     """The weights, by their addresses. function: f, as in `chain.GATES`; scale: the address of s, or 0."""
 
     gate: Product
     projection: Product
-    after: Norm
-    function: GateFunction
-    scale: int
+    post_norm: Norm
+    activation: GateFunction
+    layer_scale: int
 
 
-class PerLayerPlan:
-    def __init__(self, half: PerLayer, m: int, threads: int, hidden: int) -> None:
+class PerLayerInputPlan:
+    def __init__(self, half: PerLayerInput, m: int, threads: int, hidden: int) -> None:
         """hidden: where h is."""
         products, self._hidden = (half.gate, half.projection), hidden
         widths = half.gate.n, half.projection.n
         memory = shared("per_layer", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
         laid, (inner, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate, hidden, inner, gates=half.function, gated=False, beside=True)
-        self._last = Added(laid, half.projection, inner, 4 * half.gate.n, sums, half.after, 1.0, half.scale)
+        first = laid.steps(half.gate, hidden, inner, gates=half.activation, gated=False, beside=True)
+        self._last = Added(laid, half.projection, inner, 4 * half.gate.n, sums, half.post_norm, 1.0, half.layer_scale)
         self._kept, self._product = (memory, first), first.blocks[-1]
         self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 

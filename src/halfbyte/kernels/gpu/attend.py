@@ -42,7 +42,7 @@ from halfbyte.kernels.gpu.kv_codes import LEAST_WIDE, decoded, encoded, magic_bi
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.layer_kinds import RopePairs, is_interleaved
+from halfbyte.kernels.layer_kinds import RopeInterleaved, is_interleaved
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
 
@@ -73,7 +73,7 @@ class Static(CompileTime):
     turned: int
     plus_one: bool = False
     ring: bool = False
-    pairs: RopePairs = ""
+    pairs: RopeInterleaved = ""
     short: bool = False
     added: bool = False
     turned_first: bool = False
@@ -108,7 +108,7 @@ class How(NamedTuple):
     factor  of the result
     ring    the cache is one
     turned  elements of a head that have positions, R; None: as many as the tables have, which may have R / 2
-    pairs   "": element i is turned with i + R / 2; "once", "twice": 2 i with 2 i + 1, by the first R / 2 numbers of the tables, or by R,
+    pairs   "": element i is turned with i + R / 2; "half", "repeated": 2 i with 2 i + 1, by the first R / 2 numbers of the tables, or by R,
             each twice
     sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
     turned_first  positions come before norms
@@ -119,7 +119,7 @@ class How(NamedTuple):
     factor: float = 1.0
     ring: bool = False
     turned: int | None = None
-    pairs: RopePairs = ""
+    pairs: RopeInterleaved = ""
     sinks: Tensor | None = None
     turned_first: bool = False
     others: int = 2
@@ -311,7 +311,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         k_half = tl.load(new + half, mask=inside, other=0.0)
         v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0) if S.others == 2 else k
     if TURNED > 0:
-        if S.pairs == "once":
+        if S.pairs == "half":
             entry = d // 2
         elif S.short:
             entry = tl.where(d < TURNED // 2, d, d - TURNED // 2)

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu.compile_time import CompileTime
 from halfbyte.kernels.gpu.norm import Norm
 from halfbyte.kernels.gpu.runtime import launch as launcher
-from halfbyte.kernels.layer_kinds import RopePairs, is_interleaved
+from halfbyte.kernels.layer_kinds import RopeInterleaved, is_interleaved
 from halfbyte.machine import Gpu
 
 _ELEMENTS = 1024  # of a block
@@ -64,7 +64,7 @@ def launch(
     length: Tensor | None,
     norms: tuple[Norm, Norm] | None = None,
     turned: int = 0,
-    pairs: RopePairs = "",
+    pairs: RopeInterleaved = "",
     turned_first: bool = False,
     others: int = 2,
     values_normed: bool = False,
@@ -89,7 +89,7 @@ def launch(
         triton.next_power_of_2(max(turned // 2, 1)),
         triton.next_power_of_2(max(beside, 1)),
         is_interleaved(pairs),
-        pairs == "once" or (rotary is not None and rotary[0].shape[2] < turned),
+        pairs == "half" or (rotary is not None and rotary[0].shape[2] < turned),
         norms is not None and norms[0][2],
         turned_first,
         launcher.starts_early(gpu),
