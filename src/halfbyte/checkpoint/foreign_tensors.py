@@ -55,8 +55,8 @@ class Parts:
         dtype = self.spec(part).dtype
         if dtype not in zero_points.SCALES:
             what = f"{self.names[part]} is {dtype}"
-            allowed = ", ".join(str(one).removeprefix("torch.") for one in zero_points.SCALES)
-            raise CheckpointError(f"{what}, halfbyte reads scales of {allowed}: start from the float model")
+            *first, last = (str(one).removeprefix("torch.") for one in zero_points.SCALES)
+            raise CheckpointError(f"{what}, halfbyte reads scales of {', '.join(first)} and {last}: start from the float model")
         return dtype
 
     def entry(

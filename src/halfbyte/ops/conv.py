@@ -277,7 +277,10 @@ def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, 
     try:
         return _parsed_window(kernel, stride, padding, dilation)
     except TypeError:  # lists
-        return _parsed_window(kernel, _frozen(stride), _frozen(padding), _frozen(dilation))
+        try:
+            return _parsed_window(kernel, _frozen(stride), _frozen(padding), _frozen(dilation))
+        except ArgumentError:  # whose text names the lists
+            return _window(kernel, stride, padding, dilation).numbers
 
 
 @functools.lru_cache(maxsize=4096)

@@ -83,7 +83,7 @@ def _store(spec: ElementwiseSpec, isa: ISA, out: Value, total: Value, i: Value) 
 
 def _load(isa: ISA, x: Value, i: Value, kind: Kind, lanes: int) -> Value:
     _, stored, size = element_of(kind)
-    return isa.to_float(x.load(vector(stored, lanes), i * size, size), kind)
+    return isa.to_float(x.load(vector(stored, lanes), i * size if size > 1 else i, size), kind)
 
 
 def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
