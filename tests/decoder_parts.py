@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm
+from halfbyte.ops.decoder import MLP, Attention, DecoderLayer, Heads, Norm
 from halfbyte.ops.layers import Weight
 
 

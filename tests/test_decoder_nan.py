@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.layouts.records import to_records
-from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm
+from halfbyte.ops.decoder import MLP, Attention, DecoderLayer, Heads, Norm
 from halfbyte.ops.layers import Weight
 
 HEADS, KV_HEADS, DIM, K, INNER, LENGTH = 4, 2, 16, 48, 32, 9

@@ -29,7 +29,7 @@ from halfbyte.integrations.forwards import why_not_native
 from halfbyte.integrations.token_step import TokenStep
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
-from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm
+from halfbyte.ops.decoder import MLP, Attention, DecoderLayer, Heads, Norm
 from halfbyte.ops.layers import Weight
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, Heads, Norm, PerLayerInput, why_not
+from halfbyte.ops.decoder import MLP, Attention, DecoderLayer, Heads, Norm, PerLayerInput, why_not
 from halfbyte.ops.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.layers import Weight
 
@@ -25,7 +25,11 @@ def weight(n: int, k: int) -> Weight:
 def halves(**heads: Any) -> tuple[Attention, MLP, PerLayerInput]:
     of_heads = Heads(4, 2, 16, 0.25, (Norm(torch.ones(16), 1e-6), Norm(torch.ones(16), 1e-6)))._replace(**heads)
     attention = Attention((weight(of_heads.outputs, K),), weight(K, 64), NORM, of_heads, NORM)
-    return attention, MLP(weight(192, K), weight(K, 96), NORM, NORM), PerLayerInput(weight(P, K), weight(K, P), NORM, layer_scale=torch.ones(1))
+    return (
+        attention,
+        MLP(weight(192, K), weight(K, 96), NORM, NORM),
+        PerLayerInput(weight(P, K), weight(K, P), NORM, layer_scale=torch.ones(1)),
+    )
 
 
 def call(layer: DecoderLayer, beside: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,10 +39,10 @@ def call(layer: DecoderLayer, beside: Tensor | None, dtype: torch.dtype = torch.
     return layer(x, (turn, turn), keys, values, 5, None, beside)
 
 
-@pytest.mark.parametrize("made", ["qkv", "qk", "q"])
-def test_inputs_as_they_lie(made: str) -> None:
+@pytest.mark.parametrize("projections", ["qkv", "qk", "q"])
+def test_inputs_as_they_lie(projections: str) -> None:
     """A part of a row of all layers' inputs, tokens that lie apart, another type: the same bits as of those that lie side by side."""
-    layer = DecoderLayer(*halves(made=made, values_normed=made != "q"))
+    layer = DecoderLayer(*halves(projections=projections, v_norm=projections != "q"))
     wide = torch.randn(2, 3, 5, P).bfloat16().float()
     beside = wide[:, :, 3].contiguous()
     expected = call(layer, beside)

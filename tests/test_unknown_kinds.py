@@ -249,20 +249,20 @@ def test_scores_of_a_router() -> None:
 def test_projections_and_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     spec_ = attend.AttendSpec(16, 2, "f32", normed=False, masked=False)
     heads = Heads(2, 1, 16, 1.0)
-    monkeypatch.setattr(decoding, "MADE", (*layer_kinds.MADE, "kv"))
-    monkeypatch.setattr(decoding, "PAIRS", (*layer_kinds.PAIRS, NEW))
+    monkeypatch.setattr(decoding, "PROJECTIONS", (*layer_kinds.PROJECTIONS, "kv"))
+    monkeypatch.setattr(decoding, "ROPE_INTERLEAVED", (*layer_kinds.ROPE_INTERLEAVED, NEW))
     qkv, cache, length = torch.ones(1, 64), torch.zeros(1, 1, 8, 16), torch.zeros(1, dtype=torch.int64)
     rotary = torch.ones(1, 16), torch.ones(1, 16)
     unsupported(
         "projections of attention, 'kv'",
         lambda: heads._replace(projections=cast(Any, "kv")).outputs,
         lambda: decoding.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
-        built(attend.build, spec_, made="kv"),
+        built(attend.build, spec_, projections="kv"),
     )
     unsupported(
-        "pairs of rope, 'new'",
+        "interleaving of rope, 'new'",
         lambda: decoding.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
-        built(attend.build, spec_, pairs=NEW),
+        built(attend.build, spec_, rope_interleaved=NEW),
     )
 
 

@@ -83,11 +83,11 @@ def entered(x: Tensor, dtype: torch.dtype) -> Tensor:
     return to_records(x) if dtype == torch.int8 else x.to(dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, rope_interleaved: bool) -> Tensor:
     """cos, sin: of half as many elements."""
-    first, second = (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, -1)
+    first, second = (x[..., ::2], x[..., 1::2]) if rope_interleaved else x.chunk(2, -1)
     parts = first * cos - second * sin, second * cos + first * sin
-    return torch.stack(parts, -1).flatten(-2) if pairs else torch.cat(parts, -1)
+    return torch.stack(parts, -1).flatten(-2) if rope_interleaved else torch.cat(parts, -1)
 
 
 def _check_entered(spec: AttendSpec, kept: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
@@ -95,7 +95,7 @@ def _check_entered(spec: AttendSpec, kept: tuple[Tensor, Tensor], wanted: tuple[
     # k is rounded to the cache's type, after the norm (2^-21 of its size covers mean, root and two products) and two products; so is v
     # after a norm.
     unit = {"f32": 0.0, "bf16": 2.0**-8, "f16": 2.0**-11, "int8": 0.0}[spec.kind]
-    for part, exact, plain in zip(kept, wanted, (False, not spec.values_normed), strict=True):
+    for part, exact, plain in zip(kept, wanted, (False, not spec.v_norm), strict=True):
         if plain:
             assert torch.equal(part, entered(exact.float(), part.dtype)), spec
             continue
@@ -109,14 +109,14 @@ def _check_entered(spec: AttendSpec, kept: tuple[Tensor, Tensor], wanted: tuple[
 
 def check(number: int, case: Sequence[object], launch: Launch) -> None:
     """Whether what `launch` computes is the attention of float64."""
-    dim, group, kind, normed, masked, length, t, sinking, pairs, (made, values_normed) = case
-    more = {"sinks": sinking, "pairs": pairs, "made": made, "values_normed": values_normed}
+    dim, group, kind, normed, masked, length, t, sinking, rope_interleaved, (projections, v_norm) = case
+    more = {"sinks": sinking, "rope_interleaved": rope_interleaved, "projections": projections, "v_norm": v_norm}
     spec = AttendSpec(dim, group, kind, normed, masked, **more)  # type: ignore[arg-type]
     torch.manual_seed(number)
     b, kv_heads, size = 1 + number % 3, 1 + number % 2, length + t + number % 4
-    qkv = torch.randn(b, t, (group + len(made) - 1) * kv_heads * dim) * 3
+    qkv = torch.randn(b, t, (group + len(projections) - 1) * kv_heads * dim) * 3
     angles = torch.randn(b, t, dim // 2)
-    table = angles.repeat_interleave(2, -1) if pairs == "repeated" else angles.repeat(1, 1, 1 + number % 2)
+    table = angles.repeat_interleave(2, -1) if rope_interleaved == "repeated" else angles.repeat(1, 1, 1 + number % 2)
     rotary = table.cos(), table.sin()
     sinks = 2 * torch.randn(group * kv_heads) if sinking else None
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else None
@@ -125,7 +125,7 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     anything = {"dtype": KINDS[kind], "fill_value": -1 if kind == "int8" else torch.nan}  # a scale of bytes 255 is NaN too
     cache = tuple(torch.full((b, kv_heads, size + 3, width + 8), **anything)[:, :, :size, :width] for _ in range(2))  # type: ignore[call-overload]
     for part in cache:
-        known = length + t * (made == "q")
+        known = length + t * (projections == "q")
         part[:, :, :known] = entered(torch.randn(b, kv_heads, known, dim), part.dtype)
     before = [part.clone() for part in cache]
     mask = torch.rand(b, t, size) > 0.4 if masked else None
@@ -137,12 +137,12 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
     q, k, v = heads[:, :, : group * kv_heads], heads[:, :, group * kv_heads :][:, :, :kv_heads], heads[:, :, -kv_heads:]
     if norms is not None:
         q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w.double() for x, w in zip((q, k), norms, strict=True))
-    if values_normed:
+    if v_norm:
         v = v * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     cos, sin = (turn.double()[:, :, None] for turn in (angles.cos(), angles.sin()))
-    q, k = (_turned(x, cos, sin, pairs=pairs != "") for x in (q, k))
+    q, k = (_turned(x, cos, sin, rope_interleaved=rope_interleaved != "") for x in (q, k))
     there = slice(length, length + t)
-    if made == "q":
+    if projections == "q":
         assert all(torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in zip(cache, before, strict=True))
     else:
         _check_entered(spec, (cache[0][:, :, there], cache[1][:, :, there]), (k.transpose(1, 2), v.transpose(1, 2)))

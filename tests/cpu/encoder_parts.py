@@ -18,7 +18,7 @@ from halfbyte.kernels.cpu.chain import NORM, Step
 from halfbyte.kernels.cpu.exponential import BOUND
 from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.ops.decoder import Attention, MLP, Heads, Norm
+from halfbyte.ops.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.encoder import EncoderLayer
 from halfbyte.ops.layers import LayerNorm, Weight
 
@@ -151,12 +151,14 @@ def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = T
     return encoder_layer(weights, norms, before=before), weights, norms
 
 
-def encoder_layer(weights: Sequence[Weight], norms: Sequence[LayerNorm], *, before: bool, count: int = HEADS) -> EncoderLayer:
+def encoder_layer(
+    weights: Sequence[Weight], norms: Sequence[LayerNorm], *, before: bool, count: int = HEADS, scale: float = SCALE
+) -> EncoderLayer:
     """A layer of the weights of qkv, o, up and down, and two norms."""
     qkv, o, up, down = weights
     first, second = (Norm(norm.weight, norm.eps, layer_norm=True, bias=norm.bias) for norm in norms)
     (before1, before2), (after1, after2) = ((first, second), (None, None)) if before else ((None, None), (first, second))
-    heads = Heads(count, count, o.packed.shape[1] // count, SCALE, rotary_dim=0)
+    heads = Heads(count, count, o.packed.shape[1] // count, scale, rotary_dim=0)
     attention = Attention((qkv,), o, before1, heads, residual_norm=after1)
     return EncoderLayer(attention, MLP(up, down, before2, activation="gelu", gated=False, residual_norm=after2))
 

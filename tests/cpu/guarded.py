@@ -280,9 +280,14 @@ def matrix_convolutions(tell: Callable[[str], None]) -> None:
 def attentions(tell: Callable[[str], None]) -> None:
     launch, half = attention.native(current(), 1), "f16" if current().half_conversions else "bf16"
     for dim, kind, masked, length, t in ((24, half, True, 5, 3), (8, "f32", False, 33, 1), (40, "int8", False, 33, 1)):
-        pairs = {24: "half", 8: "", 40: "repeated"}[dim]
-        spec, b, kv_heads, size = AttendSpec(dim, 2, kind, normed=masked, masked=masked, sinks=dim != 24, pairs=pairs), 2, 2, length + t
-        width = dim if pairs == "repeated" else dim // 2
+        rope_interleaved = {24: "half", 8: "", 40: "repeated"}[dim]
+        spec, b, kv_heads, size = (
+            AttendSpec(dim, 2, kind, normed=masked, masked=masked, sinks=dim != 24, rope_interleaved=rope_interleaved),
+            2,
+            2,
+            length + t,
+        )
+        width = dim if rope_interleaved == "repeated" else dim // 2
         qkv, turn, norms, sinks = torch.randn(b, t, 4 * kv_heads * dim), torch.randn(b, t, width), torch.rand(2, dim), torch.randn(4)
         cache, mask = attention.entered(torch.randn(2, b, kv_heads, size, dim), attention.KINDS[kind]), torch.rand(b, t, size) < 0.6
 

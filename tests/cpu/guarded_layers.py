@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from emulated.amx import EmulatedAMX
+from encoder_parts import encoder_layer
 from guarded_memory import ENDS, guarded, guarded_allocations, placed, same, scratch, some
 from samples import random_codes
 from support import RUNNABLE
@@ -22,10 +23,9 @@ from halfbyte.kernels.problem import Combination
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.decoder import Attention, DecoderLayer, MLP, FeedForward, Heads, Norm
+from halfbyte.ops.decoder import MLP, Attention, DecoderLayer, FeedForward, Heads, Norm
 from halfbyte.ops.decoding_step import DecodingStep
 from halfbyte.ops.embed import NormedEmbeddings
-from halfbyte.ops.encoder import EncoderLayer
 from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import LayerNorm, Weight
 
@@ -136,8 +136,8 @@ def embeddings(tell: Tell) -> None:
             place = at(flush)
             tables = [_like(weight, place) for weight in weights]
             with _allocating(flush):
-                made = NormedEmbeddings(tables, LayerNorm(place(numbers[0]), place(numbers[1]), 1e-5))
-                y = made([place(which) for which in ids])
+                projections = NormedEmbeddings(tables, LayerNorm(place(numbers[0]), place(numbers[1]), 1e-5))
+                y = projections([place(which) for which in ids])
             wanted = y if wanted is None else wanted
             same(y, wanted)
 
@@ -162,7 +162,7 @@ def encoders(tell: Tell) -> None:
                 parts = [_weight(*one, place) for one in zip(weights, biases, strict=True)]
                 norms = [LayerNorm(place(numbers[2 * i]), place(numbers[2 * i + 1]), 1e-5) for i in range(4)]
                 layers = [
-                    EncoderLayer(tuple(parts[4 * i : 4 * i + 4]), tuple(norms[2 * i : 2 * i + 2]), heads, 0.3, before=before)  # type: ignore[arg-type]
+                    encoder_layer(parts[4 * i : 4 * i + 4], norms[2 * i : 2 * i + 2], before=before, count=heads, scale=0.3)
                     for i in range(2)
                 ]
                 seen, scores = (None if t is None else place(t) for t in (mask, added))
@@ -187,17 +187,17 @@ class _Decoder:
         shapes = [*((n, k) for n in rows), (k, query * dim), (inner if formula == "parallel" else 2 * inner, k), (k, inner)]
         self.weights = [ops.pack(ops.quantize(torch.randn(s) / 8, names[i % len(names)])) for i, s in enumerate(shapes)]
         self.biases = [torch.randn(n) if i < len(rows) else None for i, (n, _) in enumerate(shapes)]
-        self.turned = dim // 2 & ~7 if formula == "all" else dim
+        self.rotary_dim = dim // 2 & ~7 if formula == "all" else dim
         of_heads = (query * dim, key * dim) if formula == "after" else (dim, dim)
         self.norms = [torch.rand(n) + 0.5 for n in (k, k, *(of_heads if head_norms else ()))]
 
-    def made(self, place: Place) -> DecoderLayer:
+    def projections(self, place: Place) -> DecoderLayer:
         *qkv, o, gate_up, down = [_weight(*one, place) for one in zip(self.weights, self.biases, strict=True)]
         first, second, *of_heads = (Norm(place(weight), 1e-5) for weight in self.norms)
         heads = Heads(*self.heads, 0.3, tuple(of_heads) or None)  # type: ignore[arg-type]
         if self.formula == "all":
             first, second = (norm._replace(unit_offset=True) for norm in (first, second))
-            attention = Attention(tuple(qkv), o, first, heads._replace(rotary_dim=self.turned, softcap=5.0), second)
+            attention = Attention(tuple(qkv), o, first, heads._replace(rotary_dim=self.rotary_dim, softcap=5.0), second)
             return DecoderLayer(attention, MLP(gate_up, down, second, None, 0.3, "gelu_tanh"))
         if self.formula == "parallel":
             first, second = (norm._replace(layer_norm=True, bias=shift) for norm, shift in ((first, place(self.norms[1])), (second, None)))
@@ -274,7 +274,7 @@ def _cache(kind: torch.dtype, heads: tuple[int, int, int], b: int, size: int) ->
 
 def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, size: tuple[int, int, int], *, masked: bool) -> None:
     heads, (b, t, length) = both[0].heads, size
-    x, turn = torch.randn(b, t, k), torch.randn(1, t, both[0].turned)
+    x, turn = torch.randn(b, t, k), torch.randn(1, t, both[0].rotary_dim)
     caches = [_cache(kind, heads, b, length + t) for _ in both]
     mask = torch.rand(b, 1, t, length + t) < 0.7 if masked else None
     wanted = None
@@ -282,7 +282,7 @@ def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, si
         tell(f"decoder layers, {heads} heads, b={b} t={t} length={length} flush with {flush}")
         place = at(flush)
         with _allocating(flush), _two_threads():
-            layers = [one.made(place) for one in both]
+            layers = [one.projections(place) for one in both]
             kept = [_writable(cache, flush) for cache in caches]
             entries = [(*one, length) for one in kept]
             rotary = place(turn), place(turn)
@@ -295,7 +295,7 @@ def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, si
 def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed | None, kind: torch.dtype, b: int) -> None:
     heads, size, k = both[0].heads, 3, table.shape[1]
     caches = [_cache(kind, heads, b, size) for _ in both]
-    last, bias, turns = torch.rand(k), torch.randn(47), torch.randn(b, 2, 2, both[0].turned)
+    last, bias, turns = torch.rand(k), torch.randn(47), torch.randn(b, 2, 2, both[0].rotary_dim)
     mask = torch.rand(b, size) < 0.7
     wanted = None
     for flush in (None, *ENDS):
@@ -304,8 +304,8 @@ def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed |
         with _allocating(flush), _two_threads():
             rows = None if head is None else _weight(head, bias, place)
             logits = None if head is None else ("cap", 3.0)
-            made, norm = [one.made(place) for one in both], Norm(place(last), 1e-5)
-            model = DecodingStep(made, _like(table, place), norm, rows, turns=(0, 1), factor=1.5, logits=logits)
+            projections, norm = [one.projections(place) for one in both], Norm(place(last), 1e-5)
+            model = DecodingStep(projections, _like(table, place), norm, rows, turns=(0, 1), factor=1.5, logits=logits)
             kept = [_writable(cache, flush) for cache in caches]
             rotary = [place(turn) for turn in turns]
             outputs = []

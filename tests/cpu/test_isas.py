@@ -313,10 +313,10 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
     modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
     modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, turned=32, plus_one=True, capped=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, pairs="half"), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="qk", values_normed=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="q"), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, rotary_dim=32, plus_one=True, capped=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, rope_interleaved="half"), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="qk", v_norm=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="q"), isa))
     modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
     for module in modules:
         assert len(jit.compile_object(module, isa)) > 200
@@ -327,10 +327,10 @@ def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
     isa = BY_NAME[name]
     modules = [attend.build(AttendSpec(64, 2, kind, normed=True, masked=True), isa) for kind in attention.KINDS]
     modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, turned=32, plus_one=True, capped=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, pairs="half"), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="qk", values_normed=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, made="q"), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, rotary_dim=32, plus_one=True, capped=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, rope_interleaved="half"), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="qk", v_norm=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="q"), isa))
     modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
     modules.pop(-len(STEPS))  # a chain calls others, no more
     for module in modules:

@@ -112,18 +112,22 @@ def launch_linear(
         file.launch(problem, config, x, *views, out, epilogue)
 
 
-def grouped_job(arch: str, pairs: int, experts: int, n: int, k: int, format: str, dtype: str = "bfloat16") -> Job:
+def grouped_job(arch: str, rope_interleaved: int, experts: int, n: int, k: int, format: str, dtype: str = "bfloat16") -> Job:
     """The best guess for linear layers of experts."""
-    return Job("aot:launch_grouped", arch, {"pairs": pairs, "experts": experts, "n": n, "k": k, "format": format, "dtype": dtype})
+    return Job(
+        "aot:launch_grouped",
+        arch,
+        {"rope_interleaved": rope_interleaved, "experts": experts, "n": n, "k": k, "format": format, "dtype": dtype},
+    )
 
 
-def launch_grouped(gpu: Gpu, pairs: int, experts: int, n: int, k: int, format: str, dtype: str) -> None:
+def launch_grouped(gpu: Gpu, rope_interleaved: int, experts: int, n: int, k: int, format: str, dtype: str) -> None:
     from halfbyte.kernels.gpu import grouped
 
-    problem = Problem("grouped_linear", pairs, n, k, as_format(format), getattr(torch, dtype), experts=experts)
+    problem = Problem("grouped_linear", rope_interleaved, n, k, as_format(format), getattr(torch, dtype), experts=experts)
     nbytes = experts * gpu_tiles.geometry(problem.format, (n, k)).nbytes
-    weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(pairs, dtype=torch.int64, device="meta")
-    x, out = (torch.empty(pairs, size, dtype=problem.dtype, device="meta") for size in (k, n))
+    weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(rope_interleaved, dtype=torch.int64, device="meta")
+    x, out = (torch.empty(rope_interleaved, size, dtype=problem.dtype, device="meta") for size in (k, n))
     grouped.launch(problem, grouped.configs(problem, gpu)[0], x, weight, ids, out, torch.empty(experts, n, device="meta"))
 
 
@@ -205,15 +209,20 @@ def launch_families(gpu: Gpu) -> None:
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
     of_heads = (empty(dim), 1e-5, False), (empty(dim), 1e-5, False)
-    for pairs in ("half", "repeated"):
-        attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(pairs=pairs))
-    how = attend.How(turned_first=True)
+    for rope_interleaved in ("half", "repeated"):
+        attend.launch(
+            gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(rope_interleaved=rope_interleaved)
+        )
+    how = attend.How(norm_after_rope=True)
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, norms=of_heads, how=how)
     for others in (1, 0):
-        how, row = attend.How(others=others, values_normed=others == 1), empty(1, (heads + others * kv_heads) * dim)
+        how, row = attend.How(others=others, v_norm=others == 1), empty(1, (heads + others * kv_heads) * dim)
         attend.launch(gpu, row, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, norms=of_heads, how=how)
     for size, ring in ((512, False), (128, True), (65536, False)):  # the last one's tiles are streamed
-        cache, how = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), attend.How(ring=ring, turned=dim, sinks=empty(heads))
+        cache, how = (
+            (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)),
+            attend.How(ring=ring, rotary_dim=dim, sinks=empty(heads)),
+        )
         rotary = empty(1, dim // 2), empty(1, dim // 2)
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), empty(1, size), x, dim**-0.5, how=how)
     own = empty(k), empty(1, dtype=torch.float32)
@@ -254,7 +263,7 @@ def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
     rotary = (empty(1, tokens, dim), empty(1, tokens, dim))
     turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, dim)
     if masked:
-        turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms, dim, turned_first=True)
+        turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms, dim, norm_after_rope=True)
     mask = empty(1, tokens, size, dtype=torch.bool) if masked else None
     attend_many.launch(gpu, queries, *cache, length, mask, empty(1, tokens, heads * dim), dim**-0.5, 1.0, empty(heads) if masked else None)
 

@@ -246,18 +246,18 @@ class Kind(NamedTuple):
     """What attention of a token is like. turned: of a head; None: all. added: masks are added to scores. short: tables have half as many
     numbers. turned_first: before norms. made: of queries, keys and values; without keys the new token is in the cache."""
 
-    turned: int | None = None
+    rotary_dim: int | None = None
     normed: bool = False
     plus_one: bool = False
     factor: float = 1.0
     ring: bool = False
-    pairs: str = ""
+    rope_interleaved: str = ""
     added: bool = False
     sinks: bool = False
     short: bool = False
-    turned_first: bool = False
-    made: str = "qkv"
-    values_normed: bool = False
+    norm_after_rope: bool = False
+    projections: str = "qkv"
+    v_norm: bool = False
 
 
 def attention(
@@ -274,7 +274,7 @@ def attention(
     """In float64, from the formulas of the kernel's text: y, keys, values."""
     keys, values = (t.double().clone() for t in cache)
     batch, kv_heads, size, dim = keys.shape
-    x = qkv.double().view(batch, heads + (len(kind.made) - 1) * kv_heads, dim)
+    x = qkv.double().view(batch, heads + (len(kind.projections) - 1) * kv_heads, dim)
 
     def normed(x: Tensor) -> Tensor:
         if norms is None:
@@ -284,7 +284,7 @@ def attention(
         x[:, : len(factors)] *= (x[:, : len(factors)].square().mean(-1, keepdim=True) + EPS).rsqrt() * torch.stack(factors)
         return x
 
-    def turned(x: Tensor) -> Tensor:
+    def rotary_dim(x: Tensor) -> Tensor:
         if rotary is None:
             return x
         r = rotary[0].shape[1]
@@ -294,17 +294,17 @@ def attention(
             cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
         part = x[..., :r]
         other = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
-        if kind.pairs:
+        if kind.rope_interleaved:
             other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
-        if kind.pairs == "half":
+        if kind.rope_interleaved == "half":
             cos, sin = (t[..., torch.arange(r) // 2] for t in (cos, sin))
         return torch.cat((part * cos + other * sin, x[..., r:]), -1)
 
-    placed = normed(turned(x)) if kind.turned_first else turned(normed(x))
+    placed = normed(rotary_dim(x)) if kind.norm_after_rope else rotary_dim(normed(x))
     q, place = placed[:, :heads], length % size if kind.ring else length
-    if kind.made != "q":
+    if kind.projections != "q":
         k, v = placed[:, heads : heads + kv_heads], x[:, -kv_heads:]
-        if kind.values_normed:
+        if kind.v_norm:
             v = v * (v.square().mean(-1, keepdim=True) + EPS).rsqrt()
         keys[:, :, place], values[:, :, place] = k.to(qkv.dtype).double(), v.to(qkv.dtype).double()
     scores = torch.einsum("bkgd,bktd->bkgt", q.view(batch, kv_heads, -1, dim), keys) * dim**-0.5
@@ -335,15 +335,15 @@ def streamed(splits: int, **how: int) -> Any:
     ("batch", "heads", "kv_heads", "dim", "size", "length", "dtype", "how", "kind"),
     [
         (1, 8, 2, 64, 100, 57, F, {}, Kind()),
-        (3, 6, 3, 20, 77, 76, H, {}, Kind(turned=10)),
+        (3, 6, 3, 20, 77, 76, H, {}, Kind(rotary_dim=10)),
         (2, 3, 1, 16, 300, 0, B, {}, Kind()),
-        (2, 4, 4, 128, 65, 40, B, {}, Kind(turned=96)),
-        (1, 8, 1, 32, 200, 150, H, {}, Kind(turned=0)),
+        (2, 4, 4, 128, 65, 40, B, {}, Kind(rotary_dim=96)),
+        (1, 8, 1, 32, 200, 150, H, {}, Kind(rotary_dim=0)),
         (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, plus_one=True, factor=0.4)),
         (1, 8, 2, 64, 100, 57, F, {"splits": 1}, Kind()),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, plus_one=True)),
-        (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(turned=0, normed=True)),
-        (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(turned=32, factor=2.5)),
+        (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(rotary_dim=0, normed=True)),
+        (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(rotary_dim=32, factor=2.5)),
         (1, 5, 1, 128, 33, 32, B, {"splits": 1, "tokens": 32}, Kind()),
         (16, 2, 1, 16, 21, 17, B, {"splits": 2}, Kind()),
         (64, 1, 1, 16, 12, 11, H, {"splits": 1}, Kind()),
@@ -351,31 +351,31 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 4, 2, 64, 150, 150, B, {}, Kind(ring=True)),
         (1, 4, 2, 32, 200, 200 * 7 + 70, H, {}, Kind(ring=True)),
         (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
-        (1, 6, 2, 64, 130, 130 * 3 + 61, B, {"splits": 2}, Kind(ring=True, turned=32)),
+        (1, 6, 2, 64, 130, 130 * 3 + 61, B, {"splits": 2}, Kind(ring=True, rotary_dim=32)),
         (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True)),
-        (1, 8, 2, 64, 100, 57, F, {}, Kind(turned=32, pairs="half")),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=18, normed=True, pairs="half")),
-        (2, 4, 2, 64, 130, 64, B, {}, Kind(pairs="repeated")),
-        (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, pairs="repeated")),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(rotary_dim=32, rope_interleaved="half")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(rotary_dim=18, normed=True, rope_interleaved="half")),
+        (2, 4, 2, 64, 130, 64, B, {}, Kind(rope_interleaved="repeated")),
+        (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, rope_interleaved="repeated")),
         (1, 8, 2, 64, 100, 57, F, {}, Kind(added=True, short=True)),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=12, added=True, sinks=True, short=True)),
-        (1, 4, 2, 32, 40, 30, H, {}, Kind(turned=24, short=True, pairs="half")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(rotary_dim=12, added=True, sinks=True, short=True)),
+        (1, 4, 2, 32, 40, 30, H, {}, Kind(rotary_dim=24, short=True, rope_interleaved="half")),
         (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
         (1, 6, 2, 64, 130, 130 * 3 + 61, H, {"splits": 2}, Kind(ring=True, added=True)),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
-        (2, 4, 2, 64, 100, 57, F, {}, Kind(normed=True, turned_first=True)),
-        (1, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(turned=12, normed=True, turned_first=True, short=True)),
-        (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, values_normed=True)),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, made="qk", values_normed=True)),
-        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, made="qk")),
-        (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, made="qk", values_normed=True)),
-        (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, made="q")),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(made="q", added=True)),
-        (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(made="q")),
-        (1, 4, 2, 32, 200, 200 * 7 + 70, H, {}, Kind(ring=True, made="q")),
-        (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True, made="q")),
-        (1, 6, 2, 64, 130, 130, B, {"splits": 2}, Kind(ring=True, made="q")),
-        (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True, made="q", added=True)),
+        (2, 4, 2, 64, 100, 57, F, {}, Kind(normed=True, norm_after_rope=True)),
+        (1, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(rotary_dim=12, normed=True, norm_after_rope=True, short=True)),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, v_norm=True)),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, projections="qk", v_norm=True)),
+        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, projections="qk")),
+        (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, projections="qk", v_norm=True)),
+        (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, projections="q")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(projections="q", added=True)),
+        (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(projections="q")),
+        (1, 4, 2, 32, 200, 200 * 7 + 70, H, {}, Kind(ring=True, projections="q")),
+        (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True, projections="q")),
+        (1, 6, 2, 64, 130, 130, B, {"splits": 2}, Kind(ring=True, projections="q")),
+        (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True, projections="q", added=True)),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -398,10 +398,12 @@ def test_attention_of_one_token(
     assert attend.supports(heads, kv_heads, dim, dtype) is None
     if how:
         monkeypatch.setattr(attend, "static", streamed(**how))
-    there_already = int(kind.made == "q")
-    qkv = torch.randn(batch, (heads + (len(kind.made) - 1) * kv_heads) * dim).to(dtype)
-    turned = dim if kind.turned is None else kind.turned
-    rotary: Any = tuple(torch.randn(1 if masked else batch, turned // (1 + kind.short)).to(dtype) for _ in range(2)) if turned else None
+    there_already = int(kind.projections == "q")
+    qkv = torch.randn(batch, (heads + (len(kind.projections) - 1) * kv_heads) * dim).to(dtype)
+    rotary_dim = dim if kind.rotary_dim is None else kind.rotary_dim
+    rotary: Any = (
+        tuple(torch.randn(1 if masked else batch, rotary_dim // (1 + kind.short)).to(dtype) for _ in range(2)) if rotary_dim else None
+    )
     cache: Any = tuple(torch.randn(batch, kv_heads, size, dim).to(dtype) for _ in range(2))
     for tensor in cache:
         tensor[:, :, length + there_already :] = torch.nan  # what is not there yet
@@ -427,8 +429,10 @@ def test_attention_of_one_token(
         at_mask = None if mask is None else mask.to(device)
         turns: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
-        of_made = kind.turned_first, len(kind.made) - 1, kind.values_normed
-        how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, None if sinks is None else sinks.to(device), *of_made)
+        of_made = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
+        how_else = attend.How(
+            kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, None if sinks is None else sinks.to(device), *of_made
+        )
         attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
         assert count.item() == length + there_already + advance
         bits.append(out.cpu())

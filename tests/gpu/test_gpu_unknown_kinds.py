@@ -90,9 +90,9 @@ def test_scores_of_a_router(device: torch.device, gpu: Gpu) -> None:
     assert not weights.any()
 
 
-def test_pairs_of_rope() -> None:
-    static = attend.Static(64, 64, 2, 16, 32, 4, 1, False, 64, pairs=NEW)
-    with pytest.raises(UnsupportedError, match="pairs of rope, 'new'"):
+def test_interleaving_of_rope() -> None:
+    static = attend.Static(64, 64, 2, 16, 32, 4, 1, False, 64, rope_interleaved=NEW)
+    with pytest.raises(UnsupportedError, match="interleaving of rope, 'new'"):
         _ = static.neighbours
 
 

@@ -22,22 +22,22 @@ H, B, F = torch.float16, torch.bfloat16, torch.float32
     ("batch", "heads", "kv_heads", "dim", "size", "length", "dtype", "how", "kind"),
     [
         (1, 8, 2, 64, 100, 57, F, {}, Kind()),
-        (3, 6, 3, 80, 77, 76, H, {}, Kind(turned=10)),
+        (3, 6, 3, 80, 77, 76, H, {}, Kind(rotary_dim=10)),
         (2, 3, 1, 16, 100, 0, B, {}, Kind()),
-        (2, 4, 4, 128, 65, 40, B, {}, Kind(turned=96)),
+        (2, 4, 4, 128, 65, 40, B, {}, Kind(rotary_dim=96)),
         (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, plus_one=True, factor=0.4)),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, plus_one=True)),
         (3, 4, 2, 96, 37, 30, B, {"splits": 2}, Kind()),
-        (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(turned=32, factor=2.5)),
+        (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(rotary_dim=32, factor=2.5)),
         (66, 2, 1, 128, 12, 11, B, {"splits": 1, "warps": 1}, Kind()),
         (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
         (2, 4, 2, 64, 70, 70 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
-        (1, 6, 2, 80, 50, 50 * 3 + 31, H, {"splits": 2}, Kind(ring=True, added=True, pairs="repeated")),
+        (1, 6, 2, 80, 50, 50 * 3 + 31, H, {"splits": 2}, Kind(ring=True, added=True, rope_interleaved="repeated")),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, made="qk", values_normed=True)),
-        (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, made="qk", values_normed=True)),
-        (3, 6, 3, 48, 77, 76, H, {"splits": 3}, Kind(made="q", added=True)),
-        (1, 4, 2, 32, 90, 90 * 7 + 70, H, {}, Kind(ring=True, made="q")),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, projections="qk", v_norm=True)),
+        (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, projections="qk", v_norm=True)),
+        (3, 6, 3, 48, 77, 76, H, {"splits": 3}, Kind(projections="q", added=True)),
+        (1, 4, 2, 32, 90, 90 * 7 + 70, H, {}, Kind(ring=True, projections="q")),
     ],
 )
 def test_attention_to_codes(
@@ -60,10 +60,10 @@ def test_attention_to_codes(
     assert attend.supports(heads, kv_heads, dim, dtype, codes=True) is None
     if how:
         monkeypatch.setattr(attend, "static", streamed(**how))
-    there_already = int(kind.made == "q")
-    qkv = torch.randn(batch, (heads + (len(kind.made) - 1) * kv_heads) * dim).to(dtype)
-    turned = dim if kind.turned is None else kind.turned
-    rotary: Any = tuple(torch.randn(batch, turned).to(dtype) for _ in range(2))
+    there_already = int(kind.projections == "q")
+    qkv = torch.randn(batch, (heads + (len(kind.projections) - 1) * kv_heads) * dim).to(dtype)
+    rotary_dim = dim if kind.rotary_dim is None else kind.rotary_dim
+    rotary: Any = tuple(torch.randn(batch, rotary_dim).to(dtype) for _ in range(2))
     last, place = min(length, size - 1), length % size if kind.ring else length
     cache: Any = tuple(to_codes(torch.randn(batch, kv_heads, size, dim) * 10 ** torch.randn(size, 1)) for _ in range(2))
     for codes, scales in cache:
@@ -81,9 +81,9 @@ def test_attention_to_codes(
 
     out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
     (k, ks), (v, vs) = (tuple(t.contiguous().to(device, copy=True) for t in part) for part in cache)
-    of_made = kind.turned_first, len(kind.made) - 1, kind.values_normed
+    of_made = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
     sink = None if sinks is None else sinks.to(device)
-    how_else = attend.How(kind.factor, kind.ring, turned, kind.pairs, sink, *of_made)
+    how_else = attend.How(kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, sink, *of_made)
     count = torch.tensor([length + there_already], device=device)
     turns: Any = tuple(t.to(device) for t in rotary)
     at_mask, factors = None if mask is None else mask.to(device), norms and tuple((w.to(device), *rest) for w, *rest in norms)
@@ -93,12 +93,12 @@ def test_attention_to_codes(
     unit = max(UNIT[dtype], 2.0**-24)
     cut = 2.0**-7 if interpreted and dtype == B else 0.0  # what a GPU rounds
     near = [from_codes(codes.cpu(), scales.cpu(), torch.float64) for codes, scales in ((k, ks), (v, vs))]
-    others = torch.arange(size) != place if kind.made != "q" else torch.ones(size, dtype=torch.bool)
+    others = torch.arange(size) != place if kind.projections != "q" else torch.ones(size, dtype=torch.bool)
     for (codes, scales), found, found_scales in zip(cache, (k, v), (ks, vs), strict=True):
         assert torch.equal(found.cpu()[:, :, others], codes[:, :, others]), "nothing else is written"
         assert torch.equal(found_scales.cpu()[:, :, others].nan_to_num(9), scales[:, :, others].nan_to_num(9))
     empty = [t.nan_to_num(0) for t in near]
-    if kind.made != "q":
+    if kind.projections != "q":
         _, *wanted = attention(qkv, rotary, empty, length, mask, heads, norms, kind, sinks)
         for x, y, part in zip(wanted, near, (k, v), strict=True):
             x, y = x[:, :, place], y[:, :, place]
@@ -106,7 +106,7 @@ def test_attention_to_codes(
             assert bool(((x - y).abs() <= x.abs().amax(-1, keepdim=True) * (0.51 / 127 + 2.0**-9 + 8 * unit + cut)).all())
             assert int(part.abs().amax()) <= 127
     rounded = tuple(t.to(dtype).double() for t in empty)
-    of_queries = kind._replace(made="q")
+    of_queries = kind._replace(projections="q")
     expected, _, values = attention(qkv[:, : heads * dim], rotary, rounded, length, mask, heads, norms, of_queries, sinks)
     size_of = float(qkv.double().square().mean().sqrt() * rounded[0].abs().max()) * (10 if kind.plus_one else 4)
     # Scores are off by the roundings of queries, the result by those of weights and values.

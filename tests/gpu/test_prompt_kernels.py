@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     heads: int
     kv_heads: int
     dim: int
-    turned: int
+    rotary_dim: int
     size: int
     length: int
 
@@ -54,38 +54,38 @@ def cache_of(at: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def tables(at: Sizes, pairs: str, batch: int) -> tuple[Tensor, Tensor] | None:
-    if not at.turned:
+def tables(at: Sizes, rope_interleaved: str, batch: int) -> tuple[Tensor, Tensor] | None:
+    if not at.rotary_dim:
         return None
-    angles = torch.randn(batch, at.tokens, at.turned // 2)
-    if pairs == "":
+    angles = torch.randn(batch, at.tokens, at.rotary_dim // 2)
+    if rope_interleaved == "":
         angles = torch.cat((angles, angles), -1)
-    elif pairs == "repeated":
+    elif rope_interleaved == "repeated":
         angles = angles.repeat_interleave(2, -1)
     return angles.cos(), angles.sin()
 
 
-def turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None, pairs: str) -> Tensor:
+def rotary_dim(x: Tensor, rotary: tuple[Tensor, Tensor] | None, rope_interleaved: str) -> Tensor:
     """Of x [B, T, heads, D] in float64."""
     if rotary is None:
         return x
     cos, sin = (t.double().unsqueeze(2) for t in rotary)
-    if pairs == "half":
+    if rope_interleaved == "half":
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-    first = torch.arange(cos.shape[-1] // 2) * (2 if pairs else 1)
-    second = first + (1 if pairs else cos.shape[-1] // 2)
+    first = torch.arange(cos.shape[-1] // 2) * (2 if rope_interleaved else 1)
+    second = first + (1 if rope_interleaved else cos.shape[-1] // 2)
     y, a, b = x.clone(), x[..., first], x[..., second]
     y[..., first], y[..., second] = a * cos[..., first] - b * sin[..., first], b * cos[..., second] + a * sin[..., second]
     return y
 
 
-def placed(x: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None, pairs: str, normed: str) -> Tensor:
+def placed(x: Tensor, norm: Norm | None, rotary: tuple[Tensor, Tensor] | None, rope_interleaved: str, normed: str) -> Tensor:
     """Of x [B, T, heads, D] in float64, with its norm "before" or "after" its positions."""
     if norm is None:
-        return turned(x, rotary, pairs)
-    x = turned(x, rotary, pairs) if normed == "after" else x
+        return rotary_dim(x, rotary, rope_interleaved)
+    x = rotary_dim(x, rotary, rope_interleaved) if normed == "after" else x
     x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1 + norm.weight.double())
-    return x if normed == "after" else turned(x, rotary, pairs)
+    return x if normed == "after" else rotary_dim(x, rotary, rope_interleaved)
 
 
 CALLS = [
@@ -100,11 +100,11 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("at", "dtype", "pairs", "normed"), CALLS)
-def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: str, where: Where) -> None:
+@pytest.mark.parametrize(("at", "dtype", "rope_interleaved", "normed"), CALLS)
+def test_turning(at: Sizes, dtype: torch.dtype, rope_interleaved: str, normed: str, where: Where) -> None:
     """Float32 is rounded a few times, its result once; what is no new entry of the cache stays as it is."""
     qkv = torch.randn(at.batch, at.tokens, (at.heads + 2 * at.kv_heads) * at.dim).to(dtype)
-    rotary = tables(at, pairs, 1 if at.batch > 1 and at.tokens == 3 else at.batch)
+    rotary = tables(at, rope_interleaved, 1 if at.batch > 1 and at.tokens == 3 else at.batch)
     norms = tuple(Norm((torch.randn(at.dim) / 4).to(dtype), EPS, True) for _ in range(2)) if normed else None
     keys, values = cache_of(at, dtype)
     there = [t.to(where.device) for t in (keys, values)]
@@ -114,7 +114,7 @@ def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: str, where: 
     flat = qkv.view(at.batch * at.tokens, -1).to(where.device)
 
     def start(out: Tensor) -> None:
-        how = at.turned, pairs, normed == "after"
+        how = at.rotary_dim, rope_interleaved, normed == "after"
         turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, of_norms, *how)  # type: ignore[arg-type]
 
     found = launched(start, (at.batch, at.tokens, at.heads, at.dim), dtype, where.device)
@@ -122,7 +122,7 @@ def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: str, where: 
     unit = UNIT[dtype] * (2 if where.interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
     new = slice(at.length, at.length + at.tokens)
     for got, x, norm in zip((found, there[0].cpu()[:, :, new].transpose(1, 2)), (q, k), norms or (None, None), strict=True):
-        expected = placed(x, norm, rotary, pairs, normed)
+        expected = placed(x, norm, rotary, rope_interleaved, normed)
         most = expected.abs().amax(-1, keepdim=True)
         assert bool(((got.double() - expected).abs() <= unit * expected.abs() + 2.0**-19 * most + 2.0**-25).all())
     assert torch.equal(there[1].cpu()[:, :, new].transpose(1, 2), v.to(dtype))
@@ -132,12 +132,12 @@ def test_turning(at: Sizes, dtype: torch.dtype, pairs: str, normed: str, where: 
         assert torch.equal(after.cpu().nan_to_num(9), before.nan_to_num(9))
 
 
-@pytest.mark.parametrize(("made", "values_normed"), [("qkv", True), ("qk", True), ("qk", False), ("q", False)])
+@pytest.mark.parametrize(("projections", "v_norm"), [("qkv", True), ("qk", True), ("qk", False), ("q", False)])
 @pytest.mark.parametrize("dtype", [H, torch.float32])
-def test_what_is_made(made: str, values_normed: bool, dtype: torch.dtype, where: Where) -> None:
+def test_what_is_made(projections: str, v_norm: bool, dtype: torch.dtype, where: Where) -> None:
     """Values with a norm, or of what keys are made of; queries alone, which leave the cache as it is."""
     at = Sizes(2, 9, 6, 2, 48, 24, 40, 7)
-    qkv = torch.randn(at.batch, at.tokens, (at.heads + (len(made) - 1) * at.kv_heads) * at.dim).to(dtype)
+    qkv = torch.randn(at.batch, at.tokens, (at.heads + (len(projections) - 1) * at.kv_heads) * at.dim).to(dtype)
     rotary, (keys, values) = tables(at, "", at.batch), cache_of(at, dtype)
     assert rotary is not None
     norms = [Norm((torch.randn(at.dim) / 4).to(dtype), EPS, True) for _ in range(2)]
@@ -146,17 +146,17 @@ def test_what_is_made(made: str, values_normed: bool, dtype: torch.dtype, where:
     on_device = rotary[0].to(where.device), rotary[1].to(where.device)
 
     def start(out: Tensor) -> None:
-        how = at.turned, "", False, len(made) - 1, values_normed
+        how = at.rotary_dim, "", False, len(projections) - 1, v_norm
         turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, (of_norms[0], of_norms[1]), *how)
 
     found = launched(start, (at.batch, at.tokens, at.heads, at.dim), dtype, where.device)
     x, new = qkv.view(at.batch, at.tokens, -1, at.dim).double(), slice(at.length, at.length + at.tokens)
     wanted = [(found, placed(x[:, :, : at.heads], norms[0], rotary, "", "before"))]
-    if made == "q":
+    if projections == "q":
         assert all(torch.equal(a.cpu().nan_to_num(9), b.nan_to_num(9)) for a, b in zip(there, (keys, values), strict=True))
     else:
         k, v = x[:, :, at.heads : at.heads + at.kv_heads], x[:, :, -at.kv_heads :]
-        v = v * (v.square().mean(-1, keepdim=True) + EPS).rsqrt() if values_normed else v
+        v = v * (v.square().mean(-1, keepdim=True) + EPS).rsqrt() if v_norm else v
         kept = [t.cpu()[:, :, new].transpose(1, 2) for t in there]
         wanted += [(kept[0], placed(k, norms[1], rotary, "", "before")), (kept[1], v)]
     for got, expected in wanted:
@@ -255,18 +255,28 @@ def test_nan_of_a_key_comes_back(where: Where) -> None:
 # The ops
 
 
-@pytest.mark.parametrize(("at", "dtype", "pairs", "normed"), CALLS)
-def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, pairs: str, normed: str) -> None:
+@pytest.mark.parametrize(("at", "dtype", "rope_interleaved", "normed"), CALLS)
+def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, rope_interleaved: str, normed: str) -> None:
     """What CPUs compute, and GPUs without Triton."""
-    qkv, rotary = torch.randn(at.batch, at.tokens, (at.heads + 2 * at.kv_heads) * at.dim).to(dtype), tables(at, pairs, at.batch)
+    qkv, rotary = torch.randn(at.batch, at.tokens, (at.heads + 2 * at.kv_heads) * at.dim).to(dtype), tables(at, rope_interleaved, at.batch)
     norms = (Norm(torch.rand(at.dim).to(dtype), EPS, True), Norm(torch.rand(at.dim).to(dtype), EPS, True)) if normed else None
-    heads = Heads(at.heads, at.kv_heads, at.dim, at.dim**-0.5, norms, False, at.turned, rope_interleaved=pairs, norm_after_rope=normed == "after")
+    heads = Heads(
+        at.heads,
+        at.kv_heads,
+        at.dim,
+        at.dim**-0.5,
+        norms,
+        False,
+        at.rotary_dim,
+        rope_interleaved=rope_interleaved,
+        norm_after_rope=normed == "after",
+    )
     keys, values = cache_of(at, dtype)
     queries = prompt.turn(qkv, rotary, keys, values, torch.tensor([at.length]), heads)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
     new = slice(at.length, at.length + at.tokens)
     for got, x, norm in zip((queries, keys[:, :, new].transpose(1, 2)), (q, k), norms or (None, None), strict=True):
-        expected = placed(x, norm, rotary, pairs, normed)
+        expected = placed(x, norm, rotary, rope_interleaved, normed)
         most = expected.abs().amax(-1, keepdim=True)
         assert bool(((got.double() - expected).abs() <= UNIT[dtype] * expected.abs() + 2.0**-19 * most + 2.0**-25).all())
     y = prompt.attend_many(queries, keys, values, torch.tensor([at.length]), None, heads.scale, factor=0.5)

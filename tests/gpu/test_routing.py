@@ -217,7 +217,9 @@ def by_hand(x: Tensor, mine: Experts) -> Tensor:
     total = wide + torch.stack(rows)
     if mine.shared_expert is not None:
         up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in mine.shared_expert[:2])
-        gate, middle = (z @ up.T + (0 if mine.shared_expert.gate_up.bias is None else mine.shared_expert.gate_up.bias.double())).chunk(2, -1)
+        gate, middle = (z @ up.T + (0 if mine.shared_expert.gate_up.bias is None else mine.shared_expert.gate_up.bias.double())).chunk(
+            2, -1
+        )
         inner = torch.nn.functional.silu(gate) * middle
         own = mine.shared_expert.gate
         total += (1 if own is None else torch.sigmoid(z @ own.double()).unsqueeze(-1)) * (inner @ down.T)

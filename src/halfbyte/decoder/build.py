@@ -14,14 +14,13 @@ from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections, RopeInterleaved
+from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections
 from halfbyte.ops.decoder import Norm
 from halfbyte.ops.decoding_step import Inputs
 from halfbyte.ops.experts import Clamped
 from halfbyte.ops.layers import Weight
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
-_PAIRS: dict[str, RopeInterleaved] = {"": "", "half": "half", "repeated": "half"}  # tables of `Rope` have rotary_dim / 2 columns
 
 
 class Tensors(Protocol):
@@ -251,7 +250,7 @@ class _StoredLayer:
             rotary_dim=self._rope.rotary_dim if config.rotates(index) else 0,
             softcap=config.positive(family.softcap) if has_cap and family.softcap is not None else None,
             projections=projections(family, config, index, self.place.kv_source),
-            interleaved=_PAIRS[family.rope_interleaved],
+            interleaved="half" if family.rope_interleaved else "",  # tables of `Rope` have rotary_dim / 2 columns
         )
 
     def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
@@ -361,6 +360,6 @@ def _check_shapes(spec: DecoderSpec, config: TextConfig, tensors: Tensors) -> No
         rows = sum(weight.packed.shape[0] for weight in layer.attention.qkv)
         if rows != heads.outputs or any(weight.packed.shape[1] != k for weight in layer.attention.qkv):
             raise CheckpointError(
-                f"the projections of layer {index} have {rows} rows, {heads.num_heads} + 2 * {heads.num_kv_heads} heads of {heads.head_dim} have "
-                f"{heads.outputs}: config.json is of another model"
+                f"the projections of layer {index} have {rows} rows, "
+                f"{heads.num_heads} + 2 * {heads.num_kv_heads} heads of {heads.head_dim} have {heads.outputs}: config.json is of another model"
             )

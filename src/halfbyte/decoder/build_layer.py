@@ -14,7 +14,7 @@ from halfbyte.decoder.family import Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopeInterleaved
-from halfbyte.ops.decoder import Attention, MLP, Heads, Norm, PerLayerInput
+from halfbyte.ops.decoder import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 
@@ -44,7 +44,7 @@ class HeadSettings(NamedTuple):
         rotary_dim: Elements of a head that rope rotates; 0: none.
         softcap: Soft cap of attention scores.
         projections: "qkv"; "qk": values are what the keys' projection gives; "q": keys and values are those of another layer.
-        interleaved: As `Heads.pairs`.
+        interleaved: As `Heads.rope_interleaved`.
     """
 
     dim: int

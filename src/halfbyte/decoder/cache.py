@@ -66,7 +66,8 @@ class LayerCache:
         device = torch.device("cpu") if where is None else where.device
         with torch.inference_mode(False):
             self.buffers = [
-                torch.empty(batch, heads.num_kv_heads, 0, width, dtype=dtype, device=device) for width, dtype in _buffers(heads.head_dim, int8, where)
+                torch.empty(batch, heads.num_kv_heads, 0, width, dtype=dtype, device=device)
+                for width, dtype in _buffers(heads.head_dim, int8, where)
             ]
 
     @property

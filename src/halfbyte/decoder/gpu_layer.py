@@ -29,7 +29,7 @@ from torch import Tensor
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import Attention, MLP, Norm, PerLayerInput
+from halfbyte.ops.decoder import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.decoding import attend, normed_linear
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import linear
@@ -116,7 +116,9 @@ class GpuLayer:
     def linked(self) -> GpuLayer:
         """Return the layer with `launch_id` and `operands`, which must not change from then on."""
         attention, mlp, weights, heads = self.attention, self.mlp, self.weights, self.attention.heads
-        of_heads = (heads.qk_norm or ())[: 1 if heads.projections == "q" else 2]  # where keys are another layer's, theirs is that of queries again
+        of_heads = (heads.qk_norm or ())[
+            : 1 if heads.projections == "q" else 2
+        ]  # where keys are another layer's, theirs is that of queries again
         norms = [attention.pre_norm, attention.post_norm, *of_heads]
         tensors: list[Tensor | None] = [heads.sinks]
         of_mlp: Hashable = None
@@ -158,7 +160,9 @@ _numbers: dict[Hashable, int] = {}  # launch ids
 def packed_layer(attention: Attention, mlp: MLP | Experts | None, own: PerLayerInput | None = None) -> GpuLayer:
     """Make a layer of packed weights, without `launch_id`; `own`: what it does with an input of its own."""
     o_factor, down_factor = 1.0, 1.0
-    if attention.residual_multiplier != 1 and attention.o_proj.bias is not None:  # kernels multiply what the products read, which a bias does not follow
+    if (
+        attention.residual_multiplier != 1 and attention.o_proj.bias is not None
+    ):  # kernels multiply what the products read, which a bias does not follow
         attention, o_factor = attention._replace(residual_multiplier=1.0), attention.residual_multiplier
     o_proj = PackedProjection(attention.o_proj, o_factor)
     if not isinstance(mlp, MLP):

@@ -129,7 +129,9 @@ class GpuModel:
 
     def _norm_of_inputs(self, inputs: PerLayerInputs) -> tuple[Norm, Tensor]:
         """The norm of projected embeddings, and the factor of per-layer inputs [1]."""
-        norm = self._cast_norm(inputs.norm._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2))  # norm(c * y) is that of y with eps / c²
+        norm = self._cast_norm(
+            inputs.norm._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2)
+        )  # norm(c * y) is that of y with eps / c²
         return norm, torch.tensor([inputs.scale], dtype=self.dtype, device=self.device)
 
     def _cast_norm(self, norm: Norm) -> Norm:
@@ -349,15 +351,17 @@ class GpuModel:
         of_layers = self._per_layer_inputs(given, x)
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
             group = self._group_of[index]
-            turned, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
+            rotary_dim, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             own = None if of_layers is None else of_layers[:, :, index]
             if len(entry.buffers) == 2:
-                x = prefill(layer, x, turned, KeyValues(entry.keys, entry.values, length), mask, own)
+                x = prefill(layer, x, rotary_dim, KeyValues(entry.keys, entry.values, length), mask, own)
             elif spec.kv_source is not None:
                 states = self._decoded(entry, entry.length + tokens)
-                x = prefill(layer, x, turned, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], own)
+                x = prefill(
+                    layer, x, rotary_dim, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], own
+                )
             else:
-                x, _ = prefill_with(layer, x, turned, partial(self._encoded, entry), mask, own, length)
+                x, _ = prefill_with(layer, x, rotary_dim, partial(self._encoded, entry), mask, own, length)
         cache.append(tokens)
         return x
 
@@ -482,7 +486,9 @@ def _notes(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
         heads, mlp = layer.attention.heads, layer.mlp
         widest = heads.num_heads * heads.head_dim if heads.qk_norm_whole else None
         reasons = {
-            "attention of one token": why_not_attend(heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, here, widest, cap=heads.softcap),
+            "attention of one token": why_not_attend(
+                heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, here, widest, cap=heads.softcap
+            ),
             "attention of prompts": SOFTCAP if heads.softcap is not None else why_not_many(heads, dtype, here),
             "norms": why_not_norm(spec.hidden_size, here),
             "what is between products of experts": why_not_experts(mlp, here) if isinstance(mlp, Experts) else None,

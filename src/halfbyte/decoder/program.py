@@ -20,7 +20,7 @@ from halfbyte.errors import unreachable
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
-from halfbyte.ops.decoder import Attention, MLP, Heads, Norm, PerLayerInput
+from halfbyte.ops.decoder import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.experts import CLAMPED, Experts, SharedExpert
 from halfbyte.ops.layers import Weight
 
@@ -211,7 +211,9 @@ def _positions(heads: Heads, layer: LayerSpec, ropes: Sequence[Rope], reads: tup
         rope = ropes[layer.rope] if ropes else None
         which = layer.rope if len(ropes) > 1 else None
         switch = None if rope is None else rope.switch
-        settings = _settings(rotary_dim=heads.rotary_width, interleaved=bool(heads.rope_interleaved), rope_parameters=which, longrope_beyond=switch)
+        settings = _settings(
+            rotary_dim=heads.rotary_width, interleaved=bool(heads.rope_interleaved), rope_parameters=which, longrope_beyond=switch
+        )
         ops.append(Op("rope", "rope", None, reads, settings=settings, part=rope))
     if heads.norm_after_rope:
         ops.reverse()

@@ -17,7 +17,7 @@ from halfbyte.decoder.rope import Rope
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.decoder import Attention, MLP, Norm, PerLayerInput
+from halfbyte.ops.decoder import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.decoding_step import Inputs
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
@@ -121,7 +121,14 @@ class DecoderSpec:
             add(inputs.table, inputs.projection, inputs.norm)
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            add(*attention.qkv, attention.o_proj, attention.pre_norm, attention.post_norm, *(attention.heads.qk_norm or ()), attention.heads.sinks)
+            add(
+                *attention.qkv,
+                attention.o_proj,
+                attention.pre_norm,
+                attention.post_norm,
+                *(attention.heads.qk_norm or ()),
+                attention.heads.sinks,
+            )
             add(mlp.gate_up, mlp.down_proj, mlp.pre_norm)
             if (own := layer.per_layer_input) is not None:
                 add(own.gate, own.projection, own.post_norm, own.layer_scale)

@@ -44,7 +44,7 @@ class CompiledLayer:
     @property
     def stands_alone(self) -> bool:
         """Whether it depends on more than other layers do, or others on more of it."""
-        return self.shared.reuses or self.shared.provides or self.whole.beside is not None
+        return self.shared.reuses or self.shared.provides or self.whole.per_layer_width is not None
 
 
 def compile_layers(stack: Any, specs: Sequence[LayerSpec | str]) -> list[CompiledLayer | str]:
@@ -194,7 +194,7 @@ class CpuRun(Run):
                 break
         if not layers:
             return self._one(x, first), first + 1
-        own = None if layers[0].beside is None or call.per_layer is None else call.per_layer[:, :, first]
+        own = None if layers[0].per_layer_width is None or call.per_layer is None else call.per_layer[:, :, first]
         mask = self._shown(call.masks[first])
         entries = [(place.keys, place.values, place.length) for place in places]
         y = run_layers(layers, x, call.rotary[first], entries, mask, own)[-1]
@@ -223,9 +223,13 @@ class CpuRun(Run):
         """Where the keys and values of tokens go, or lie; None where the layer is not to be computed natively."""
         call, module, mask = self._call, self._modules[index], self._call.masks[index]
         seen, past = self._shown(mask), self._call.past
-        if not 0 < x.shape[0] <= MOST_SEQUENCES or call.rotary[index][0].dim() != 3 or not part.accepts_rope_of(call.rotary[index][0].shape[2]):
+        if (
+            not 0 < x.shape[0] <= MOST_SEQUENCES
+            or call.rotary[index][0].dim() != 3
+            or not part.accepts_rope_of(call.rotary[index][0].shape[2])
+        ):
             return None
-        if (part.beside is None) != (call.per_layer is None) or not self._is_mask(layer, mask, seen):
+        if (part.per_layer_width is None) != (call.per_layer is None) or not self._is_mask(layer, mask, seen):
             return None
         if layer.shared.reuses:
             place = Place.reuse(module, layer.shared, x, seen, past, call.shared)

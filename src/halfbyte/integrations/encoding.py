@@ -20,7 +20,7 @@ from halfbyte.integrations.replaced import name_in_transformers, original, why_n
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
-from halfbyte.ops.decoder import Attention, MLP, Heads, Norm
+from halfbyte.ops.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.encoder import EncoderLayer, why_not
 
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds

@@ -14,7 +14,7 @@ from halfbyte.integrations.hooked import watched
 from halfbyte.integrations.live_layer import SharedKV, family_of, is_distributed, is_eager, query_scale_from, shared_kv, traced_spec
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import linear_added, part_of
-from halfbyte.ops.decoder import Attention, MLP
+from halfbyte.ops.decoder import MLP, Attention
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.layers import Weight
 
@@ -165,7 +165,11 @@ def _why_no_mlp(layer: Any, spec: LayerSpec) -> str | None:
         return _why_no_experts(layer, spec.attention, spec.mlp)
     if spec.mlp.post_norm is not None and spec.mlp.post_norm.layer_norm:
         return "the norm of what its mlp adds is a layer norm"
-    if is_distributed(layer) and spec.attention.residual_multiplier != 1 and (spec.attention.o_proj.bias is not None or spec.mlp.down_proj.bias is not None):
+    if (
+        is_distributed(layer)
+        and spec.attention.residual_multiplier != 1
+        and (spec.attention.o_proj.bias is not None or spec.mlp.down_proj.bias is not None)
+    ):
         return "what it adds has a factor and a bias"
     return None
 

@@ -21,7 +21,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.calls import CACHE, Understood, any_value, is_true, unset, why_unknown
 from halfbyte.integrations.hooked import why_hooked
 from halfbyte.integrations.replaced import name_in_transformers, original, products_of, why_not_fused
-from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopeInterleaved, key_value_heads, projections_of
+from halfbyte.kernels.layer_kinds import GateFunction, Projections, key_value_heads, projections_of
 from halfbyte.nn.experts import MixtureOfExperts
 from halfbyte.nn.modules import QuantLinear
 from halfbyte.nn.parallel import part_of
@@ -32,7 +32,6 @@ from halfbyte.ops.layers import Weight
 NAMES = sorted(family.layer_class for family in FAMILIES.values())
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that the table of families means
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")  # names within an MLP
-_INTERLEAVED: dict[str, RopeInterleaved] = {"": "", "half": "half", "repeated": "repeated"}  # `Heads.pairs` by `Family.rope_interleaved`
 
 # Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
 LAYER_ARGUMENTS: Understood = {
@@ -147,7 +146,7 @@ class LiveLayer:
             rotary_dim=self._rotary_dim,
             softcap=None if family.softcap is None else getattr(attention, family.softcap),
             projections=projections,
-            interleaved=_INTERLEAVED[family.rope_interleaved],
+            interleaved=family.rope_interleaved,
         )
 
     @property

@@ -47,7 +47,11 @@ def tokens(
         x: The tokens' hidden states.
         past: The cache of all layers, or None.
     """
-    if not _fits(layer, found, x, past, rotary) or not found.prefills or not found.layer.attention.heads.accepts_rope_of(rotary[0].shape[2]):
+    if (
+        not _fits(layer, found, x, past, rotary)
+        or not found.prefills
+        or not found.layer.attention.heads.accepts_rope_of(rotary[0].shape[2])
+    ):
         return None
     computed, heads = found.layer, found.layer.attention.heads
     if x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None:
@@ -130,7 +134,9 @@ def why_not_prefilled(layer: Any, spec: LayerSpec, here: Gpu) -> str | None:
 
 def dtype_of(spec: LayerSpec) -> torch.dtype:
     """The dtype of a layer's activations, which its norms have."""
-    norms = [norm for norm in (spec.attention.pre_norm, spec.attention.post_norm, *(spec.attention.heads.qk_norm or ())) if norm is not None]
+    norms = [
+        norm for norm in (spec.attention.pre_norm, spec.attention.post_norm, *(spec.attention.heads.qk_norm or ())) if norm is not None
+    ]
     dtype: torch.dtype = norms[0].weight.dtype
     return dtype
 

@@ -376,7 +376,7 @@ class CompiledStack:
             return None
         if any(needs_eager(layer.spec) for layer in layers) and stack.config._attn_implementation != "eager":
             return None
-        per_layer = layers[0].whole.beside is not None
+        per_layer = layers[0].whole.per_layer_width is not None
         if why_no_step(stack, family, per_layer=per_layer) is not None:
             return None
         if any(watched(part) or "forward" in vars(part) for part in stack.modules() if part is not stack):

@@ -77,7 +77,7 @@ class TokenStep:
         table, factor = _table(embedding, self.dtype)
         if family.embedding_multiplier is not None:
             factor *= getattr(stack, family.embedding_multiplier)
-        inputs = None if whole[0].beside is None else self._inputs(stack, family)
+        inputs = None if whole[0].per_layer_width is None else self._inputs(stack, family)
         norm = norm_of(getattr(stack, family.final_norm), family)
         self._step = DecodingStep(
             whole, table, norm, head, self._windows, [spec.rope for spec in specs], factor=factor, logits=logits, inputs=inputs

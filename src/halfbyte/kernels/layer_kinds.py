@@ -25,9 +25,11 @@ LogitsFunction = Literal["over", "times", "cap"]  # of logits y and a constant c
 RouterScores = Literal["", "sigmoid", "softmax"]  # by which a row chooses its experts; "": by logits
 SCORES: tuple[RouterScores, ...] = get_args(RouterScores)
 Projections = Literal["qkv", "qk", "q"]  # of a layer; "qk": values are keys before norm and rope; "q": another layer has keys and values
-MADE: tuple[Projections, ...] = get_args(Projections)
-RopeInterleaved = Literal["", "half", "repeated"]  # "": elements i and i + R / 2 are a pair; else 2 i and 2 i + 1, by R / 2 cosines, or by R
-PAIRS: tuple[RopeInterleaved, ...] = get_args(RopeInterleaved)
+PROJECTIONS: tuple[Projections, ...] = get_args(Projections)
+RopeInterleaved = Literal[
+    "", "half", "repeated"
+]  # "": elements i and i + R / 2 are a pair; else 2 i and 2 i + 1, by R / 2 cosines, or by R
+ROPE_INTERLEAVED: tuple[RopeInterleaved, ...] = get_args(RopeInterleaved)
 
 
 def gate_in_torch(x: Tensor, function: GateFunction) -> Tensor:
@@ -75,9 +77,9 @@ def scores_in_torch(logits: Tensor, scores: Literal["sigmoid", "softmax"]) -> Te
             raise unreachable(scores, "the scores of a router,")
 
 
-def key_value_heads(made: Projections) -> int:
+def key_value_heads(projections: Projections) -> int:
     """How many heads a layer computes beside queries, for each of its key-value heads."""
-    match made:
+    match projections:
         case "qkv":
             return 2
         case "qk":
@@ -85,20 +87,20 @@ def key_value_heads(made: Projections) -> int:
         case "q":
             return 0
         case _:
-            raise unreachable(made, "the projections of attention,")
+            raise unreachable(projections, "the projections of attention,")
 
 
 def projections_of(count: int) -> Projections:
     """The first `count` of queries, keys and values."""
-    return lookup({len(made): made for made in MADE}, count, "the number of projections")
+    return lookup({len(projections): projections for projections in PROJECTIONS}, count, "the number of projections")
 
 
-def is_interleaved(pairs: RopeInterleaved) -> bool:
+def is_interleaved(rope_interleaved: RopeInterleaved) -> bool:
     """Whether rope rotates neighbours, not elements that lie half of the rotated ones apart."""
-    match pairs:
+    match rope_interleaved:
         case "":
             return False
         case "half" | "repeated":
             return True
         case _:
-            raise unreachable(pairs, "the pairs of rope,")
+            raise unreachable(rope_interleaved, "the interleaving of rope,")

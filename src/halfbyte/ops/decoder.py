@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.kernels.layer_kinds import GATES, MADE, GateFunction, Projections, RopeInterleaved, key_value_heads
+from halfbyte.kernels.layer_kinds import GATES, PROJECTIONS, GateFunction, Projections, RopeInterleaved, key_value_heads
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.checks import place
 from halfbyte.ops.layers import Addresses, Weight, exactly, given, why_not_packed
@@ -53,11 +53,11 @@ class Heads(NamedTuple):
         rotary_dim: Number of elements of a head that rope rotates, the first ones, R; None: D; 0: no rope.
         softcap: Scores are softcap * tanh(score / softcap), unless it is None.
         sinks: Attention sinks [H]: logits that only add to the sum of exponentials (gpt-oss).
-        rope_interleaved: "": rope rotates elements i and i + R / 2; "half", "repeated": elements 2 i and 2 i + 1, by tables of R / 2 columns,
-            or of R, each of which stands twice.
+        rope_interleaved: "": rope rotates elements i and i + R / 2; "half", "repeated": elements 2 i and 2 i + 1, by tables of R / 2
+            columns, or of R, each of which stands twice.
         norm_after_rope: Whether norms, of single heads, follow rope (Hunyuan).
-        projections: "qkv"; "qk": values are what keys are computed from, before norm and rope; "q": keys and values, also of the same tokens,
-            are those of another layer (Gemma 4).
+        projections: "qkv"; "qk": values are what keys are computed from, before norm and rope; "q": keys and values, also of the same
+            tokens, are those of another layer (Gemma 4).
         v_norm: Whether values have a norm, too, without a weight and with the eps of those of queries (Gemma 4).
     """
 
@@ -124,7 +124,11 @@ class Attention(NamedTuple):
             return "norms of all its heads together come after positions"
         if heads.v_norm and (heads.qk_norm is None or heads.qk_norm_whole):
             return "its values have a norm, its queries have none, or one of all heads together"
-        return reason or attend.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary_dim) or _why_not_added(self.post_norm, self.residual_multiplier)
+        return (
+            reason
+            or attend.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary_dim)
+            or _why_not_added(self.post_norm, self.residual_multiplier)
+        )
 
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
@@ -134,20 +138,23 @@ class Attention(NamedTuple):
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(both, k), (k, heads.num_heads * heads.head_dim)]
         joined = [(sum(n for n, _ in shapes[:-1]), k), shapes[-1]] if {c for _, c in shapes[:-1]} == {k} else shapes
-        widths = (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim) if heads.qk_norm_whole else (heads.head_dim, heads.head_dim)
+        widths = (
+            (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
+            if heads.qk_norm_whole
+            else (heads.head_dim, heads.head_dim)
+        )
         of_heads = [(norm.weight, width) for norm, width in zip(heads.qk_norm or (), widths, strict=False)]
         sinks = [] if heads.sinks is None else [(heads.sinks, heads.num_heads)]
         small = [*_norms(k, self.pre_norm, self.post_norm), *of_heads, *sinks, *_biases(weights)]
-        _check(joined == expected and heads.projections in MADE, "attention", shapes, expected, small, self.o_proj.packed.device)
+        _check(joined == expected and heads.projections in PROJECTIONS, "attention", shapes, expected, small, self.o_proj.packed.device)
 
     def inner(self, tensors: Addresses) -> attention_half.Attention:
         from halfbyte.kernels.cpu import attention_half
 
         heads = self.heads
-        norms = None if heads.qk_norm is None else (norm_of(tensors, heads.qk_norm[0]), norm_of(tensors, heads.qk_norm[1]))
-        turned = heads.head_dim if heads.rotary_dim is None else heads.rotary_dim
+        qk_norm = None if heads.qk_norm is None else (norm_of(tensors, heads.qk_norm[0]), norm_of(tensors, heads.qk_norm[1]))
         sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
-        changed = {"norms": norms, "turned": turned, "sinks": sinks}  # the other fields are the same
+        changed = {"qk_norm": qk_norm, "rotary_dim": heads.rotary_width, "sinks": sinks}  # the other fields are the same
         of_heads = attention_half.Heads(**heads._asdict() | changed)
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
         qkv = tuple(map(tensors.product, self.qkv))
@@ -248,7 +255,13 @@ class MLP(NamedTuple):
         from halfbyte.kernels.cpu import feed_forward
 
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
-        how = self.residual_multiplier, self.gate_function, self.gated, self.parallel_residual, 0 if self.layer_scale is None else tensors.of(self.layer_scale)
+        how = (
+            self.residual_multiplier,
+            self.gate_function,
+            self.gated,
+            self.parallel_residual,
+            0 if self.layer_scale is None else tensors.of(self.layer_scale),
+        )
         return feed_forward.MLP(tensors.product(self.gate_up), tensors.product(self.down_proj), before, after, *how)
 
 
@@ -327,7 +340,7 @@ class DecoderLayer:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
         self.tensors = Addresses()
         of_second = None if second is None else second.inner(self.tensors)
-        self.beside = None if per_layer is None else per_layer.width
+        self.per_layer_width = None if per_layer is None else per_layer.width
         of_third = None if per_layer is None else per_layer.inner(self.tensors)
         self.inner = decoder.Layer(attention.inner(self.tensors), of_second, of_third)
 
@@ -348,7 +361,7 @@ class DecoderLayer:
         values: Tensor,
         length: int,
         mask: Tensor | None = None,
-        beside: Tensor | None = None,
+        per_layer_input: Tensor | None = None,
     ) -> Tensor:
         """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B is at most MOST_SEQUENCES. No gradients.
 
@@ -357,9 +370,9 @@ class DecoderLayer:
         keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written, or, where the layer makes none, are
                       there; int8 ones hold the records of `layouts/records.py` in the place of D elements
         mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask
-        beside        [B, t, P]: the layer's own input, if it has one
+        per_layer_input  [B, t, P]: the layer's own input, if it has one
         """
-        return run_layers((self,), x, rotary, [(keys, values, length)], mask, beside)[0]
+        return run_layers((self,), x, rotary, [(keys, values, length)], mask, per_layer_input)[0]
 
     def check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
         """Raises ArgumentError for what a call does not take."""
@@ -382,8 +395,8 @@ class DecoderLayer:
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
             raise ArgumentError(
                 f"this layer takes on the CPU x [B, t, {self.k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
-                f"[B, t, {self.rotary}], a cache [B, {heads.num_kv_heads}, T, {heads.head_dim}] with room for t tokens from {length} on and a mask bool "
-                f"[B, 1, t, T], got {got}"
+                f"[B, t, {self.rotary}], a cache [B, {heads.num_kv_heads}, T, {heads.head_dim}] with room for t tokens from {length} on and a "
+                f"mask bool [B, 1, t, T], got {got}"
             )
 
 
@@ -393,15 +406,23 @@ def run_layers(
     rotary: tuple[Tensor, Tensor],
     entries: Sequence[tuple[Tensor, Tensor, int]],
     mask: Tensor | None,
-    beside: Tensor | None = None,
+    per_layer_input: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of the layers, one after the other; `entries`: keys, values and length for each, the rest as in a call. beside: the own
-    input of a layer that is alone."""
+    """Return the outputs of the layers, one after the other.
+
+    Args:
+        layers: Compute the first one from x, each other one from the output before it.
+        x, rotary, mask: As for a call of a layer.
+        entries: Keys, values and length for each layer.
+        per_layer_input: Of a layer that is alone.
+    """
     for layer, entry in zip(layers, entries, strict=True):
         layer.check(x, rotary, *entry, mask)
-        wanted = None if layer.beside is None else (*x.shape[:2], layer.beside)
-        if (None if beside is None else tuple(beside.shape)) != wanted or (beside is not None and (len(layers) > 1 or not beside.is_cpu)):
-            got = None if beside is None else list(beside.shape)
+        wanted = None if layer.per_layer_width is None else (*x.shape[:2], layer.per_layer_width)
+        if (None if per_layer_input is None else tuple(per_layer_input.shape)) != wanted or (
+            per_layer_input is not None and (len(layers) > 1 or not per_layer_input.is_cpu)
+        ):
+            got = None if per_layer_input is None else list(per_layer_input.shape)
             raise ArgumentError(f"a layer with an input of its own takes it on the CPU, and alone: {wanted}, got {got} for {len(layers)}")
     from halfbyte.kernels.cpu import decoder
 
@@ -411,12 +432,14 @@ def run_layers(
     for layer in layers:
         layer.tensors.refresh()
     inner, places = [layer.inner for layer in layers], [decoder.Entry(*entry) for entry in entries]
-    return given(decoder.run(inner, exactly(x), (cos, sin), places, mask, None if beside is None else in_rows(beside)), x.dtype)
+    return given(
+        decoder.run(inner, exactly(x), (cos, sin), places, mask, None if per_layer_input is None else in_rows(per_layer_input)), x.dtype
+    )
 
 
-def in_rows(beside: Tensor) -> Tensor:
+def in_rows(per_layer_input: Tensor) -> Tensor:
     """[B, t, P] as float32 whose rows of P elements, contiguous ones, lie equally far apart."""
-    wide = beside.float()
+    wide = per_layer_input.float()
     return wide if wide.stride(2) == 1 and wide.stride(0) == wide.stride(1) * wide.shape[1] else wide.contiguous()
 
 

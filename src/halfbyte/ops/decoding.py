@@ -20,8 +20,8 @@ from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import (
     GATES,
-    MADE,
-    PAIRS,
+    PROJECTIONS,
+    ROPE_INTERLEAVED,
     GateFunction,
     Projections,
     RopeInterleaved,
@@ -53,8 +53,8 @@ _library.define(
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int turned, str pairs, "
-    "bool turned_first, str made, bool values_normed, float factor, int advance, bool ring, float? cap) -> Tensor"
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int rotary_dim, str rope_interleaved, "
+    "bool norm_after_rope, str projections, bool v_norm, float factor, int advance, bool ring, float? cap) -> Tensor"
 )
 
 
@@ -106,14 +106,14 @@ def attend(
     qkv           [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without positions; or what `heads`
                   say that is made: of queries alone nothing is appended
     rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
-                  head are rotated, or neighbours, where `heads.pairs` says so: by the first half of R, or by R numbers, each twice), or
+                  head are rotated, or adjacent ones, where `heads.rope_interleaved` says so: by R / 2 or R columns), or
                   of R / 2 numbers where the other half is the same; None: nothing is
     keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T; or their codes, int8 (layouts/records.py)
     length        int64, one number: the tokens in the cache, or that a ring has seen, with the new one where nothing is appended;
                   `advance`, 1 or 0, is added
     mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
                   None: all may be seen
-    heads         the factor and the soft cap of scores, sinks and pairs; how many heads there are follows from qkv and the cache, as a
+    heads         the factor and the soft cap of scores, sinks, interleaving; how many heads there are follows from qkv and the cache, as a
                   process may have a part of them. Norms, if any, are RMS norms, before the rotation unless `heads` say that it is first,
                   which differ in nothing but their weights: [D] of each head, or, before the rotation, [H * D] and [Hkv * D] of all heads
                   together
@@ -321,11 +321,11 @@ class _Token(NamedTuple):
     plus_one: bool
     sinks: Tensor | None
     scale: float
-    turned: int
-    pairs: RopeInterleaved
-    turned_first: bool
-    made: Projections
-    values_normed: bool
+    rotary_dim: int
+    rope_interleaved: RopeInterleaved
+    norm_after_rope: bool
+    projections: Projections
+    v_norm: bool
     factor: float
     advance: int
     ring: bool
@@ -354,7 +354,7 @@ class _Token(NamedTuple):
     @property
     def others(self) -> int:
         """How many of keys and values are made."""
-        return key_value_heads(self.made)
+        return key_value_heads(self.projections)
 
     @property
     def of_all_heads(self) -> bool:
@@ -373,14 +373,16 @@ class _Token(NamedTuple):
             others = self.others * kv_heads
             heads = qkv.shape[1] // dim - others
             fits = qkv.shape == (batch, (heads + others) * dim) and heads > 0 and heads % kv_heads == 0 and dim % 2 == 0
-            fits &= self.pairs in PAIRS and not (self.turned_first and self.of_all_heads)
-            fits &= self.made in MADE and (self.others > 0 or self.advance == 0)
-            fits &= not self.values_normed or (self.q_norm is not None and not self.of_all_heads)
+            fits &= self.rope_interleaved in ROPE_INTERLEAVED and not (self.norm_after_rope and self.of_all_heads)
+            fits &= self.projections in PROJECTIONS and (self.others > 0 or self.advance == 0)
+            fits &= not self.v_norm or (self.q_norm is not None and not self.of_all_heads)
             turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
-                fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.turned % 2 == 0
-                fits &= 0 < self.turned <= dim
-                fits &= self.rotary[0].shape[1] in ([self.turned] if self.pairs == "repeated" else [self.turned, self.turned // 2])
+                fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.rotary_dim % 2 == 0
+                fits &= 0 < self.rotary_dim <= dim
+                fits &= self.rotary[0].shape[1] in (
+                    [self.rotary_dim] if self.rope_interleaved == "repeated" else [self.rotary_dim, self.rotary_dim // 2]
+                )
                 fits &= self.rotary[0].shape == self.rotary[1].shape
             fits &= (turns[0] is None) == (turns[1] is None)
             fits &= mask is None or (mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
@@ -406,11 +408,11 @@ def _attend(*args: Any) -> Tensor:
     qkv, keys, values = token.qkv, token.keys, token.values
     batch, kv_heads, size, dim = keys.shape
     x = qkv.view(batch, heads + token.others * kv_heads, dim).float()
-    q, k, v = parted_in_torch(x, heads, kv_heads, token.made)
-    if token.values_normed:
+    q, k, v = parted_in_torch(x, heads, kv_heads, token.projections)
+    if token.v_norm:
         v = wide_norm(v, Norm(torch.ones_like(v[0, 0]), token.eps))
     rotary = None if token.rotary is None else (token.rotary[0].float()[:, None], token.rotary[1].float()[:, None])
-    turns = token.turned, token.pairs, token.turned_first
+    turns = token.rotary_dim, token.rope_interleaved, token.norm_after_rope
     q, k = placed_in_torch(q, k, token.norms, rotary, *turns, rows=token.of_all_heads)
     at = token.length.view(1) - (0 if token.others else 1)
     place = at % size if token.ring else at
@@ -445,9 +447,9 @@ def _attend(*args: Any) -> Tensor:
     return y.to(qkv.dtype).view(batch, heads * dim)
 
 
-def parted_in_torch(x: Tensor, heads: int, kv_heads: int, made: Projections) -> tuple[Tensor, Tensor, Tensor]:
+def parted_in_torch(x: Tensor, heads: int, kv_heads: int, projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of x [..., heads, D]; keys stand for values that are made of them, queries for what is not made."""
-    parts = x.split((heads, *(kv_heads,) * key_value_heads(made)), -2)
+    parts = x.split((heads, *(kv_heads,) * key_value_heads(projections)), -2)
     return parts[0], parts[1 if len(parts) > 1 else 0][..., :kv_heads, :], parts[-1][..., :kv_heads, :]
 
 
@@ -456,37 +458,37 @@ def placed_in_torch(
     k: Tensor,
     norms: tuple[Norm, Norm] | None,
     rotary: tuple[Tensor, Tensor] | None,
-    turned: int,
-    pairs: RopeInterleaved,
-    turned_first: bool,
+    rotary_dim: int,
+    rope_interleaved: RopeInterleaved,
+    norm_after_rope: bool,
     *,
     rows: bool,
 ) -> tuple[Tensor, Tensor]:
     """q [..., H, D] and k [..., Hkv, D] with the norms and positions that `ops.decoder.Heads` has."""
 
     def turn(x: Tensor) -> Tensor:
-        return x if rotary is None else turned_in_torch(x, *rotary, turned, pairs)
+        return x if rotary is None else rope_in_torch(x, *rotary, rotary_dim, rope_interleaved)
 
     if norms is None:
         return turn(q), turn(k)
-    if turned_first:
+    if norm_after_rope:
         q, k = turn(q), turn(k)
     q, k = (wide_norm(t.flatten(-2) if rows else t, norm).view(t.shape) for t, norm in zip((q, k), norms, strict=True))
-    return (q, k) if turned_first else (turn(q), turn(k))
+    return (q, k) if norm_after_rope else (turn(q), turn(k))
 
 
-def turned_in_torch(x: Tensor, cos: Tensor, sin: Tensor, turned: int, pairs: RopeInterleaved) -> Tensor:
-    """x [..., D] with positions in the first elements, `turned`, by tables [..., R] or of the first R / 2."""
-    part, half = x[..., :turned], turned // 2
-    if pairs == "half":
+def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, rope_interleaved: RopeInterleaved) -> Tensor:
+    """Apply rope to the first elements of x [..., D], `rotary_dim`, by tables [..., R] or of the first R / 2."""
+    part, half = x[..., :rotary_dim], rotary_dim // 2
+    if rope_interleaved == "half":
         cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
-    elif cos.shape[-1] < turned:
+    elif cos.shape[-1] < rotary_dim:
         cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
-    if is_interleaved(pairs):
+    if is_interleaved(rope_interleaved):
         other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
     else:
         other = torch.cat((-part[..., half:], part[..., :half]), -1)
-    return torch.cat((part * cos + other * sin, x[..., turned:]), -1)
+    return torch.cat((part * cos + other * sin, x[..., rotary_dim:]), -1)
 
 
 def _attend_cuda(*args: Any) -> Tensor:
@@ -510,7 +512,7 @@ def _attend_cuda(*args: Any) -> Tensor:
         if norms is not None and token.of_all_heads:
             read, within = output(torch.empty_like(qkv)), None
             norm.launch_parts(here, qkv, norms, read)
-        of_heads = token.turned, token.pairs, token.sinks, token.turned_first, token.others, token.values_normed
+        of_heads = token.rotary_dim, token.rope_interleaved, token.sinks, token.norm_after_rope, token.others, token.v_norm
         how = kernel.How(token.factor, token.ring, *of_heads)
         cache = keys, values, *token.scales
         kernel.launch(here, read, token.rotary, cache, token.length, token.mask, out, token.scale, token.advance, within, how)

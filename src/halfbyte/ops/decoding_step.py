@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
     def check(self, layers: Sequence[DecoderLayer]) -> None:
         """Raises ArgumentError where it does not fit to layers, or is not supported."""
-        k, widths = layers[0].k, {layer.beside for layer in layers}
+        k, widths = layers[0].k, {layer.per_layer_width for layer in layers}
         width, shapes = self.norm.weight.shape[0], [tuple(self.table.shape), tuple(self.projection.packed.shape)]
         expected = len(layers) * width
         fits = widths == {width} and len(shapes[0]) == 2 and shapes[0][1] == expected and shapes[1] == (expected, k)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.decoder import Attention, MLP, Heads, Norm
+from halfbyte.ops.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.layers import Addresses, exactly, given, why_not_packed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,7 +107,10 @@ def why_not(attention: Attention, mlp: MLP) -> str | None:
         return "its attention has several products, or heads with norms or rope"
     if mlp.activation != "gelu" or mlp.gated or mlp.parallel_residual:
         return "its MLP is no down(gelu(up(x)))"
-    if any(half.post_norm is not None or half.residual_multiplier != 1 for half in (attention, mlp)) or len(_norms_of(attention, mlp)[1]) != _NORMS:
+    if (
+        any(half.post_norm is not None or half.residual_multiplier != 1 for half in (attention, mlp))
+        or len(_norms_of(attention, mlp)[1]) != _NORMS
+    ):
         return "it has other norms than two before its halves, or two of the sums with the residual"
     if heads.head_dim % 4:
         return f"heads of {heads.head_dim} are not a multiple of 4"

@@ -94,8 +94,8 @@ class Experts(NamedTuple):
     """The mixture-of-experts half of a layer: y = h + `Mixture`(x) + shared_expert(x),  x = pre_norm(h)
 
     The experts of a token are the `top_k` largest of router · x + router_bias, their weights the softmax of these, or their share of the
-    softmax of all. With `scores`, experts are the `top_k` largest of scores + correction_bias, weights the scores of these, or their share of
-    the sum of these. All weights are multiplied by `scaling_factor`.
+    softmax of all. With `scores`, experts are the `top_k` largest of scores + correction_bias, weights the scores of these, or
+    their share of the sum of these. All weights are multiplied by `scaling_factor`.
 
     Attributes:
         gate_up, down_proj: Stacks, as in `Mixture`.
@@ -176,7 +176,9 @@ class Experts(NamedTuple):
         before = norm_of(tensors, self.pre_norm)
         shared = None
         if self.shared_expert is not None:
-            shared = experts.SharedExpert(tensors.product(self.shared_expert.gate_up), tensors.product(self.shared_expert.down_proj), *(gates or [0]))
+            shared = experts.SharedExpert(
+                tensors.product(self.shared_expert.gate_up), tensors.product(self.shared_expert.down_proj), *(gates or [0])
+            )
         return experts.Experts(
             tensors.product(self.gate_up),
             tensors.product(self.down_proj),

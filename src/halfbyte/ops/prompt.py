@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.dispatch.gpu import triton_trouble
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
-from halfbyte.kernels.layer_kinds import MADE, PAIRS, GateFunction, key_value_heads
+from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, GateFunction, key_value_heads
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.decoder import Heads, Norm
@@ -30,7 +30,9 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
     from halfbyte.kernels.gpu import attend_many as kernel
 
     normed = heads.num_heads * heads.head_dim if heads.qk_norm_whole and heads.qk_norm else None
-    return kernel.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype) or (None if normed is None else why_not_norm(normed, here))
+    return kernel.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype) or (
+        None if normed is None else why_not_norm(normed, here)
+    )
 
 
 # Gates
@@ -71,7 +73,13 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
     norms = None if heads.qk_norm is None else (heads.qk_norm[0][:3], heads.qk_norm[1][:3])
-    turned = 0 if rotary is None else heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, key_value_heads(heads.projections), heads.v_norm
+    rotary_dim = (
+        0 if rotary is None else heads.rotary_width,
+        heads.rope_interleaved,
+        heads.norm_after_rope,
+        key_value_heads(heads.projections),
+        heads.v_norm,
+    )
 
     def steps() -> Tensor:
         queries = output(qkv.new_empty((*qkv.shape[:2], heads.num_heads, heads.head_dim)))
@@ -79,13 +87,15 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
         if norms is not None and heads.qk_norm_whole:
             read, within = output(torch.empty_like(flat)), None
             norm.launch_parts(here, flat, norms, read)
-        kernel.launch(here, read, rotary, queries, (keys, values), length, within, *turned)
+        kernel.launch(here, read, rotary, queries, (keys, values), length, within, *rotary_dim)
         return queries
 
     weights, settings = (None, None) if norms is None else (norms[0][0], norms[1][0]), None if norms is None else norms[0][1:]
     operands = flat, *(rotary or (None, None)), keys, values, length, *weights
     with on(qkv):
-        return replayed(steps, operands, "rope", qkv.shape[:2], heads.num_heads, heads.num_kv_heads, heads.qk_norm_whole, *turned, settings)
+        return replayed(
+            steps, operands, "rope", qkv.shape[:2], heads.num_heads, heads.num_kv_heads, heads.qk_norm_whole, *rotary_dim, settings
+        )
 
 
 def _check_turn(
@@ -93,8 +103,8 @@ def _check_turn(
 ) -> None:
     shape, width = (keys.shape[0], heads.num_kv_heads, keys.shape[2], heads.head_dim), heads.outputs
     fits = keys.shape == values.shape == shape and keys.dtype == values.dtype == qkv.dtype and qkv.dim() == 3
-    fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.rope_interleaved in PAIRS
-    fits = fits and not (heads.qk_norm_whole and heads.norm_after_rope) and heads.projections in MADE
+    fits = fits and len(qkv) == len(keys) and qkv.shape[2] == width and heads.rope_interleaved in ROPE_INTERLEAVED
+    fits = fits and not (heads.qk_norm_whole and heads.norm_after_rope) and heads.projections in PROJECTIONS
     fits = fits and not (heads.v_norm and (heads.qk_norm is None or heads.qk_norm_whole))
     fits = fits and (length is None or (length.numel() == 1 and length.dtype == torch.int64))
     if fits and rotary is not None:
@@ -102,7 +112,11 @@ def _check_turn(
         fits = cos.dim() == 3 and cos.shape == sin.shape and heads.accepts_rope_of(cos.shape[-1]) and heads.rotary_width <= heads.head_dim
         fits = fits and cos.shape[0] in (1, len(qkv)) and cos.shape[1] == qkv.shape[1]
     if fits and heads.qk_norm is not None:
-        of_all = (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim) if heads.qk_norm_whole else (heads.head_dim, heads.head_dim)
+        of_all = (
+            (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
+            if heads.qk_norm_whole
+            else (heads.head_dim, heads.head_dim)
+        )
         fits = all(norm.weight.shape == (size,) for norm, size in zip(heads.qk_norm, of_all, strict=True))
     if not fits:
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, values, *(rotary or ()), length) if t is not None)
@@ -119,7 +133,9 @@ def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, value
     if heads.v_norm and heads.qk_norm is not None:
         v = wide_norm(v, Norm(torch.ones_like(v[0, 0, 0]), heads.qk_norm[0].eps))
     tables = None if rotary is None else (rotary[0].float().unsqueeze(2), rotary[1].float().unsqueeze(2))
-    q, k = placed_in_torch(q, k, heads.qk_norm, tables, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, rows=heads.qk_norm_whole)
+    q, k = placed_in_torch(
+        q, k, heads.qk_norm, tables, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, rows=heads.qk_norm_whole
+    )
     if heads.projections == "q":
         return q.to(qkv.dtype)
     places = torch.arange(tokens, device=qkv.device) + (0 if length is None else length)

@@ -3,8 +3,8 @@
     q, k, v = a token's row of [H + 2 Hkv, D]
     q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight, or 1 + weight;
                                                            v, too, without a weight (Gemma 4)
-    q, k    = turned by the token's position               x * cos + (-x[R/2:R], x[:R/2]) * sin, the first R elements of D (Su et al.,
-                                                           RoFormer, 2021); none where R is 0; or neighbours are turned, x * cos +
+    q, k    = rope(q), rope(k)                            x * cos + (-x[R/2:R], x[:R/2]) * sin, the first R elements of D (Su et al.,
+                                                           RoFormer, 2021); none where R is 0; or adjacent elements, x * cos +
                                                            (-x[1], x[0], -x[3], x[2], …) * sin (GLM, Cohere). Or before norms (Hunyuan)
     cache   takes k and v                                  where they are the layer's own (Gemma 4: or v is k, before norm and position)
     y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it; of capped scores
@@ -63,12 +63,21 @@ _ROUNDING = 1.5 * 2.0**23  # plus what is between -2^22 and 2^22: a float whose 
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """dim: D; group: H / Hkv; kind: of the cache, "f32", "bf16", "f16" or "int8" (records); normed: heads have norms; masked: there is a
-    mask; enters: all that is done is that the cache gets its entries, and queries norms and positions where they are, for
-    `attend_whole.py`; turned: R, all of D where it is None; plus_one: norms multiply by 1 + weight; capped: scores are; sinks: there
-    are some, float32 [H]; pairs: neighbours are turned, by tables of R / 2 elements, "half", or of R, "repeated"; "" where they are not;
-    turned_first: before norms; made: what a row has, "qkv", "qk", whose values are what keys are made of, or "q", where keys and values
-    of the new tokens, too, are in the cache already; values_normed: values have a norm, without a weight."""
+    """What a kernel of attention is generated for.
+
+    Attributes:
+        dim: Elements of a head, D.
+        group: Query heads of a key-value head, H / Hkv.
+        kind: Of the cache: "f32", "bf16", "f16", or "int8" for records of codes and scales.
+        normed: Whether queries and keys have norms.
+        masked: Whether there is a mask.
+        enters: Whether keys and values are only written to the cache, and queries normed and rotated in place, for `attend_whole.py`.
+        rotary_dim: As in `ops.decoder.Heads`.
+        plus_one: Whether norms multiply by 1 + weight.
+        capped: Whether scores have a soft cap.
+        sinks: Whether there are attention sinks, float32 [H].
+        rope_interleaved, norm_after_rope, projections, v_norm: As in `ops.decoder.Heads`.
+    """
 
     dim: int
     group: int
@@ -76,22 +85,22 @@ class AttendSpec:
     normed: bool
     masked: bool
     enters: bool = False
-    turned: int | None = None
+    rotary_dim: int | None = None
     plus_one: bool = False
     capped: bool = False
     sinks: bool = False
-    pairs: RopeInterleaved = ""
-    turned_first: bool = False
-    made: Projections = "qkv"
-    values_normed: bool = False
+    rope_interleaved: RopeInterleaved = ""
+    norm_after_rope: bool = False
+    projections: Projections = "qkv"
+    v_norm: bool = False
 
 
-def supports(heads: int, kv_heads: int, dim: int, turned: int | None = None) -> str | None:
+def supports(heads: int, kv_heads: int, dim: int, rotary_dim: int | None = None) -> str | None:
     """Why these heads are not computed here; None where they are."""
     if dim % 8:
         return f"heads of {dim} are not a multiple of 8"
-    if turned is not None and (turned % 8 or not 0 <= turned <= dim):
-        return f"{turned} of the {dim} elements of a head, which have positions, are not a multiple of 8"
+    if rotary_dim is not None and (rotary_dim % 8 or not 0 <= rotary_dim <= dim):
+        return f"{rotary_dim} of the {dim} elements of a head, which have positions, are not a multiple of 8"
     if heads % kv_heads or heads // kv_heads > MOST_GROUP:
         return f"{heads} query heads for {kv_heads} of keys are not 1 to {MOST_GROUP} for each"
     return None
@@ -108,8 +117,8 @@ class _Attend(Emitter):
 
     def __init__(self, spec: AttendSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.turned = spec.dim if spec.turned is None else spec.turned
-        self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim // 2 % n == 0 and self.turned // 2 % n == 0)
+        self.rotary_dim = spec.dim if spec.rotary_dim is None else spec.rotary_dim
+        self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim // 2 % n == 0 and self.rotary_dim // 2 % n == 0)
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
         self.vectors = spec.dim // self.lanes
         self.queries, self.totals, self.scores = (f.alloca("float", spec.group * n, 64) for n in (spec.dim, spec.dim, _CHUNK))
@@ -125,12 +134,12 @@ class _Attend(Emitter):
             b, h = item // kv_heads, item % kv_heads
             keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
             values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")
-            for j in f.loop(tokens) if key_value_heads(spec.made) else ():
+            for j in f.loop(tokens) if key_value_heads(spec.projections) else ():
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
                 keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._placed(key, "k_norm", b, j))
-                value = self._loaded(key if key_value_heads(spec.made) == 1 else key + kv_heads * head_bytes)
-                parts = self._normed(value, None) if spec.values_normed else value
+                value = self._loaded(key if key_value_heads(spec.projections) == 1 else key + kv_heads * head_bytes)
+                parts = self._normed(value, None) if spec.v_norm else value
                 keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), parts)
             for j in f.loop(tokens):
                 row = b * tokens + j
@@ -153,10 +162,10 @@ class _Attend(Emitter):
         """A head with its norm and its position."""
         parts = self._loaded(x)
         if not self.spec.normed:
-            return self._turned(parts, b, j)
-        if self.spec.turned_first:
-            return self._normed(self._turned(parts, b, j), norm)
-        return self._turned(self._normed(parts, norm), b, j)
+            return self._rotated(parts, b, j)
+        if self.spec.norm_after_rope:
+            return self._normed(self._rotated(parts, b, j), norm)
+        return self._rotated(self._normed(parts, norm), b, j)
 
     def _loaded(self, x: Value) -> list[Value]:
         return [x.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
@@ -174,15 +183,15 @@ class _Attend(Emitter):
         weights = self._loaded(self.pointer(norm))
         return [part * root * (w + 1.0 if self.spec.plus_one else w) for part, w in zip(parts, weights, strict=True)]
 
-    def _turned(self, parts: list[Value], b: Value, j: Value) -> list[Value]:
+    def _rotated(self, parts: list[Value], b: Value, j: Value) -> list[Value]:
         f = self.f
-        if not self.turned:
+        if not self.rotary_dim:
             return parts
         turn = b * self.get("rotary_batch") + j * self.get("rotary_token")
         cos, sin = self.pointer("cos") + turn, self.pointer("sin") + turn
-        half, out = self.turned // self.lanes // 2, []
+        half, out = self.rotary_dim // self.lanes // 2, []
         for at, part in enumerate(parts[: 2 * half]):
-            if is_interleaved(self.spec.pairs):
+            if is_interleaved(self.spec.rope_interleaved):
                 other = part.shuffle([i ^ 1 for i in range(self.lanes)]) * f.constant(self.floats, [-1.0, 1.0] * (self.lanes // 2))
             else:
                 other = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]
@@ -191,8 +200,8 @@ class _Attend(Emitter):
         return [*out, *parts[2 * half :]]
 
     def _of_table(self, table: Value, at: int, half: int) -> Value:
-        """The cosines, or sines, of vector `at` of a head of which 2 * `half` are turned."""
-        match self.spec.pairs:
+        """The cosines, or sines, of vector `at` of a head of which rope rotates 2 * `half`."""
+        match self.spec.rope_interleaved:
             case "":
                 return table.load(self.floats, at % half * self.bytes, 4)
             case "repeated":
@@ -201,7 +210,7 @@ class _Attend(Emitter):
                 some = table.load(vector("float", self.lanes // 2), at * self.bytes // 2, 4)
                 return some.shuffle([i // 2 for i in range(self.lanes)])
             case _:
-                raise unreachable(self.spec.pairs, "the pairs of rope,")
+                raise unreachable(self.spec.rope_interleaved, "the interleaving of rope,")
 
     def _kept(self, row: Value, at: int) -> Value:
         return kept(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)

@@ -46,17 +46,7 @@ class Size(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """H query heads, Hkv key-value heads, D elements each.
-
-    scale   of scores
-    norms   of queries and keys, with one eps and of one kind; None where there are none
-    rows    whether norms are of whole rows, weights [H * D] and [Hkv * D], not of heads, weights [D]
-    turned  elements of a head that have positions, the first
-    cap     of scores, or None
-    sinks   the address of float32 [H], or 0
-    pairs   which elements are turned, as in AttendSpec
-    turned_first, made, values_normed  as in AttendSpec
-    """
+    """The heads of attention, as `ops.decoder.Heads` has them, norms by their addresses; `sinks`: the address of float32 [H], or 0."""
 
     num_heads: int
     num_kv_heads: int
@@ -75,11 +65,9 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The weights, by their addresses: whoever calls sees to it that they are there. What is not packed is float32.
+    """The attention half of a layer, as `ops.decoder.Attention` has it, by the addresses of its tensors, which the caller must keep alive.
 
-    qkv            one product, or one after the other those whose outputs stand side by side, of what `heads` say that is made
-    before, after  the norms of x and of what `o` gives, or None
-    factor         of what is added to x; 1 where there is a norm after
+    What is not packed is float32. `qkv`: one product, or several whose outputs stand side by side.
     """
 
     qkv: tuple[Product, ...]
@@ -143,15 +131,15 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     group = heads.num_heads // heads.num_kv_heads
     norms = None if heads.qk_norm_whole else heads.qk_norm
     capped, sinks, plus_one = heads.softcap is not None, heads.sinks != 0, norms is not None and norms[0].unit_offset
-    turned = None if heads.rotary_dim == heads.head_dim else heads.rotary_dim
+    rotary_dim = None if heads.rotary_dim == heads.head_dim else heads.rotary_dim
     masked = size.masked and not many
     of_scores = capped and not many, sinks and not many
     spec = AttendSpec(
-        *(heads.head_dim, group, size.kind, norms is not None, masked, many, turned, plus_one, *of_scores),
-        pairs=heads.rope_interleaved,
-        turned_first=heads.norm_after_rope,
-        made=heads.projections,
-        values_normed=heads.v_norm,
+        *(heads.head_dim, group, size.kind, norms is not None, masked, many, rotary_dim, plus_one, *of_scores),
+        rope_interleaved=heads.rope_interleaved,
+        norm_after_rope=heads.norm_after_rope,
+        projections=heads.projections,
+        v_norm=heads.v_norm,
     )
     sizes = {"batch": size.batch, "tokens": size.tokens}
     norms = norms or (Norm(0, 0.0), Norm(0, 0.0))

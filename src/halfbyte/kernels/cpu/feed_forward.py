@@ -22,14 +22,9 @@ _pack_one = struct.Struct("<q").pack_into
 
 @dataclass(frozen=True, eq=False)
 class MLP:
-    """The weights, by their addresses.
+    """The MLP half of a layer, as `ops.decoder.MLP` has it, by the addresses of its tensors, which the caller must keep alive.
 
-    before, after  the norms of h and of what `down` gives, or None
-    factor         of what is added to h; 1 where there is a norm after
-    gates          their function, as in `chain.GATES`
-    gated          whether there are gates; else `gates` is the function of all
-    parallel       whether x is read, not h
-    scale          where there is a norm after, the address of a float that y is multiplied by, or 0
+    `layer_scale`: the address of a float by which y is multiplied, or 0; where there is a `post_norm` alone.
     """
 
     gate_up: Product
@@ -61,7 +56,9 @@ class MLPPlan:
         memory = shared("feed_forward", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
         laid, (gates, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
         first = laid.steps(half.gate_up, hidden, gates, norm=half.pre_norm, gates=half.activation, gated=half.gated)
-        self._last = Added(laid, half.down_proj, gates, 4 * half.gate_up.n, sums, half.post_norm, half.residual_multiplier, half.layer_scale)
+        self._last = Added(
+            laid, half.down_proj, gates, 4 * half.gate_up.n, sums, half.post_norm, half.residual_multiplier, half.layer_scale
+        )
         self._kept, self._first = (memory, first), first.linear
         self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 

@@ -34,8 +34,7 @@ Fields = dict[str, int | tuple[float, float]]
 
 
 class Norm(NamedTuple):
-    """An RMS norm: the address of its weight, float32 [K], what is added to the mean of squares, and whether 1 + weight is the factor; or,
-    where it is `centred`, a layer norm with the shift, float32 [K], at that address."""
+    """RMSNorm or LayerNorm, as `ops.decoder.Norm` has it, by the addresses of its weight and bias, float32 [K]."""
 
     weight: int
     eps: float

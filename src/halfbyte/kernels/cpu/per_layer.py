@@ -19,7 +19,7 @@ _BESIDE = PRODUCT.offset("beside")
 
 @dataclass(frozen=True, eq=False)
 class PerLayerInput:
-    """The weights, by their addresses. function: f, as in `chain.GATES`; scale: the address of s, or 0."""
+    """What a layer does with its per-layer input, as `ops.decoder.PerLayerInput` has it, by addresses; `layer_scale`: of a float, or 0."""
 
     gate: Product
     projection: Product

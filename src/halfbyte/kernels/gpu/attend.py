@@ -2,7 +2,7 @@
 
     q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[R/2:], x[:R/2]) * sin     (Su et al., RoFormer, 2021)
     (or q, k, of which v is made, too, before anything else; or q alone, where `length` tokens are in the cache with the new one: Gemma 4)
-    in the first R elements of D, or neighbours are turned: x[2 i], x[2 i + 1] -> x * cos + (-x[2 i + 1], x[2 i]) * sin; before that, where
+    in the first R elements of D, or of adjacent elements: x[2 i], x[2 i + 1] -> x * cos + (-x[2 i + 1], x[2 i]) * sin; before that, where
     there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and Sennrich, 2019);
     v may have one without a weight
     keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true, or
@@ -58,8 +58,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class Static(CompileTime):
     """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
-    take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `turned` elements of a head have
-    positions; `pairs`, `turned_first`, `others` and `values_normed` as in `How`; `short`: tables have R / 2 numbers; `added`: masks are
+    take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `rotary_dim`, `rope_interleaved`,
+    `norm_after_rope`, `others` and `v_norm` as in `How`; `short`: rope's tables have R / 2 columns; `added`: masks are
     added to scores; `codes`: the cache has codes and scales."""
 
     dim: int
@@ -70,15 +70,15 @@ class Static(CompileTime):
     warps: int
     stages: int
     pdl: bool
-    turned: int
+    rotary_dim: int
     plus_one: bool = False
     ring: bool = False
-    pairs: RopeInterleaved = ""
+    rope_interleaved: RopeInterleaved = ""
     short: bool = False
     added: bool = False
-    turned_first: bool = False
+    norm_after_rope: bool = False
     others: int = 2
-    values_normed: bool = False
+    v_norm: bool = False
     codes: bool = False
 
     @property
@@ -93,8 +93,8 @@ class Static(CompileTime):
 
     @property
     def neighbours(self) -> bool:
-        """Whether they are turned together."""
-        return is_interleaved(self.pairs)
+        """Whether rope rotates adjacent elements."""
+        return is_interleaved(self.rope_interleaved)
 
     @property
     def group(self) -> int:
@@ -107,23 +107,23 @@ class How(NamedTuple):
 
     factor  of the result
     ring    the cache is one
-    turned  elements of a head that have positions, R; None: as many as the tables have, which may have R / 2
-    pairs   "": element i is turned with i + R / 2; "half", "repeated": 2 i with 2 i + 1, by the first R / 2 numbers of the tables, or by R,
+    rotary_dim  elements of a head that rope rotates, R; None: as many as the tables have, which may have R / 2
+    rope_interleaved  "": elements i and i + R / 2; "half", "repeated": 2 i and 2 i + 1, by the first R / 2 columns of the tables, or by R,
             each twice
     sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
-    turned_first  positions come before norms
+    norm_after_rope  norms follow rope
     others  what there is beside queries: 2, keys and values; 1, keys, which values are, too; 0, nothing, as the new token is in the cache
-    values_normed  values have a norm, without a weight, as those of queries else
+    v_norm  values have a norm, without a weight, as those of queries else
     """
 
     factor: float = 1.0
     ring: bool = False
-    turned: int | None = None
-    pairs: RopeInterleaved = ""
+    rotary_dim: int | None = None
+    rope_interleaved: RopeInterleaved = ""
     sinks: Tensor | None = None
-    turned_first: bool = False
+    norm_after_rope: bool = False
     others: int = 2
-    values_normed: bool = False
+    v_norm: bool = False
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, codes: bool = False) -> str | None:
@@ -205,10 +205,16 @@ def launch(
     heads = out.shape[1] // dim
     s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu, codes=len(cache) == 4)
     width = 0 if rotary is None else rotary[0].shape[1]
-    turned = width if how.turned is None or rotary is None else how.turned
-    s = replace(s, turned=turned, pairs=how.pairs, short=width < turned, added=mask is not None and mask.is_floating_point())
-    s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring, turned_first=how.turned_first)
-    s = replace(s, others=how.others, values_normed=how.values_normed)
+    rotary_dim = width if how.rotary_dim is None or rotary is None else how.rotary_dim
+    s = replace(
+        s,
+        rotary_dim=rotary_dim,
+        rope_interleaved=how.rope_interleaved,
+        short=width < rotary_dim,
+        added=mask is not None and mask.is_floating_point(),
+    )
+    s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring, norm_after_rope=how.norm_after_rope)
+    s = replace(s, others=how.others, v_norm=how.v_norm)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
@@ -250,7 +256,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     ROWS: tl.constexpr = S.rows
     WIDE: tl.constexpr = S.wide
     STAGES: tl.constexpr = S.stages
-    TURNED: tl.constexpr = S.turned
+    TURNED: tl.constexpr = S.rotary_dim
     if S.pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -262,11 +268,11 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     d = tl.arange(0, WIDE)
     g = tl.arange(0, ROWS)
     inside = d < DIM
-    turned = d < TURNED
+    rotary_dim = d < TURNED
     if S.neighbours:
-        half = tl.where(turned, d ^ 1, d)
+        half = tl.where(rotary_dim, d ^ 1, d)
     else:
-        half = tl.where(turned, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
+        half = tl.where(rotary_dim, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
     if norms is not None:
         q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
         q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
@@ -311,36 +317,36 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         k_half = tl.load(new + half, mask=inside, other=0.0)
         v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0) if S.others == 2 else k
     if TURNED > 0:
-        if S.pairs == "half":
+        if S.rope_interleaved == "half":
             entry = d // 2
         elif S.short:
             entry = tl.where(d < TURNED // 2, d, d - TURNED // 2)
         else:
             entry = d
-        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=turned, other=1.0)
-        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=turned, other=0.0)
+        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=rotary_dim, other=1.0)
+        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=rotary_dim, other=0.0)
         first_of_two = d % 2 == 0 if S.neighbours else d < TURNED // 2
         cos, sin = cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
     else:
         cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
     q, q_half = q.to(tl.float32), q_half.to(tl.float32)
-    if norms is not None and not S.turned_first:
+    if norms is not None and not S.norm_after_rope:
         q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
         q, q_half = q * q_root * q_factor[None, :], q_half * q_root * q_factor_half[None, :]
     q = q * cos[None, :] + q_half * sin[None, :]
-    if norms is not None and S.turned_first:
+    if norms is not None and S.norm_after_rope:
         q = q * tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None] * q_factor[None, :]
     q *= scale
     if S.others > 0:
         k, k_half = k.to(tl.float32), k_half.to(tl.float32)
-        if S.values_normed:
+        if S.v_norm:
             wide = v.to(tl.float32)
             v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + norms[2])).to(FLOAT)
-        if norms is not None and not S.turned_first:
+        if norms is not None and not S.norm_after_rope:
             k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
             k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
         k = k * cos + k_half * sin
-        if norms is not None and S.turned_first:
+        if norms is not None and S.norm_after_rope:
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * k_factor
         # What is attended to is what the cache will hold.
         k = k.to(FLOAT)

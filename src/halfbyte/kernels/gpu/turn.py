@@ -31,28 +31,28 @@ _ELEMENTS = 1024  # of a block
 
 @dataclass(frozen=True)
 class Static(CompileTime):
-    """What the kernel is compiled for: `heads` of a block, of `dim` elements, of which the first, `turned`, have positions.
+    """What the kernel is compiled for: `heads` of a block, of `dim` elements, of which rope rotates the first, `rotary_dim`.
 
     wide, beside  pairs of those that have, and elements that have not, up to powers of two
     neighbours    elements of a pair are
     once          an element of the tables, of which the first half counts, is for a pair
-    turned_first  before norms
+    norm_after_rope  rope precedes norms
     others        what a row has beside queries: 2, keys and values; 1, keys, which values are made of, too; 0, nothing
-    values_normed  values have a norm
+    v_norm        values have a norm
     """
 
     heads: int
     dim: int
-    turned: int
+    rotary_dim: int
     wide: int
     beside: int
     neighbours: bool
     once: bool
     plus_one: bool
-    turned_first: bool
+    norm_after_rope: bool
     pdl: bool
     others: int
-    values_normed: bool
+    v_norm: bool
 
 
 def launch(
@@ -63,11 +63,11 @@ def launch(
     cache: tuple[Tensor, Tensor],
     length: Tensor | None,
     norms: tuple[Norm, Norm] | None = None,
-    turned: int = 0,
-    pairs: RopeInterleaved = "",
-    turned_first: bool = False,
+    rotary_dim: int = 0,
+    rope_interleaved: RopeInterleaved = "",
+    norm_after_rope: bool = False,
     others: int = 2,
-    values_normed: bool = False,
+    v_norm: bool = False,
 ) -> None:
     """
     qkv      [B * T, (H + others * Hkv) * D], queries [B, T, H, D], contiguous
@@ -75,26 +75,26 @@ def launch(
     cache    keys and values [B, Hkv, S, D] of qkv's type, the last dimension contiguous, both with the same strides
     length   int64, one number, where new tokens begin; None: 0
     norms    of queries and of keys, weights [D], alike in what else they are; None: there are none
-    turned   R; 0 where there are no positions
-    pairs, turned_first, values_normed   as `ops.decoder.Heads` has them
+    rotary_dim   R; 0: no rope
+    rope_interleaved, norm_after_rope, v_norm   as `ops.decoder.Heads` has them
     others   as in Static
     """
     batch, tokens, heads, dim = queries.shape
     kv_heads, size = cache[0].shape[1:3]
-    beside = dim - turned
+    beside = dim - rotary_dim
     s = Static(
         max(1, _ELEMENTS // triton.next_power_of_2(dim)),
         dim,
-        turned,
-        triton.next_power_of_2(max(turned // 2, 1)),
+        rotary_dim,
+        triton.next_power_of_2(max(rotary_dim // 2, 1)),
         triton.next_power_of_2(max(beside, 1)),
-        is_interleaved(pairs),
-        pairs == "half" or (rotary is not None and rotary[0].shape[2] < turned),
+        is_interleaved(rope_interleaved),
+        rope_interleaved == "half" or (rotary is not None and rotary[0].shape[2] < rotary_dim),
         norms is not None and norms[0][2],
-        turned_first,
+        norm_after_rope,
         launcher.starts_early(gpu),
         others,
-        values_normed,
+        v_norm,
     )
     of_queries, of_keys = -(-heads // s.heads), -(-kv_heads // s.heads)
     tables = [] if rotary is None else [(t.stride(0) if t.shape[0] > 1 else 0, t.stride(1)) for t in rotary]
@@ -119,7 +119,7 @@ def launch(
 def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.constexpr):
     HEADS: tl.constexpr = S.heads
     DIM: tl.constexpr = S.dim
-    TURNED: tl.constexpr = S.turned
+    TURNED: tl.constexpr = S.rotary_dim
     STEP: tl.constexpr = 2 if S.neighbours else 1
     if S.pdl:
         gdc_launch_dependents()
@@ -154,7 +154,7 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
     b = tl.load(source[:, None] + second[None, :], mask=inside, other=0.0)
     if kind < 2:
         x, y, z = a.to(tl.float32), b.to(tl.float32), r.to(tl.float32)
-        if norms is not None and not S.turned_first:
+        if norms is not None and not S.norm_after_rope:
             x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < TURNED // 2, S)
         if rotary is not None:
             at_first = i if S.once else first
@@ -166,12 +166,12 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
             c1 = tl.load(cos + at_second, mask=i < TURNED // 2, other=1.0).to(tl.float32)[None, :]
             s1 = tl.load(sin + at_second, mask=i < TURNED // 2, other=0.0).to(tl.float32)[None, :]
             x, y = x * c0 - y * s0, y * c1 + x * s1
-        if norms is not None and S.turned_first:
+        if norms is not None and S.norm_after_rope:
             x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < TURNED // 2, S)
         if not fits:
             x, y, z = x * float("nan"), y * float("nan"), z * float("nan")
         a, b, r = x.to(a.dtype), y.to(a.dtype), z.to(a.dtype)
-    elif S.values_normed:
+    elif S.v_norm:
         x, y, z = a.to(tl.float32), b.to(tl.float32), r.to(tl.float32)
         root = _root(x, y, z, norms[2], S)
         a, b, r = (x * root).to(a.dtype), (y * root).to(a.dtype), (z * root).to(a.dtype)
