@@ -186,7 +186,7 @@ def half(k: int = 96, inner: int = 64, experts: int = 6, **how: Any) -> Experts:
 
     router = torch.randn(experts, k) / k**0.5
     return Experts(
-        stack(2 * inner, k), stack(k, inner), router, **{"chosen": 2, "normalized": True, "before": Norm(torch.rand(k), EPS)} | how
+        stack(2 * inner, k), stack(k, inner), router, **{"top_k": 2, "norm_topk": True, "pre_norm": Norm(torch.rand(k), EPS)} | how
     )
 
 
@@ -252,7 +252,7 @@ def with_shared(mine: Experts) -> Experts:
 def like_glm(mine: Experts) -> Experts:
     shared = with_shared(mine).shared_expert
     assert shared is not None
-    how: dict[str, Any] = {"scores": "sigmoid", "correction": torch.randn(len(mine.router)), "factor": 1.5}
+    how: dict[str, Any] = {"scores": "sigmoid", "correction_bias": torch.randn(len(mine.router)), "scaling_factor": 1.5}
     return mine._replace(shared_expert=shared._replace(gate=None), **how)
 
 
@@ -266,7 +266,7 @@ def like_ernie(mine: Experts) -> Experts:
 @pytest.mark.parametrize(("rows", "normalized"), [(5, False), (5, True), (100, True)])
 def test_the_half_of_a_layer(rows: int, normalized: bool, other: Any, device: torch.device) -> None:
     """Sums of a hundred products in float32."""
-    x, mine = torch.randn(rows, 96), other(half(normalized=normalized))
+    x, mine = torch.randn(rows, 96), other(half(norm_topk=normalized))
     y = add_experts(x.to(device), there(mine, device)).cpu()
     assert torch.allclose(y.double(), by_hand(x, mine), rtol=1e-4, atol=1e-4)
 
@@ -290,12 +290,17 @@ def test_arguments() -> None:
     right, shared = torch.randn(1, 96), with_shared(half()).shared_expert
     assert shared is not None
     wrong = shared._replace(gate=shared.gate[1:])
-    others = {"chosen": 7}, {"bias": torch.randn(5)}, {"shared": wrong}, {"correction": torch.randn(5), "scores": "sigmoid"}
+    others = (
+        {"top_k": 7},
+        {"router_bias": torch.randn(5)},
+        {"shared_expert": wrong},
+        {"correction_bias": torch.randn(5), "scores": "sigmoid"},
+    )
     for x, changed in ((right[:, 1:], {}), (right.half(), {}), *((right, other) for other in others)):
         with pytest.raises(ArgumentError, match=r"experts take x \[\.\.\., K\]"):
             add_experts(x, half(**changed))
     with pytest.raises(ArgumentError, match="scores are '' or 'sigmoid' or 'softmax'"):
-        add_experts(right, half(correction=torch.randn(6)))
+        add_experts(right, half(correction_bias=torch.randn(6)))
 
 
 def test_a_stack_of_another_size(device: torch.device) -> None:

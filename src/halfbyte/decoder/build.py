@@ -360,6 +360,6 @@ def _check_shapes(spec: DecoderSpec, config: TextConfig, tensors: Tensors) -> No
         rows = sum(weight.packed.shape[0] for weight in layer.attention.qkv)
         if rows != heads.outputs or any(weight.packed.shape[1] != k for weight in layer.attention.qkv):
             raise CheckpointError(
-                f"the projections of layer {index} have {rows} rows, "
-                f"{heads.num_heads} + 2 * {heads.num_kv_heads} heads of {heads.head_dim} have {heads.outputs}: config.json is of another model"
+                f"the projections of layer {index} have {rows} rows, {heads.num_heads} + 2 * {heads.num_kv_heads} "
+                f"heads of {heads.head_dim} have {heads.outputs}: config.json is of another model"
             )

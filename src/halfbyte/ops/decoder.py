@@ -395,8 +395,8 @@ class DecoderLayer:
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
             raise ArgumentError(
                 f"this layer takes on the CPU x [B, t, {self.k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
-                f"[B, t, {self.rotary}], a cache [B, {heads.num_kv_heads}, T, {heads.head_dim}] with room for t tokens from {length} on and a "
-                f"mask bool [B, 1, t, T], got {got}"
+                f"[B, t, {self.rotary}], a cache [B, {heads.num_kv_heads}, T, {heads.head_dim}] with room for t tokens from {length} on "
+                f"and a mask bool [B, 1, t, T], got {got}"
             )
 
 
