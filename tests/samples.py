@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfbyte.formats import PRESETS, Codes, Format
-from halfbyte.formats.spec import OF_TABLES, Zero
+from halfbyte.formats.spec import OF_CODEBOOKS, Zero
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 
 formats = st.one_of(
@@ -16,7 +16,7 @@ formats = st.one_of(
         st.sampled_from(["none", "point", "offset"]),
         st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     ),
-    st.sampled_from([*PRESETS.values(), *OF_TABLES.values()]),
+    st.sampled_from([*PRESETS.values(), *OF_CODEBOOKS.values()]),
 )
 
 
@@ -38,8 +38,8 @@ def random_codes(fmt: Format, shape: tuple[int, ...], seed: int = 0) -> Codes:
     elif fmt.zero == "offset":
         zero = torch.randn(sizes, generator=rng).to(fmt.scale)
     values = torch.randint(fmt.q_min, fmt.q_max + 1, shape, generator=rng, dtype=torch.int16)
-    if fmt.table:
-        values = torch.tensor(fmt.table, dtype=torch.int16)[(values & 15).int()]
+    if fmt.codebook:
+        values = torch.tensor(fmt.codebook, dtype=torch.int16)[(values & 15).int()]
     return Codes.from_values(fmt, values, scale, zero)
 
 

@@ -76,7 +76,7 @@ TABLES = {
         model_step.ARGUMENTS,
     ),
     "encoder layers": ([*ENCODERS], encoding.LAYER_ARGUMENTS),
-    "embeddings": ([*embedding.TABLES], embedding.ARGUMENTS),
+    "embeddings": ([*embedding.EMBEDDING_LAYERS], embedding.ARGUMENTS),
 }
 
 

@@ -18,7 +18,7 @@ TIGHT = ("int5_g32", "int6_g16", "int5_g32_offset_f32", "int6_g24_offset")
 
 def bit_by_bit(codes: Codes) -> list[list[int]]:
     """The bytes of each row."""
-    bits, rows = codes.format.tight, []
+    bits, rows = codes.format.packed_bits, []
     for row in codes.values().reshape(-1, codes.shape[-1]).tolist():
         stream = sum((q - codes.format.q_min) << bits * j for j, q in enumerate(row))
         rows.append(list(stream.to_bytes(-(-bits * len(row) // 8), "little")))

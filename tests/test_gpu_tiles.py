@@ -18,7 +18,7 @@ def test_every_element_is_where_the_text_says(fmt: Format, n: int, k: int) -> No
     codes = random_codes(fmt, (n, k))
     geo = geometry(fmt, (n, k))
     stored = views(pack(codes).data, geo)
-    values = unpack_nibbles(codes.data, k).long() - 8 if fmt.table else codes.values()  # of a table: the index is what lies there
+    values = unpack_nibbles(codes.data, k).long() - 8 if fmt.codebook else codes.values()  # of a table: the index is what lies there
     q, rows, ks = torch.zeros(geo.n_padded, geo.k_padded, dtype=torch.int64), torch.arange(geo.n_padded), torch.arange(geo.k_padded)
     for start in range(0, k, geo.block):
         at, size = start // geo.block * geo.padded, min(geo.block, k - start)

@@ -97,7 +97,7 @@ def written_out(codes: Codes) -> list[int]:
             return int(stored[r, at])
         if fmt.zero == "point":
             return int(zeros[r, stop - 1]) if r < n else 0
-        return fmt.nothing
+        return fmt.pad_index
 
     out: list[int] = []
     for panel in range(-(-n // 32)):

@@ -122,7 +122,7 @@ def test_mxfp4_is_what_the_standard_says(w: torch.Tensor) -> None:
 def test_each_weight_goes_to_the_nearest_of_a_table(w: torch.Tensor, name: str) -> None:
     fmt = as_format(name)
     codes = absmax(w, fmt)
-    steps = torch.tensor(fmt.table).double() * codes.spread(codes.scale.double()).unsqueeze(-1)
+    steps = torch.tensor(fmt.codebook).double() * codes.spread(codes.scale.double()).unsqueeze(-1)
     nearest = (steps - w.double().unsqueeze(-1)).abs().amin(-1)
     # 2^-20: x * (1 / scale) in float32, below 2^7.
     assert ((codes.dequantize(torch.float64) - w).abs() <= nearest + 2.0**-16 * codes.spread(codes.scale.double()).abs()).all()

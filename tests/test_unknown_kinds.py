@@ -142,7 +142,7 @@ def test_no_instruction_set_converts_an_element_that_it_does_not_know(isa: ISA) 
 def test_a_codebook_without_a_rule_is_quantized_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What multiplies knows codes, not families: it computes with them. A GPU, whose kernels decode 4-bit floats alone, takes integers."""
     book = tuple(range(-120, 121, 16))
-    monkeypatch.setitem(spec.TABLES, "nf4", book)
+    monkeypatch.setitem(spec.CODEBOOKS, "nf4", book)
     monkeypatch.setattr(spec, "_GRAMMAR", spec._grammar())
     fmt, w = Format(4, 32, family=cast(Any, "nf4")), weight()
     unsupported(
@@ -172,7 +172,7 @@ def test_a_project_without_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_integers_of_so_many_bits_that_no_layout_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(spec.TIGHT, "int7", 7)
+    monkeypatch.setitem(spec.PACKED_BITS, "int7", 7)
     fmt = Format(8, 32, family=cast(Any, "int7"))
     codes = Codes.from_values(fmt, torch.ones(40, 96, dtype=torch.int8), torch.ones(40, 3, dtype=torch.float16))
     unsupported("family 'int7'", lambda: absmax(weight(), fmt), lambda: ops.quantize(weight(), fmt))

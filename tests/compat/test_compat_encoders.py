@@ -15,7 +15,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
 from halfbyte.integrations import encoder_stack
-from halfbyte.integrations.embedding import TABLES
+from halfbyte.integrations.embedding import EMBEDDING_LAYERS
 from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers
 from halfbyte.nn.modules import QuantModule
 
@@ -55,14 +55,15 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def test_every_layer_has_a_case() -> None:
     assert set(CASES) == {name.partition(".")[0] for name in ENCODERS}
-    assert set(CASES) >= {name.partition(".")[0] for name in TABLES}
+    assert set(CASES) >= {name.partition(".")[0] for name in EMBEDDING_LAYERS}
 
 
 def test_modules_are_replaced(case: str, models: Models) -> None:
     replaced = [name_in_transformers(module) for module in models.optimized.modules() if isinstance(module, ReplacedForward)]
-    wanted = [name_in_transformers(module) for module in models.plain.modules() if name_in_transformers(module) in ENCODER_STACKS | TABLES]
+    known = ENCODER_STACKS | EMBEDDING_LAYERS
+    wanted = [name_in_transformers(module) for module in models.plain.modules() if name_in_transformers(module) in known]
     assert replaced == wanted, str(hb.report(models.optimized))
-    assert len(wanted) == 1 + any(name.startswith(f"{case}.") for name in TABLES)
+    assert len(wanted) == 1 + any(name.startswith(f"{case}.") for name in EMBEDDING_LAYERS)
 
 
 def test_hidden_states(compute: str, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

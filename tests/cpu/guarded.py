@@ -64,7 +64,7 @@ def products(tell: Callable[[str], None]) -> None:
         some_m = itertools.cycle((1, *MS[1 + i % 5 :: 5]))  # a tile is compiled for each number of rows: few for each format
         fmt, dtype = as_format(name), DTYPES[i % 3]  # each with int8 and with float compute
         compute, activation = ("float", "block") if way == "float" else ("int8", way)
-        if fmt.tight and not current().reads_tight:
+        if fmt.packed_bits and not current().reads_packed_bits:
             continue
         inner = choose_linear(fmt, dtype, compute, current()).taken.inner
         for n in itertools.islice(some_n, 2):

@@ -86,7 +86,7 @@ def products_of_experts(tell: Tell) -> None:
     experts = 3
     for name, n, k, dtype in some((("q4_0", 33, 95, torch.float32), ("int6_g16", 47, 64, torch.bfloat16), ("q4_1", 9, 33, torch.float32))):
         fmt = as_format(name)
-        if fmt.tight and not current().reads_tight:
+        if fmt.packed_bits and not current().reads_packed_bits:
             continue
         kernel = LinearKernel(fmt, n, k, dtype, "int8", "block")
         weights = torch.cat([cpu_tiles.pack(random_codes(fmt, (n, k), seed)).data for seed in range(experts)])

@@ -111,7 +111,7 @@ def test_products_are_those_of_the_reference(emulator: Emulator, step: int) -> N
 
 
 def test_codes_of_5_and_6_bits_give_the_products_of_8(emulator: Emulator) -> None:
-    if not emulator.isa.reads_tight:
+    if not emulator.isa.reads_packed_bits:
         pytest.skip("they are packed as 8 bits there")
     for name, compute in (("int6_g16", "int8"), ("int5_g32_offset", "int8"), ("int6_g40", "float")):
         codes, x = random_codes(as_format(name), (45, 120)), activations(5, 120, torch.float32, 0)

@@ -129,10 +129,10 @@ def test_products_are_those_of_the_reference(case: Case) -> None:
     sweep()
 
 
-OF_TABLES = [("mxfp4", "block", 5), ("fp4_g20", "float", 3), ("iq4_channel", "row", 30), ("iq4_nl", "row_offset", 1)]
+OF_CODEBOOKS = [("mxfp4", "block", 5), ("fp4_g20", "float", 3), ("iq4_channel", "row", 30), ("iq4_nl", "row_offset", 1)]
 
 
-@pytest.mark.parametrize(("isa", "name", "way", "m"), [(isa, *case) for i, isa in enumerate(RUNNABLE) for case in OF_TABLES[i % 2 :: 2]])
+@pytest.mark.parametrize(("isa", "name", "way", "m"), [(isa, *case) for i, isa in enumerate(RUNNABLE) for case in OF_CODEBOOKS[i % 2 :: 2]])
 def test_codes_of_a_table_are_multiplied_as_the_integers_that_they_are(name: str, way: str, m: int, isa: ISA) -> None:
     n, k = 37, 160
     codes = random_codes(as_format(name), (n, k))

@@ -32,16 +32,16 @@ def test_products_are_those_of_8_bits(name: str, shape: tuple[int, int]) -> None
     assert back.data.equal(codes.data)
     assert back.scale.equal(codes.scale)
     assert pack.pack(codes).data.equal(laid_out.data)
-    tight, wide = hb.pack(codes), hb.pack(codes.integers())
-    assert hb.dequantize(tight).equal(codes.dequantize())
-    assert hb.embedding(torch.tensor([4, 0, 4]), tight).equal(codes.dequantize()[[4, 0, 4]])
+    packed, wide = hb.pack(codes), hb.pack(codes.integers())
+    assert hb.dequantize(packed).equal(codes.dequantize())
+    assert hb.embedding(torch.tensor([4, 0, 4]), packed).equal(codes.dequantize()[[4, 0, 4]])
     x = torch.randn(60, shape[1])
     for rows in (1, 3, 60):
         for compute in ("int8", "float"):
-            assert hb.linear(x[:rows], tight, compute=compute).equal(hb.linear(x[:rows], wide, compute=compute))
+            assert hb.linear(x[:rows], packed, compute=compute).equal(hb.linear(x[:rows], wide, compute=compute))
 
 
-@pytest.mark.skipif(not current().reads_tight, reason="they have 8 bits here")
+@pytest.mark.skipif(not current().reads_packed_bits, reason="they have 8 bits here")
 def test_bytes() -> None:
     """Of two panels: records of codes and float16 scales."""
     assert hb.pack(random_codes(as_format("int6_g16"), (64, 160))).nbytes == 2 * 10 * 32 * (16 * 6 // 8 + 2)
@@ -65,7 +65,7 @@ def test_every_code() -> None:
 
 def test_where_no_kernel_reads_them_they_have_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = random_codes(as_format("int6_g16"), (40, 64))
-    monkeypatch.setattr(type(current()), "reads_tight", False)
+    monkeypatch.setattr(type(current()), "reads_packed_bits", False)
     packed = hb.pack(codes)
     assert str(packed.format) == "int8_g16"
     assert hb.dequantize(packed).equal(codes.dequantize())

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.formats.spec import TABLES
+from halfbyte.formats.spec import CODEBOOKS
 from halfbyte.kernels.gpu import decode
 from halfbyte.kernels.gpu.runtime import launch
 
@@ -73,7 +73,7 @@ def test_every_nibble_and_point(dtype: torch.dtype, device: torch.device, interp
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_4_bit_float(dtype: torch.dtype, device: torch.device, interpreted: bool) -> None:
     words = (torch.arange(1 << 12, dtype=torch.int32, device=device) * 0x1357).to(torch.int16)
-    expected = torch.tensor(TABLES["fp4"], dtype=dtype, device=device)[torch.stack([words.int() >> 4 * j & 15 for j in range(4)])]
+    expected = torch.tensor(CODEBOOKS["fp4"], dtype=dtype, device=device)[torch.stack([words.int() >> 4 * j & 15 for j in range(4)])]
     for asm in ways(interpreted):
         out = torch.full((4, 1 << 12), torch.nan, dtype=dtype, device=device)
         launch.run(decode_floats, (4,), words, out, SIZE=1 << 12, DTYPE=TYPES[dtype], ASM=asm)

@@ -38,7 +38,7 @@ def new_formats(monkeypatch: pytest.MonkeyPatch) -> dict[str, Format]:
     monkeypatch.setitem(spec._ZERO_NAMES, NEW, "_new")
     monkeypatch.setitem(spec._ZEROS, "_new", NEW)
     monkeypatch.setitem(spec._SCALE_NAMES, torch.float8_e5m2, "f8")
-    monkeypatch.setitem(spec.TABLES, "nf4", tuple(range(-120, 121, 16)))
+    monkeypatch.setitem(spec.CODEBOOKS, "nf4", tuple(range(-120, 121, 16)))
     monkeypatch.setattr(Format, "zero_dtype", property(lambda self: None if self.zero == "none" else torch.float16))
     return {
         "zero of a format on a GPU, 'new'": Format(4, 128, NEW),
@@ -58,7 +58,7 @@ def test_formats(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda g=geo: hopper_tile.of_weight(g),
             lambda g=geo, d=data, o=out: dequantize.write(gpu_tiles.views(d, g), g, o),
         ]
-        if not fmt.table:
+        if not fmt.codebook:
             calls.append(lambda p=problem: activations.plan(Problem("linear", 1, 256, 256, p.format, torch.bfloat16, "int8")))
             convolution = Convolution(Filter(fmt, 64, 128, (3, 3)), Window(), 1, (8, 8), torch.bfloat16)
             config = conv_tile.Config(64, 64, 128, 1, 4, 1)

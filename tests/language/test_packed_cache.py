@@ -38,7 +38,7 @@ IDS = [5, 17, 33, 2, 90, 60]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     make_language_model(root / "float", tied=False)
-    for name, fmt in (("zeros", "int4_g32_zp"), ("channel", "int8_channel"), ("tight", "int5_g32"), ("q4", "q4_0")):
+    for name, fmt in (("zeros", "int4_g32_zp"), ("channel", "int8_channel"), ("five_bits", "int5_g32"), ("q4", "q4_0")):
         convert(root / "float", root / name, fmt)
     export(root / "zeros", root / "awq", "awq")
     export(root / "q4", root / "q4.gguf", "gguf")
@@ -93,7 +93,7 @@ def files(cache: Path) -> list[Path]:
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("zeros", None), ("channel", None), ("tight", None), ("awq", None), ("q4.gguf", None), ("float", "q4_0"), ("experts", "q8_0")],
+    [("zeros", None), ("channel", None), ("five_bits", None), ("awq", None), ("q4.gguf", None), ("float", "q4_0"), ("experts", "q8_0")],
 )
 def test_a_model_opened_again_has_the_same_logits_and_packs_nothing(
     models: Path, cache: Path, packing: Packing, name: str, format: str | None
@@ -293,7 +293,7 @@ def test_the_least_recently_used_models_are_removed(models: Path, cache: Path, m
     assert first.is_dir()
     assert not second.exists()
     monkeypatch.setenv("HALFBYTE_PACKED_GB", f"{0.5 * size / 1e9:.9f}")  # too little for any: nothing is removed for it
-    logits(models / "tight")
+    logits(models / "five_bits")
     assert first.is_dir()
     assert len(list(cache.iterdir())) == 2
 

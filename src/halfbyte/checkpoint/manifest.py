@@ -86,8 +86,8 @@ class Weight:
             "activation": self.activation,
             "crc32": dict(self.crc32),
         }
-        if self.format.tight:
-            entry[BITS] = self.format.tight
+        if self.format.packed_bits:
+            entry[BITS] = self.format.packed_bits
         if self.kernel:
             entry["kernel"] = list(self.kernel)
         if self.transposed:

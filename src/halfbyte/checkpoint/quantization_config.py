@@ -62,7 +62,7 @@ class Module:
         del entry["bytes_each"], entry["dtype"]
         if self.dtype is not None:
             entry["dtype"] = DTYPE_NAMES[self.dtype]
-        return entry | {BITS: 8 if self.bytes_each else self.format.tight} if self.format.tight else entry
+        return entry | {BITS: 8 if self.bytes_each else self.format.packed_bits} if self.format.packed_bits else entry
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Module:
@@ -87,9 +87,9 @@ def dtype_named(name: object) -> torch.dtype | None:
 def has_bytes_each(fmt: Format, entry: Mapping[str, Any]) -> bool:
     """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
     bits = entry.get(BITS, 8)
-    if fmt.tight and (type(bits) is not int or bits not in (fmt.tight, 8)):
-        raise FormatError(f"codes of {fmt} take {fmt.tight} or 8 bits in files, got {short(bits)}: use a newer halfbyte")
-    return bool(fmt.tight) and bits == 8
+    if fmt.packed_bits and (type(bits) is not int or bits not in (fmt.packed_bits, 8)):
+        raise FormatError(f"codes of {fmt} take {fmt.packed_bits} or 8 bits in files, got {short(bits)}: use a newer halfbyte")
+    return bool(fmt.packed_bits) and bits == 8
 
 
 def describe(modules: Mapping[str, Module]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class GpuCandidate:
     sparse: bool = False
 
     def refuses(self, problem: Problem, gpu: Gpu) -> str | None:
-        if problem.format.table and self.compute == "int8" and not self.floats:
+        if problem.format.codebook and self.compute == "int8" and not self.floats:
             return f"it multiplies integers of 4 or 8 bits, not {problem.format}"
         return self.module.supports(self.multiplied(problem), gpu)  # type: ignore[no-any-return]
 
@@ -198,7 +198,7 @@ def why_no_sparse_layout(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> str |
     n, k = prod(shape[:-1]), shape[-1]
     if not n or not k:
         return "there are no codes"
-    if fmt.table:
+    if fmt.codebook:
         return "codes of a table are packed with their zeros"
     few_rows = Problem("linear", 1, n, k, fmt, torch.bfloat16, sparse=True)
     return triton_trouble() or import_module("halfbyte.kernels.gpu.skinny_hopper").supports(few_rows, gpu)

@@ -27,15 +27,15 @@ def unpack_nibbles(packed: Tensor, k: int) -> Tensor:
 
 def nibbles(fmt: Format, values: Tensor) -> Tensor:
     """Codes of 4 bits, numbers of any dtype, as they are stored: uint8, one each. Raises FormatError for one that is not in the table."""
-    if not fmt.table:
+    if not fmt.codebook:
         return (values - fmt.q_min).to(torch.uint8)
     indices = torch.full((256,), 16, dtype=torch.uint8, device=values.device)
     for i in reversed(range(16)):  # of two the first
-        indices[fmt.table[i] + 128] = i
+        indices[fmt.codebook[i] + 128] = i
     found = indices[values.int() + 128]
     if found.numel() and int(found.max()) > 15:
         got = float(values[found > 15][0])
-        raise FormatError(f"{fmt} codes are {', '.join(map(str, sorted({*fmt.table})))}, got {got:g}")
+        raise FormatError(f"{fmt} codes are {', '.join(map(str, sorted({*fmt.codebook})))}, got {got:g}")
     return found
 
 
@@ -95,7 +95,7 @@ class Codes:
         for name, tensor in {"scale": self.scale, "offset": self.zero}.items():
             if tensor is not None and tensor.is_floating_point() and tensor.numel() and not tensor.abs().max() < torch.inf:
                 raise FormatError(f"{self.format} codes of shape {list(self.shape)} have a {name} that is not finite")
-        if self.format.tight and self.data.numel():
+        if self.format.packed_bits and self.data.numel():
             least, most = (int(bound) for bound in torch.aminmax(self.data))
             if least < self.format.q_min or most > self.format.q_max:
                 raise FormatError(f"{self.format} codes lie in [{self.format.q_min}, {self.format.q_max}], got [{least}, {most}]")
@@ -123,19 +123,19 @@ class Codes:
         if self.format.bits == 8:
             return self.data.to(torch.int16)
         stored = unpack_nibbles(self.data, self.shape[-1])
-        if table := self.format.table:
+        if table := self.format.codebook:
             return torch.tensor(table, dtype=torch.int16, device=stored.device)[stored.int()]
         return stored.to(torch.int16) + self.format.q_min
 
     def integers(self) -> Codes:
         """The same weight with plain 4- or 8-bit integer codes, where the format has a table or codes of 5 or 6 bits."""
-        if self.format.table:
+        if self.format.codebook:
             return Codes.from_values(self.format.integers, self.values(), self.scale)
         return Codes.from_tensors(self.format.integers, self.shape, self.tensors())
 
-    def restricted(self, fmt: Format) -> Codes:
+    def limited_to(self, fmt: Format) -> Codes:
         """The inverse of `integers`: the same weight in `fmt`, which must have all of these codes."""
-        if fmt.table:
+        if fmt.codebook:
             return Codes.from_values(fmt, self.values(), self.scale)
         return Codes.from_tensors(fmt, self.shape, self.tensors())
 

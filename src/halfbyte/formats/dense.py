@@ -24,8 +24,8 @@ _CHUNK = 1 << 20  # codes that are converted at a time
 def dense_tensors(fmt: Format, shape: tuple[int, ...], *, bytes_each: bool = False) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """`stored_tensors` in files."""
     tensors = stored_tensors(fmt, shape)
-    if fmt.tight and not bytes_each:
-        tensors["data"] = torch.uint8, (*shape[:-1], -(-shape[-1] * fmt.tight // 8))
+    if fmt.packed_bits and not bytes_each:
+        tensors["data"] = torch.uint8, (*shape[:-1], -(-shape[-1] * fmt.packed_bits // 8))
     return tensors
 
 
@@ -37,24 +37,24 @@ def stored_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
 def to_dense(codes: Codes) -> dict[str, Tensor]:
     """The tensors of `codes` as they are in files. Raises FormatError for codes of 5 and 6 bits that are outside of their range."""
     fmt, tensors = codes.format, codes.tensors()
-    if not fmt.tight:
+    if not fmt.packed_bits:
         return tensors
     codes.check_values()
     out = torch.empty(dense_tensors(fmt, codes.shape)["data"][1], dtype=torch.uint8, device=codes.data.device)
     for given, made in _matching_rows(codes.data, out):
         words = _eights(given - fmt.q_min, 8)
         for n in (1, 2, 4):  # codes that lie together move to their neighbours
-            upper = words >> n * (8 - fmt.tight)
-            upper &= _low(n, fmt) << n * fmt.tight
+            upper = words >> n * (8 - fmt.packed_bits)
+            upper &= _low(n, fmt) << n * fmt.packed_bits
             words &= _low(n, fmt)
             words |= upper
-        made.copy_(words.view(torch.uint8)[..., : fmt.tight].flatten(1)[:, : made.shape[1]])
+        made.copy_(words.view(torch.uint8)[..., : fmt.packed_bits].flatten(1)[:, : made.shape[1]])
     return {**tensors, "data": out}
 
 
 def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor], *, bytes_each: bool = False) -> Codes:
     """The inverse of `to_dense`. Raises FormatError where a tensor is not as the format has it in files."""
-    if not fmt.tight or bytes_each or "data" not in tensors:
+    if not fmt.packed_bits or bytes_each or "data" not in tensors:
         return Codes.from_tensors(fmt, shape, tensors)
     data, k, wanted = tensors["data"], shape[-1], dense_tensors(fmt, shape)["data"]
     if (data.dtype, tuple(data.shape)) != wanted:
@@ -64,10 +64,10 @@ def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor
     dtype, size = stored_tensors(fmt, shape)["data"]
     out = torch.empty(size, dtype=dtype, device=data.device)
     for given, made in _matching_rows(data, out):
-        words = _eights(given, fmt.tight)
+        words = _eights(given, fmt.packed_bits)
         for n in (4, 2, 1):
-            upper = words & _low(n, fmt) << n * fmt.tight
-            upper <<= n * (8 - fmt.tight)
+            upper = words & _low(n, fmt) << n * fmt.packed_bits
+            upper <<= n * (8 - fmt.packed_bits)
             words &= _low(n, fmt)
             words |= upper
         u = words.view(torch.uint8).flatten(1)
@@ -97,4 +97,4 @@ def _eights(rows: Tensor, each: int) -> Tensor:
 
 def _low(codes: int, fmt: Format) -> int:
     """A mask of 64 bits: of each 2 * `codes` bytes the lowest bits, as many as these codes take without gaps."""
-    return sum(((1 << codes * fmt.tight) - 1) << at for at in range(0, 64, 16 * codes))
+    return sum(((1 << codes * fmt.packed_bits) - 1) << at for at in range(0, 64, 16 * codes))

@@ -77,7 +77,7 @@ class BlockType:
     @property
     def added(self) -> int:
         """What is added to a code, modulo 256, as it is stored in Codes."""
-        nibble = self.format.bits == 4 and self.format.signed and not self.format.table
+        nibble = self.format.bits == 4 and self.format.signed and not self.format.codebook
         return (8 * nibble - self.point) & 255
 
     def row_bytes(self, k: int) -> int:

@@ -66,8 +66,8 @@ def _may_hold(kind: BlockType, fmt: Format, k: int) -> bool:
 
 
 def _has_all_codes(kind: BlockType, fmt: Format) -> bool:
-    if kind.format.table:
-        return kind.format.table == fmt.table
+    if kind.format.codebook:
+        return kind.format.codebook == fmt.codebook
     bits = _bits(kind)
     least = -kind.point if kind.point or not kind.format.signed else -(1 << bits - 1)
     # With a zero point codes are differences.
@@ -82,7 +82,7 @@ def _bits(kind: BlockType) -> int:
 def _parts(kind: BlockType, codes: Codes) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """For some rows at a time: codes as the type stores them, uint8 [blocks, weights], or beyond its range where it does not hold them;
     scales and, with offsets, these, float64 [blocks, n]. First a single row: other scales than a type has are found there."""
-    if codes.format.table and not kind.format.table:
+    if codes.format.codebook and not kind.format.codebook:
         codes = codes.integers()
     fmt, n, k = codes.format, codes.rows, codes.shape[-1]
     block = kind.format.block
@@ -97,7 +97,7 @@ def _parts(kind: BlockType, codes: Codes) -> Iterator[tuple[Tensor, list[Tensor]
         q = unpack_nibbles(data[rows], k) if fmt.bits == 4 else data[rows].view(torch.uint8)
         if fmt.zero == "point":
             q = q - of_blocks.pop().repeat_interleave(block, dim=1)
-        if not kind.format.table and (added := kind.point + (fmt.q_min if fmt.bits == 4 else 0) & 255):
+        if not kind.format.codebook and (added := kind.point + (fmt.q_min if fmt.bits == 4 else 0) & 255):
             q = q + added
         yield q.reshape(-1, kind.weights), [t.reshape(-1, kind.weights // block).double() for t in of_blocks]
         first = rows.stop

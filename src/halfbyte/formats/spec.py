@@ -28,11 +28,11 @@ Scope = int | Literal["channel", "tensor"]
 SCALE_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 _SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
 # The codes that 4-bit indices stand for, by family: twice the values of 4-bit floats (e2m1), and ggml's kvalues_iq4nl.
-TABLES: dict[str, tuple[int, ...]] = {
+CODEBOOKS: dict[str, tuple[int, ...]] = {
     "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-TIGHT = {"int5": 5, "int6": 6}  # bits of integers that are stored as bytes, by family
+PACKED_BITS = {"int5": 5, "int6": 6}  # bits of integers that are stored as bytes, by family
 # The formats of other projects, field by field.
 _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "q4_0": (4, 32, "none", torch.float16, "ggml", False),
@@ -60,7 +60,7 @@ _ZEROS: dict[str | None, Zero] = {suffix or None: zero for zero, suffix in _ZERO
 
 def _grammar() -> re.Pattern[str]:
     """What spells the formats that are in no list."""
-    family, zero, scale = ("|".join(filter(None, names)) for names in ((*TABLES, *TIGHT), _ZERO_NAMES.values(), SCALE_DTYPES))
+    family, zero, scale = ("|".join(filter(None, names)) for names in ((*CODEBOOKS, *PACKED_BITS), _ZERO_NAMES.values(), SCALE_DTYPES))
     number = rf"(?:int(?P<bits>4|8)|(?P<family>{family}))"
     scope = r"(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))"
     return re.compile(rf"{number}_{scope}(?P<zero>{zero})?(?:_(?P<scale>{scale}))?", re.ASCII)
@@ -82,7 +82,7 @@ class Format:
     block   elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all)
     scale   dtype of scales and offsets
     family  the project whose rounding rules quantizers follow and whose byte order `blocks.py` writes:
-            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"; or that of the table, of `TABLES`, which the codes are in; or
+            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"; or the name of its codebook, in `CODEBOOKS`; or
             "int5" or "int6": "int" with codes of so many bits, which take 8 but in files and in CPUs' layout
     sums    each block also carries scale * sum(q) when written out (Q8_1)
 
@@ -107,13 +107,14 @@ class Format:
         if self.scale not in _SCALE_NAMES:
             raise FormatError(f"a format's scales are {_listed(_dtype_name(dtype) for dtype in _SCALE_NAMES)}, not {self.scale!r}")
         fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
-        if self.table and (self.bits, self.zero, self.sums) != (4, "none", False):
+        if self.codebook and (self.bits, self.zero, self.sums) != (4, "none", False):
             raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
-        if self.tight and (self.bits != 8 or not isinstance(self.block, int) or self.zero == "point" or self.sums):
+        if self.packed_bits and (self.bits != 8 or not isinstance(self.block, int) or self.zero == "point" or self.sums):
             raise FormatError(
-                f"a format of {self.tight} bits has blocks, bytes, no zero points and no sums, got {self!r}: write int{self.tight}_g32"
+                f"a format of {self.packed_bits} bits has blocks, bytes, no zero points and no sums, got {self!r}: "
+                f"write int{self.packed_bits}_g32"
             )
-        if (self.family != "int" or self.sums) and not self.restricted and fields not in _FOREIGN.values():
+        if (self.family != "int" or self.sums) and not self.has_limited_codes and fields not in _FOREIGN.values():
             raise FormatError(f"{self!r} is none of the formats of other projects: use {', '.join(_FOREIGN)}, or family='int' without sums")
 
     @property
@@ -134,42 +135,42 @@ class Format:
                 raise unreachable(self.zero, "the zero of a format")
 
     @property
-    def table(self) -> tuple[int, ...]:
+    def codebook(self) -> tuple[int, ...]:
         """The codes that stored numbers are indices of; none where these are the codes, up to a constant."""
-        return TABLES.get(self.family, ())
+        return CODEBOOKS.get(self.family, ())
 
     @property
-    def tight(self) -> int:
-        """Bits of codes that need fewer than the 8 in which Codes have them; else 0."""
-        return TIGHT.get(self.family, 0)
+    def packed_bits(self) -> int:
+        """Bits of a code in files and in the CPU's layout, where Codes hold it in 8; else 0."""
+        return PACKED_BITS.get(self.family, 0)
 
     @property
     def stored_bits(self) -> int:
-        """Of a code in files and in the CPU's layout."""
-        return self.tight or self.bits
+        """Bits of a code in files and in the CPU's layout."""
+        return self.packed_bits or self.bits
 
     @property
-    def restricted(self) -> bool:
-        """Codes are some of the integers of 8 bits alone, the family says which: those of a table, or those of 5 or 6 bits."""
-        return self.family in TABLES or self.family in TIGHT
+    def has_limited_codes(self) -> bool:
+        """Whether codes are only some of the integers of 8 bits: those of a codebook, or those of 5 or 6 bits."""
+        return self.family in CODEBOOKS or self.family in PACKED_BITS
 
     @property
     def code_bits(self) -> int:
-        """Of an integer that holds any code."""
-        return 8 if self.table else self.bits
+        """Bits of an integer that holds any code."""
+        return 8 if self.codebook else self.bits
 
     @property
-    def nothing(self) -> int:
-        """The stored number of elements that pad a block, unsigned: the code 0, or, of iq4, which has none, 1."""
+    def pad_index(self) -> int:
+        """The stored number, unsigned, of elements that pad a block: that of the code 0, or of 1 in iq4, which has no 0."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def q_min(self) -> int:
-        return min(self.table) if self.table else -(1 << (self.stored_bits - 1)) if self.signed else 0
+        return min(self.codebook) if self.codebook else -(1 << (self.stored_bits - 1)) if self.signed else 0
 
     @property
     def q_max(self) -> int:
-        return max(self.table) if self.table else (1 << (self.stored_bits - self.signed)) - 1
+        return max(self.codebook) if self.codebook else (1 << (self.stored_bits - self.signed)) - 1
 
     def block_size(self, k: int) -> int:
         """Elements of a row of K that share a scale (never more than K, never less than 1)."""
@@ -190,19 +191,19 @@ class Format:
 
     def with_scale(self, dtype: torch.dtype) -> Format:
         """The same codes with scales of another dtype, and no other project's rules."""
-        return replace(self, scale=dtype, family=self.family if self.restricted else "int", sums=False)
+        return replace(self, scale=dtype, family=self.family if self.has_limited_codes else "int", sums=False)
 
     @property
     def integers(self) -> Format:
         """The format of integers of 4 or 8 bits that holds the same codes."""
-        return replace(self, bits=8, family="int") if self.restricted else self
+        return replace(self, bits=8, family="int") if self.has_limited_codes else self
 
     def __str__(self) -> str:
         if self in _NAMES:
             return _NAMES[self]
         scope = f"g{self.block}" if isinstance(self.block, int) else self.block
         scale = "" if self.scale == _usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
-        return f"{self.family if self.restricted else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
+        return f"{self.family if self.has_limited_codes else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -230,7 +231,7 @@ def zero_size(zero: Zero, number_bytes: int) -> int:
 
 def codebook(family: Family | Literal[""]) -> tuple[int, ...]:
     """The codes that indices of a family with a codebook stand for; none for ""."""
-    return lookup(TABLES, family, "the codebook") if family else ()
+    return lookup(CODEBOOKS, family, "the codebook") if family else ()
 
 
 def _usual_scale(block: Scope) -> torch.dtype:
@@ -238,12 +239,12 @@ def _usual_scale(block: Scope) -> torch.dtype:
 
 
 PRESETS: dict[str, Format] = {name: Format(*fields) for name, fields in _FOREIGN.items()}
-OF_TABLES = {
+OF_CODEBOOKS = {
     "mxfp4": Format(4, 32, scale=torch.bfloat16, family="fp4"),
     "nvfp4": Format(4, 16, scale=torch.float32, family="fp4"),
     "iq4_nl": Format(4, 32, family="iq4"),
 }
-_NAMED = PRESETS | OF_TABLES
+_NAMED = PRESETS | OF_CODEBOOKS
 _NAMES = {preset: name for name, preset in _NAMED.items()}
 
 
@@ -283,5 +284,5 @@ def as_format(name: str | Format) -> Format:
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
     family: Any = match["family"] or "int"
-    bits = 8 if family in TIGHT else int(match["bits"] or 4)
+    bits = 8 if family in PACKED_BITS else int(match["bits"] or 4)
     return Format(bits, block, _ZEROS[match["zero"]], SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)

@@ -32,7 +32,7 @@ _TABLES = ("word_embeddings", "token_type_embeddings", "position_embeddings")
 _COUNTS = "create_position_ids_from_input_ids"
 _WITHOUT_TYPES = ("word_embeddings", "position_embeddings")
 # Modules of transformers whose forward is this file's formula, by their names: nothing is imported for them.
-TABLES = {
+EMBEDDING_LAYERS = {
     "bert.modeling_bert.BertEmbeddings": _TABLES,
     "camembert.modeling_camembert.CamembertEmbeddings": _TABLES,
     "electra.modeling_electra.ElectraEmbeddings": _TABLES,
@@ -51,7 +51,7 @@ ARGUMENTS: Understood = {
 
 def tables_of(module: nn.Module) -> tuple[str, ...] | None:
     """The tables of a module whose forward may be replaced; None for any other module."""
-    return TABLES.get(name_in_transformers(module))
+    return EMBEDDING_LAYERS.get(name_in_transformers(module))
 
 
 def compile_embeddings(module: nn.Module) -> None:

@@ -379,7 +379,7 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, QuantModule):
                 if name in modules:
-                    if module.packed.codes_format.tight:
+                    if module.packed.codes_format.packed_bits:
                         state |= {f"{name}.weight.{part}": tensor for part, tensor in to_dense(module.codes()).items()}
                 else:
                     del state[f"{name}.weight"]

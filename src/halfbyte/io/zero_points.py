@@ -88,7 +88,7 @@ def why_not(fmt: Format, shape: tuple[int, ...], bits: tuple[int, ...], n_multip
     n, k = shape[-2:]
     reasons = {
         f"it has {fmt.bits} bits": fmt.bits not in bits,
-        "its codes are those of a table": bool(fmt.table),
+        "its codes are those of a table": bool(fmt.codebook),
         "it has offsets, not integer zero points": fmt.zero == "offset",
         "one scale is for all of it": fmt.block == "tensor",
         f"its {n} rows are not a multiple of {n_multiple}": n % n_multiple != 0,

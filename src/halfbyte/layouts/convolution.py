@@ -57,7 +57,7 @@ class Filter:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        if self.format.table:
+        if self.format.codebook:
             raise FormatError(f"convolutions take integer codes, not those of a table, got {self.format}: use int8_channel or int4_g32")
         if self.groups < 1 or self.out % self.groups:
             raise ArgumentError(f"groups divide the {self.out} output channels, got groups={self.groups}")

@@ -14,7 +14,7 @@
 
 Elements are stored unsigned: q + 8 or q + 128 where the codes are signed, q where they have a zero, the index where they are in a table.
 Elements that pad a block represent 0 (with a float offset: q = 0, and the kernel counts the offset for real elements only; of iq4: 1).
-Codes of 5 and 6 bits (`Format.tight`) are stored in two planes, for each unit of 16 or 32 k, plus 16 or 32 where they are signed:
+Codes of 5 and 6 bits (`Format.packed_bits`) are stored in two planes, for each unit of 16 or 32 k, plus 16 or 32 where they are signed:
 
     data, 5 or 6 bits, for each unit:  the lowest 4 bits, as codes of 4 bits;  then, for each 32 or 16 k, 128 bytes of which byte 4*row + j
                                        holds the highest bits of k = j in its lowest 1 or 2 bits, of k = 4 + j in the next, …
@@ -57,9 +57,9 @@ LONGEST_BLOCK = 32768  # 255 * 127 * 32768 < 2^31
 _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their memory
 
 
-def plane_groups(tight: int) -> int:
+def plane_groups(packed_bits: int) -> int:
     """Of how many 4 k a byte of the second plane holds bits."""
-    return lookup({5: 8, 6: 4}, tight, "the planes of codes of so many bits,")
+    return lookup({5: 8, 6: 4}, packed_bits, "the planes of codes of so many bits,")
 
 
 def has_pairs(fmt: Format) -> bool:
@@ -102,7 +102,7 @@ class Geometry:
     @functools.cached_property
     def unit(self) -> int:
         """Elements that a kernel takes at a time: 32, or 8 where blocks are short and no multiple of 32; of 6 bits 16."""
-        short = 8 if not self.format.tight else 4 * plane_groups(self.format.tight)
+        short = 8 if not self.format.packed_bits else 4 * plane_groups(self.format.packed_bits)
         return 32 if self.block % 32 == 0 or self.block > 256 else short
 
     @functools.cached_property
@@ -172,7 +172,7 @@ def sparse_bytes(fmt: Format, n: int, k: int) -> int | None:
     """Packed bytes of a weight [n, k] in the layout for sparse ones, fewer than in the other: by their number operations know which it is.
     None where it has no such layout."""
     geo = geometry(fmt, (n, k), sparse=True)
-    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.restricted else None
+    return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.has_limited_codes else None
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
@@ -203,7 +203,7 @@ def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tens
     """u uint8 [P, 32, blocks, padded], tails [P, 32, blocks] each -> uint8 [P, blocks, record bytes]."""
     panels, _, blocks, _ = u.shape
     quads = u.view(panels, PANEL, blocks, padded // 4, 4)
-    if geo.format.tight:
+    if geo.format.packed_bits:
         quads = _planes(quads, geo)
     elif geo.format.bits == 4:
         quads = quads[:, :, :, 0::2] | quads[:, :, :, 1::2] << 4
@@ -222,23 +222,23 @@ def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tens
 
 def _planes(quads: Tensor, geo: Geometry) -> Tensor:
     """Unsigned bytes [P, 32, blocks, groups of 4 k, 4] -> the data of 5 or 6 bits, in the order of their groups of 128 bytes."""
-    tight, groups = geo.format.tight, plane_groups(geo.format.tight)
-    q = (quads - (geo.format.nothing - (1 << tight - 1) if geo.format.signed else 0)).unflatten(3, (-1, geo.unit // 4))
+    packed_bits, groups = geo.format.packed_bits, plane_groups(geo.format.packed_bits)
+    q = (quads - (geo.format.pad_index - (1 << packed_bits - 1) if geo.format.signed else 0)).unflatten(3, (-1, geo.unit // 4))
     low, high = q & 15, (q >> 4).unflatten(4, (-1, groups))
-    shifts = torch.arange(groups, dtype=torch.uint8, device="cpu").view(-1, 1) * (tight - 4)
+    shifts = torch.arange(groups, dtype=torch.uint8, device="cpu").view(-1, 1) * (packed_bits - 4)
     planes = low[..., 0::2, :] | low[..., 1::2, :] << 4, (high << shifts).sum(5, dtype=torch.uint8)
     return torch.cat(planes, dim=4).flatten(3, 4)
 
 
 def _from_planes(quads: Tensor, geo: Geometry) -> Tensor:
     """The inverse of `_planes`."""
-    tight, groups = geo.format.tight, plane_groups(geo.format.tight)
-    low, high = quads.unflatten(3, (-1, geo.unit * tight // 32)).split((geo.unit // 8, geo.unit // 4 // groups), dim=4)
+    packed_bits, groups = geo.format.packed_bits, plane_groups(geo.format.packed_bits)
+    low, high = quads.unflatten(3, (-1, geo.unit * packed_bits // 32)).split((geo.unit // 8, geo.unit // 4 // groups), dim=4)
     low = torch.stack((low & 15, low >> 4), dim=5).flatten(4, 5)
-    shifts = torch.arange(groups, dtype=torch.uint8, device="cpu").view(-1, 1) * (tight - 4)
-    high = (high.unsqueeze(5) >> shifts & (1 << tight - 4) - 1).flatten(4, 5)
+    shifts = torch.arange(groups, dtype=torch.uint8, device="cpu").view(-1, 1) * (packed_bits - 4)
+    high = (high.unsqueeze(5) >> shifts & (1 << packed_bits - 4) - 1).flatten(4, 5)
     q: Tensor = low | high << 4
-    return (q + (geo.format.nothing - (1 << tight - 1) if geo.format.signed else 0)).flatten(3, 4)
+    return (q + (geo.format.pad_index - (1 << packed_bits - 1) if geo.format.signed else 0)).flatten(3, 4)
 
 
 def pack(codes: Codes) -> Packed:
@@ -257,9 +257,9 @@ def pack(codes: Codes) -> Packed:
         rows = slice(start * PANEL, min(n, stop * PANEL))
         missing = (stop - start) * PANEL - (rows.stop - rows.start)
         u = _stored(data[rows], k, fmt)
-        u = torch.nn.functional.pad(u, (0, 0, 0, missing), value=fmt.nothing).view(stop - start, PANEL, k)
+        u = torch.nn.functional.pad(u, (0, 0, 0, missing), value=fmt.pad_index).view(stop - start, PANEL, k)
         parts = [torch.nn.functional.pad(t[rows], (0, 0, 0, missing)).view(stop - start, PANEL, geo.blocks) for t in tails]
-        fill = torch.tensor(fmt.nothing, dtype=torch.uint8, device="cpu").expand(stop - start, PANEL, geo.blocks, 1)
+        fill = torch.tensor(fmt.pad_index, dtype=torch.uint8, device="cpu").expand(stop - start, PANEL, geo.blocks, 1)
         if fmt.zero == "point":
             fill = parts[1].unsqueeze(-1)
         cut = full * geo.record_bytes(geo.padded)
@@ -322,11 +322,11 @@ def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tup
     fmt, (panels, blocks, _) = geo.format, records.shape
     at = data_bytes(geo.bits, padded, sparse=geo.sparse)
     if geo.sparse:
-        points = records[:, :, at + PANEL * geo.scale_bytes :][:, :, :PANEL].unsqueeze(2) if fmt.zero == "point" else fmt.nothing
+        points = records[:, :, at + PANEL * geo.scale_bytes :][:, :, :PANEL].unsqueeze(2) if fmt.zero == "point" else fmt.pad_index
         quads = _quads(records[:, :, :at].reshape(panels, blocks, -1, at * SPARSE_UNIT // padded), fmt.bits, points).permute(0, 3, 1, 2, 4)
     else:
         quads = records[:, :, :at].reshape(panels, blocks, -1, PANEL, 4).permute(0, 3, 1, 2, 4)
-    if fmt.tight:
+    if fmt.packed_bits:
         quads = _from_planes(quads, geo)
     elif fmt.bits == 4 and not geo.sparse:
         quads = torch.stack((quads & 15, quads >> 4), dim=4)

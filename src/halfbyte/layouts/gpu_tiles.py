@@ -305,7 +305,7 @@ def _stored(rows: Tensor, geo: Geometry) -> Tensor:
 def _padded(u: Tensor, rows: int, geo: Geometry) -> Tensor:
     """uint8 [some rows, K] -> [rows, K padded], the padding filled with q = 0."""
     fmt = geo.format
-    nothing = fmt.nothing if fmt.bits == 4 else fmt.nothing ^ 128
+    nothing = fmt.pad_index if fmt.bits == 4 else fmt.pad_index ^ 128
     out = torch.full((rows, geo.k_padded), nothing, dtype=torch.uint8, device=u.device)
     if geo.contiguous:
         out[: len(u), : geo.k] = u

@@ -163,7 +163,7 @@ class Config:
     def default_for(self, kind: str, *, narrow: bool = False) -> Format:
         """The format of a module of this kind without an override; `narrow`: a convolution whose taps have few channels."""
         fmt = as_format(self.format)
-        if (narrow and isinstance(fmt.block, int)) or (fmt.table and kind.startswith("Conv")):
+        if (narrow and isinstance(fmt.block, int)) or (fmt.codebook and kind.startswith("Conv")):
             return as_format("int8_channel")
         return as_format(self.embedding) if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else fmt
 

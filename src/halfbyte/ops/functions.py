@@ -111,7 +111,7 @@ def unpack(packed: Packed | PackedConv) -> Codes:
     if isinstance(packed, PackedConv):
         return convolution.unpack(packed)
     codes = _unpack(packed)
-    return codes if packed.held is None else codes.restricted(packed.held)
+    return codes if packed.held is None else codes.limited_to(packed.held)
 
 
 def _unpack(packed: Packed) -> Codes:

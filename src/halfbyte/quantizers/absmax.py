@@ -59,7 +59,7 @@ from halfbyte.quantizers.builder import Builder, Grid, as_blocks
 
 # Where a number lies in the middle between two codes of a codebook: whether it goes to the greater one, by the family and the lower code.
 _TIES_UP: dict[str, Callable[[Format, int], bool]] = {
-    "fp4": lambda fmt, low: fmt.table.index(low) % 2 == 1,
+    "fp4": lambda fmt, low: fmt.codebook.index(low) % 2 == 1,
     "iq4": lambda fmt, low: True,
 }
 
@@ -193,7 +193,7 @@ def nearest(fmt: Format, v: Tensor) -> Tensor:
 @functools.cache
 def _levels(fmt: Format) -> tuple[list[int], list[float]]:
     """The codes of a format with a table, ascending, and the greatest numbers that go to each but the last."""
-    codes = sorted({*fmt.table})
+    codes = sorted({*fmt.codebook})
     middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
     ties_up = lookup(_TIES_UP, fmt.family, "the rounding of the codebook")
     ups = [ties_up(fmt, low) for low in codes[:-1]]

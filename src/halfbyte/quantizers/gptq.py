@@ -220,7 +220,7 @@ class _Sweep:
         if self.fmt.zero == "offset":
             return ((column - zero) / self.step[block]).round_().clamp_(self.fmt.q_min, self.fmt.q_max)
         q = column / self.step[block]
-        if self.fmt.table:
+        if self.fmt.codebook:
             return nearest(self.fmt, q).to(q.dtype)
         q.round_()
         return (q.add_(zero) if self.fmt.zero == "point" else q).clamp_(self.fmt.q_min, self.fmt.q_max)

@@ -32,8 +32,8 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """As in TileSpec, but for `bits`, which are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `tight`: as in
-    Format."""
+    """As in TileSpec, but for `bits`, which are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `packed_bits`: as
+    in Format."""
 
     bits: int
     scale: Kind
@@ -42,7 +42,7 @@ class DequantizeSpec:
     out: Kind
     pairs: bool = False
     sparse: bool = False
-    tight: int = 0
+    packed_bits: int = 0
     table: Family | Literal[""] = ""
 
 
@@ -65,7 +65,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
     weights, panel_bytes = DEQUANTIZE.load(args, "weights", "ptr"), DEQUANTIZE.load(args, "panel_bytes")
     blocks, block, last, units, last_units = (DEQUANTIZE.load(args, field) for field in ("blocks", "block", "last", "units", "last_units"))
     lane, out_bytes, scale_bytes = row % PANEL, element_of(spec.out).size, element_of(spec.scale).size
-    unit_bytes = cpu_tiles.data_bytes(spec.tight or spec.bits, spec.unit, sparse=spec.sparse)
+    unit_bytes = cpu_tiles.data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
     zero_bytes = zero_size(spec.zero, scale_bytes)
     tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pairs=spec.pairs)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
@@ -79,8 +79,8 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
         for g in f.loop((real + 7) // 8):
             if spec.sparse:
                 u = sparse.eight(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
-            elif spec.tight:
-                u = tight.eight(f, spec.tight, spec.zero == "none", spec.unit, record.value, g, lane)
+            elif spec.packed_bits:
+                u = tight.eight(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
             else:
                 u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
             if spec.table:
@@ -123,7 +123,7 @@ def _eight(f: Function, bits: int, data: Value) -> Value:
 @functools.lru_cache(maxsize=1024)
 def spec_of(geo: Geometry, out: Kind) -> DequantizeSpec:
     fmt = geo.format
-    how = geo.pairs, geo.sparse, fmt.tight, fmt.family if fmt.table else ""
+    how = geo.pairs, geo.sparse, fmt.packed_bits, fmt.family if fmt.codebook else ""
     return DequantizeSpec(fmt.bits, kind_of(fmt.scale), fmt.zero, geo.unit, out, *how)
 
 

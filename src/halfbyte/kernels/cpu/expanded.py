@@ -52,14 +52,14 @@ class PanelSpec:
     points_off: bool
     lifts: bool
     sparse: bool
-    tight: int
+    packed_bits: int
 
     @classmethod
     def of(cls, spec: TileSpec) -> PanelSpec:
         points_off = spec.biased and spec.zero == "point"
         lifts = spec.biased and not spec.single
         return cls(
-            4 if spec.table else spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse, spec.tight
+            4 if spec.table else spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse, spec.packed_bits
         )
 
     @property
@@ -176,8 +176,8 @@ class ExpandingTile(ExpandedTile):
         self.at.value = at + self.packed_unit
         if spec.sparse:
             steps = SparseUnit(isa, spec.bits, at, self.column, self.zeros).steps()
-        elif spec.tight:
-            steps = TightUnit(isa, spec.tight, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
+        elif spec.packed_bits:
+            steps = TightUnit(isa, spec.packed_bits, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
         else:
             steps = isa.unit_steps(at + self.column * 4, replace(self.int8, steps=None))
         for step in steps:
@@ -231,7 +231,7 @@ class _Panel(Emitter):
         _, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.units, self.blocks = self.get("units"), self.get("blocks")
-        self.unit_bytes = data_bytes(spec.tight or spec.bits, spec.unit, sparse=spec.sparse)
+        self.unit_bytes = data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
         self.records = f.alloca("i8", max(isa.expanded_bytes, spec.record_bytes(isa, isa.expanded_longest)), 64)

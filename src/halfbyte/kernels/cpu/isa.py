@@ -85,7 +85,7 @@ class ISA:
     matrix_rows = 0
     direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
     expands = False  # has tiles that read expanded codes
-    reads_tight = True  # puts codes of 5 and 6 bits together from their planes
+    reads_packed_bits = True  # puts codes of 5 and 6 bits together from their planes
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     once = 0  # rows up to which one tile for all asks for weights that need not stay in a cache
@@ -123,7 +123,7 @@ class ISA:
 
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         """The tiles for M rows of activations: every choice that depends on the format and on M. `codes`: int8 in, int8 out."""
-        if geo.format.table:  # to look up takes some fifty instructions
+        if geo.format.codebook:  # to look up takes some fifty instructions
             return Tiling(min(m, 2), 2)
         return Tiling(1, 8) if m == 1 else Tiling(2, 4)
 

@@ -132,8 +132,8 @@ class AMXInt8(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__("intel")
-        # Sparse and tight weights are not unpacked for tile registers.
-        self.expands, self.spreads, self.reads_tight, self.bf16_pays = False, False, False, True
+        # Sparse weights and codes of 5 or 6 bits are not unpacked for tile registers.
+        self.expands, self.spreads, self.reads_packed_bits, self.bf16_pays = False, False, False, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

@@ -118,7 +118,7 @@ class NeonI8mm(NeonDotprod):
     features = "+neon,+dotprod,+i8mm"
     lane_products = 8
     direct_tile = (8, 2)
-    reads_tight = False  # products take codes of eight k together
+    reads_packed_bits = False  # products take codes of eight k together
 
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(min(m, 8), 2) if inner == "int8" and m > 1 else super().tile(m, inner, geo, codes=codes)

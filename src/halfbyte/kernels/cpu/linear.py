@@ -110,7 +110,7 @@ class LinearKernel:
         self.isa, self.geometry = isa or current(), Geometry(fmt, n, k, sparse)
         if sparse and not self.isa.spreads:
             raise KernelError(f"{self.isa.name} has no kernels for 2:4 sparse weights: unpack the codes and pack them on this machine")
-        if fmt.tight and not self.isa.reads_tight:
+        if fmt.packed_bits and not self.isa.reads_packed_bits:
             raise KernelError(f"{self.isa.name} has no kernels for codes of 5 and 6 bits: unpack the codes and pack them on this machine")
         geo = self.geometry
         self.dtype = dtype
@@ -305,7 +305,7 @@ def specs(
     bits = fmt.code_bits
     # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
     whole_row, shifted = scaling_of(activation) if integers else (False, False)
-    if shifted and fmt.table and fmt.table[fmt.nothing] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
+    if shifted and fmt.codebook and fmt.codebook[fmt.pad_index] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
         what = f"blocks of {geo.block} in rows of {geo.k} are padded, and {fmt} has no code for 0"
         raise KernelError(f"activation={activation!r} is not for this weight: {what}: use 'block' or 'row'")
     by_row = whole_row and not shifted
@@ -321,8 +321,9 @@ def specs(
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
     folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
-    weight: dict[str, Any] = {"scale": kind_of(fmt.scale), "zero": fmt.zero, "pairs": geo.pairs, "sparse": geo.sparse, "tight": fmt.tight}
-    weight |= {"table": fmt.family if fmt.table else ""}
+    weight: dict[str, Any] = {"scale": kind_of(fmt.scale), "zero": fmt.zero, "packed_bits": fmt.packed_bits}
+    weight |= {"pairs": geo.pairs, "sparse": geo.sparse}
+    weight |= {"table": fmt.family if fmt.codebook else ""}
     shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
     shared |= {"folded": folded, "biased": biased, "bracketed": brackets}
     row = RowSpec(

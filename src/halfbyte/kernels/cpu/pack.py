@@ -35,7 +35,7 @@ class PackSpec:
     scale_bytes: int
     zero_bytes: int
     pairs: bool
-    tight: int = 0
+    packed_bits: int = 0
     unit: int = 0
 
 
@@ -55,15 +55,15 @@ def build(spec: PackSpec, isa: ISA, f: Function) -> None:
                 ends = (b + 1).equals(blocks)
                 groups = ends.select(PACK.load(args, "last_groups"), PACK.load(args, "groups"))
                 padded = ends.select(PACK.load(args, "last_padded_groups"), PACK.load(args, "padded_groups"))
-                to, tail = record.value + lane * 4, record.value + padded * (PANEL * (spec.tight or spec.bits))
+                to, tail = record.value + lane * 4, record.value + padded * (PANEL * (spec.packed_bits or spec.bits))
                 stands_for_zero = f.variable(f.value("i32", (0x88888888 if spec.bits == 4 else 0x80808080) if spec.signed else 0))
                 pairs = f.variable(f.value("<4 x i32>", 0))
                 done = real.select(groups, 0)
-                if spec.tight:
+                if spec.packed_bits:
                     _planes(spec, codes.value, done, padded, to)
                     done = padded
                 with f.when(real):
-                    for g in () if spec.tight else f.loop(groups):
+                    for g in () if spec.packed_bits else f.loop(groups):
                         _eight(spec, codes.value + g * spec.bits, to + g * (PANEL * spec.bits))
                         if spec.pairs:
                             pairs.value = pairs.value + _pairs(spec, codes.value + g * spec.bits)
@@ -102,9 +102,9 @@ def _eight(spec: PackSpec, source: Value, to: Value) -> None:
 
 def _planes(spec: PackSpec, source: Value, groups: Value, padded: Value, to: Value) -> None:
     """All codes of a block of one row, in units of two planes; those beyond so many groups of eight stand for 0."""
-    f, eights, together = source.fn, spec.unit // 8, cpu_tiles.plane_groups(spec.tight) // 2
+    f, eights, together = source.fn, spec.unit // 8, cpu_tiles.plane_groups(spec.packed_bits) // 2
     for u in f.loop(padded // eights):
-        unit = to + u * (spec.unit // 8 * PANEL * spec.tight)
+        unit = to + u * (spec.unit // 8 * PANEL * spec.packed_bits)
         for byte in range(eights // together):
             second = f.value("i32", 0)
             for place in range(together):
@@ -113,7 +113,7 @@ def _planes(spec: PackSpec, source: Value, groups: Value, padded: Value, to: Val
                 with f.when((u * eights + i).below(groups)):
                     for w, word in enumerate(words):
                         word.value = source.load("i32", (u * eights + i) * 8 + 4 * w)
-                first, more = eight_to_planes(spec.tight, spec.signed, [word.value for word in words], place)
+                first, more = eight_to_planes(spec.packed_bits, spec.signed, [word.value for word in words], place)
                 second = second | more
                 unit.store(first, i * 4 * PANEL, 4)
             unit.store(second, (eights + byte) * 4 * PANEL, 4)
@@ -149,8 +149,8 @@ def pack(codes: Codes) -> Packed:
     data, scale = codes.data.reshape(geo.n, -1).contiguous(), codes.scale.contiguous()
     zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()
     out = cpu_tiles.allocate(geo.nbytes)
-    unit = geo.unit if fmt.tight else 0
-    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt), fmt.tight, unit)
+    unit = geo.unit if fmt.packed_bits else 0
+    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt), fmt.packed_bits, unit)
     block = PACK.struct().pack(
         *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
         *(data.data_ptr(), data.shape[1], geo.n, scale.data_ptr(), 0 if zero is None else zero.data_ptr(), geo.blocks),

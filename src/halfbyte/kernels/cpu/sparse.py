@@ -175,7 +175,7 @@ def why_no_layout(fmt: Format, n: int, k: int, isa: ISA) -> str | None:
     """Why a 2:4 sparse weight [n, k] is packed as any other for `isa`; None if it isn't."""
     if not isa.spreads:
         return f"{isa.name} has no kernels here for 2:4 sparse weights, which need AVX-512 VBMI2 without AMX"
-    if fmt.table:
+    if fmt.codebook:
         return "codes of a table are packed with their zeros"
     if fmt.zero == "offset":
         return "formats with float offsets have no code that means 0"

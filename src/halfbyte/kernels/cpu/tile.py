@@ -76,7 +76,7 @@ class Tile(BlockEnd):
         zero_bytes = zero_size(spec.zero, self.scale_bytes)
         self.paired = spec.inner == "int8" and spec.pairs and isa.multiplies_sums
         self.int8 = Int8Unit(spec.rows, spec.vectors, spec.bits, spec.unit, self.paired, codebook(spec.table))
-        self.unit_bytes = data_bytes(spec.tight or self.int8.stored_bits, spec.unit, sparse=spec.sparse)
+        self.unit_bytes = data_bytes(spec.packed_bits or self.int8.stored_bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = tail_bytes(self.scale_bytes, zero_bytes, pairs=spec.pairs)
         self.pairs_at = PANEL * (self.scale_bytes + zero_bytes)  # in the tail
         record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
@@ -277,7 +277,7 @@ class Tile(BlockEnd):
         rows = w + first * 4
         points = tail + first + PANEL * self.scale_bytes if spec.zero == "point" else None
         unit: SparseUnit | TightUnit | None = SparseUnit.of(self.isa, spec.bits, w, first, points, spec.vectors) if spec.sparse else None
-        unit = TightUnit(self.isa, spec.tight, spec.signed, spec.unit, w, first, spec.vectors) if spec.tight else unit
+        unit = TightUnit(self.isa, spec.packed_bits, spec.signed, spec.unit, w, first, spec.vectors) if spec.packed_bits else unit
         if spec.vectors == 1:  # products read activations themselves: an address with an index makes one instruction two on Intel's CPUs
             a = f.pinned(a, "r")
         if spec.inner == "int8":

@@ -33,7 +33,8 @@ class TileSpec:
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
     points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
     bracketed    the activation's scale is multiplied last: by scale * sum of products + offset * sum of codes, rounded once
-    expands, sparse, tight, table   as in `expanded.py`, `sparse.py` and `tight.py`; the format's family, where its codes are in a table
+    expands, sparse, packed_bits   as in `expanded.py`, `sparse.py` and `tight.py`
+    table    the format's family, where its codes are in a codebook
     """
 
     inner: Inner
@@ -58,7 +59,7 @@ class TileSpec:
     bracketed: bool = False
     expands: bool = False
     sparse: bool = False
-    tight: int = 0
+    packed_bits: int = 0
     table: Family | Literal[""] = ""
 
     @property

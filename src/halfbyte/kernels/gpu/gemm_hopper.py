@@ -96,7 +96,7 @@ def lifted(problem: Problem) -> bool:
     """`Static.lifted`: where no scale can be too large for it, nor a point's product with one, which is rounded."""
     fmt, geo = problem.format, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     small = fmt.scale == torch.float16 and (fmt.zero != "point" or fmt.bits == 4)
-    return problem.dtype == torch.bfloat16 and (whole(geo) or small) and not fmt.table
+    return problem.dtype == torch.bfloat16 and (whole(geo) or small) and not fmt.codebook
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:

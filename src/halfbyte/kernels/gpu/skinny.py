@@ -100,7 +100,7 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
         if short:
             choices = [(min(bands, 2), 2), (bands, 1), (bands, 2)]
             choices = [(2, 1)] * (bands == 1 and bands_n > 2.2 * gpu.sms) + choices
-        if problem.format.table:  # whose decoding takes more registers: with larger tiles one block finds room, not two or three
+        if problem.format.codebook:  # whose decoding takes more registers: with larger tiles one block finds room, not two or three
             choices = [(1, 2), (1, 1)]
         return [Config(b, columns, 8, records=r) for b, r in choices]
     # A kernel for more rows than there are takes the same time: what is read of x is little, and products are free.

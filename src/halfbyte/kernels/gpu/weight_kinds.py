@@ -29,4 +29,4 @@ def zero_number(fmt: Format) -> int:
 
 def has_floats(fmt: Format) -> bool:
     """Whether codes are 4-bit floats. Raises UnsupportedError for another codebook, whose codes a GPU has as integers of 8 bits."""
-    return lookup(_CODEBOOKS, fmt.family if fmt.table else "", "the codebook on a GPU,")
+    return lookup(_CODEBOOKS, fmt.family if fmt.codebook else "", "the codebook on a GPU,")
