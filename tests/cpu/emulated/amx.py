@@ -69,9 +69,12 @@ class EmulatedTiles(AMXTiles):
             for column in f.loop(shape.column_bytes):
                 (to + row * stride + column).store((source + row * source_stride + column).load("i8"))
 
+    def bf16_order(self) -> tuple[tuple[int, int], ...]:
+        return ((0, 2), (4, 6), (1, 3), (5, 7))
+
     def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
         out = []
-        for k in (0, 4, 1, 5):  # and two more than that in the upper half of each lane
+        for k, _ in self.bf16_order():  # the second one is in the upper half of each lane
             shift = 8 * (k % 4) + k // 4 * 4
             pair = [(stored.bits(self.ints) >> (shift + at)) & 15 for at in (0, 16)]
             pair = [ISA.looked_up(self, code, table) if table else code - (8 if signed else 0) for code in pair]
