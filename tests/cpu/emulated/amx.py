@@ -11,6 +11,9 @@ from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.isa_x86 import AVX2, AVXVNNI
 
 
+BF16_ORDER = ((0, 2), (4, 6), (1, 3), (5, 7))  # as `ISA.bf16_order`
+
+
 class EmulatedTiles(AMXTiles):
     name, cpu, features, attributes, needs = "amx_emulated", "haswell", "", "", AVX2.needs
     narrows = False
@@ -69,12 +72,9 @@ class EmulatedTiles(AMXTiles):
             for column in f.loop(shape.column_bytes):
                 (to + row * stride + column).store((source + row * source_stride + column).load("i8"))
 
-    def bf16_order(self) -> tuple[tuple[int, int], ...]:
-        return ((0, 2), (4, 6), (1, 3), (5, 7))
-
     def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
         out = []
-        for k, _ in self.bf16_order():  # the second one is in the upper half of each lane
+        for k, _ in BF16_ORDER:  # the second one is in the upper half of each lane
             shift = 8 * (k % 4) + k // 4 * 4
             pair = [(stored.bits(self.ints) >> (shift + at)) & 15 for at in (0, 16)]
             pair = [ISA.looked_up(self, code, table) if table else code - (8 if signed else 0) for code in pair]
@@ -137,3 +137,6 @@ class EmulatedAMX(EmulatedDotProducts):
     name = "avx_vnni_and_amx_emulated"
     matrix = EmulatedTiles()
     matrix_rows = 3
+
+    def bf16_order(self) -> tuple[tuple[int, int], ...]:
+        return BF16_ORDER
