@@ -10,7 +10,6 @@ from halfbyte.kernels.cpu.isa import ISA
 from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.isa_x86 import AVX2, AVXVNNI
 
-
 BF16_ORDER = ((0, 2), (4, 6), (1, 3), (5, 7))  # as `ISA.bf16_order`
 
 
