@@ -103,7 +103,7 @@ def test_a_model_opened_again_has_the_same_logits_and_packs_nothing(
     assert files(cache)
     packing.count = 0
     spec = open_spec(models / name, format=format).spec
-    assert all(layer.attention.o.packed.data.data_ptr() % 4096 == 0 for layer in spec.layers)
+    assert all(layer.attention.o_proj.packed.data.data_ptr() % 4096 == 0 for layer in spec.layers)
     assert torch.equal(logits(models / name, format=format), expected)
     assert packing.count == 0
 

@@ -220,7 +220,7 @@ def _logits(family: Family, config: TextConfig) -> tuple[LogitsFunction, float] 
 
 
 def projections(family: Family, config: TextConfig, index: int, kv_source: int | None) -> Projections:
-    """Return which of queries, keys and values a layer has projections of, as `Heads.made`."""
+    """Return which of queries, keys and values a layer has projections of, as `Heads.projections`."""
     key = family.values_are_keys
     if kv_source is not None:
         return "q"

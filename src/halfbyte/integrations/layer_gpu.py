@@ -130,7 +130,7 @@ def _why_no_attention(layer: Any, spec: LayerSpec) -> str | None:
         return "scores of its attention, transformers' eager one, have a cap"
     if heads.sinks is not None and not is_eager(layer):
         return "its attention is not transformers' eager one, which alone has its sinks"
-    if any(norm.centred for norm in (spec.attention.post_norm, *(heads.qk_norm or ())) if norm is not None):
+    if any(norm.layer_norm for norm in (spec.attention.post_norm, *(heads.qk_norm or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
     if is_distributed(layer) and _needs_whole_rows(layer, over_all_heads=heads.qk_norm_whole or heads.sinks is not None):
         return "its weights are distributed over processes in a way that takes steps between products"
