@@ -20,10 +20,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 
 
 def _lines() -> Iterator[tuple[str, str]]:
-    """(page, line) of all lines that are a command of halfbyte's."""
+    """(page, line) of all lines of code blocks, fenced or indented, that are a command of halfbyte's."""
     for page in PAGES:
+        fenced = False
         for line in page.read_text(encoding="utf-8").splitlines():
-            if (match := re.fullmatch(r"(?: {4}|\$ )?(?:torchrun .* -m )?(halfbyte [a-z]+ [^`]*)", line)) is not None:
+            fenced ^= line.startswith("```")
+            code = line if fenced else line.removeprefix("    ") if line.startswith("    ") else ""
+            if (match := re.fullmatch(r"(?:\$ )?(?:torchrun .* -m )?(halfbyte [a-z]+ [^`]*)", code)) is not None:
                 yield page.name, match[1]
 
 
@@ -64,10 +67,10 @@ def test_names_and_arguments_exist(place: str, code: str) -> None:
             inspect.signature(function).bind(*node.args, **keywords)
 
 
-@pytest.mark.parametrize("block", [0, 2])  # between them the same model without transformers
-def test_the_first_code_of_the_readme_runs(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [code for place, code in _blocks() if place.startswith("README.md:")]
-    code = "\n\n".join(blocks[block].split("\n\n")[:2])  # imports, and a model from disk to disk
+def test_the_first_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of docs/ run in test_user_pages.py."""
+    code = next(code for place, code in _blocks() if place.startswith("README.md:"))
+    code = "\n\n".join(code.split("\n\n")[:2])  # imports, and a model from disk to disk
     assert "path/to/model" in code
     monkeypatch.chdir(tmp_path)
     exec(compile(code.replace("path/to/model", str(ROOT / "models" / "tiny-llama")), "README.md", "exec"), {})
