@@ -100,4 +100,5 @@ def _anchors(page: Path) -> set[str]:
     """The anchors of a page: those that it sets, and those of its headings, as GitHub and mkdocs name them."""
     text = page.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {*re.findall(r'<a id="([^"]+)">', text)} | {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    slugs = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return slugs | {*re.findall(r'<a id="([^"]+)">', text)}
