@@ -1,4 +1,4 @@
-"""What rounding activations to 8 bits costs, by the way in which they are scaled: a table for docs/formats.md.
+"""What rounding activations to 8 bits costs, by the way in which they are scaled: a table for docs/quality.md.
 
     python benchmarks/activations.py                    the tiny Llama of this repository, and MiniLM where it is installed ('.[demo]')
 

@@ -399,7 +399,7 @@ HELD_OUT = Path(__file__).parents[1] / "examples" / "tiny-llama" / "heldout.txt"
 class Tiny:
     """The tiny Llama, passages of held-out text to calibrate on, and others to measure perplexity on.
 
-    Two of its eight layers and the last product are quantized, in less than half the time; docs/calibration.md has the whole model.
+    Two of its eight layers and the last product are quantized, in less than half the time; docs/quality.md has the whole model.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Codes of 5 and 6 bits in files: bit by bit as docs/checkpoint.md has it, and back."""
+"""Codes of 5 and 6 bits in files: bit by bit as docs/engineering/checkpoint.md has it, and back."""
 
 from __future__ import annotations
 

@@ -16,14 +16,17 @@ import pytest
 from halfbyte.cli.main import _parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
 
 
 def _lines() -> Iterator[tuple[str, str]]:
-    """(page, line) of all lines that are a command of halfbyte's."""
+    """(page, line) of all lines of code blocks, fenced or indented, that are a command of halfbyte's."""
     for page in PAGES:
+        fenced = False
         for line in page.read_text(encoding="utf-8").splitlines():
-            if (match := re.fullmatch(r"(?: {4}|\$ )?(?:torchrun .* -m )?(halfbyte [a-z]+ [^`]*)", line)) is not None:
+            fenced ^= line.startswith("```")
+            code = line if fenced else line.removeprefix("    ") if line.startswith("    ") else ""
+            if (match := re.fullmatch(r"(?:\$ )?(?:torchrun .* -m )?(halfbyte [a-z]+ [^`]*)", code)) is not None:
                 yield page.name, match[1]
 
 
@@ -64,10 +67,10 @@ def test_names_and_arguments_exist(place: str, code: str) -> None:
             inspect.signature(function).bind(*node.args, **keywords)
 
 
-@pytest.mark.parametrize("block", [0, 2])  # between them the same model without transformers
-def test_the_first_code_of_the_readme_runs(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [code for place, code in _blocks() if place.startswith("README.md:")]
-    code = "\n\n".join(blocks[block].split("\n\n")[:2])  # imports, and a model from disk to disk
+def test_the_first_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples of docs/ run in test_user_pages.py."""
+    code = next(code for place, code in _blocks() if place.startswith("README.md:"))
+    code = "\n\n".join(code.split("\n\n")[:2])  # imports, and a model from disk to disk
     assert "path/to/model" in code
     monkeypatch.chdir(tmp_path)
     exec(compile(code.replace("path/to/model", str(ROOT / "models" / "tiny-llama")), "README.md", "exec"), {})
@@ -86,5 +89,16 @@ def _found(node: ast.expr, known: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        path = page.parent / target if target else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in _anchors(path), f"{page.name} links to {target}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page: those that it sets, and those of its headings, as GitHub and mkdocs name them."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return slugs | {*re.findall(r'<a id="([^"]+)">', text)}

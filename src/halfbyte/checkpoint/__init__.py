@@ -1,4 +1,4 @@
-"""Models on disk. docs/checkpoint.md specifies halfbyte's own files.
+"""Models on disk. docs/engineering/checkpoint.md specifies halfbyte's own files.
 
 stored_model.py       any model on disk: checkpoint_model.py: halfbyte's own; other_model.py: all others, by a plan
 loading.py            `load`; sharded_loading.py: for one of several processes

@@ -1,4 +1,4 @@
-"""The `halfbyte` section of config.json, which describes the tensors of a checkpoint. docs/checkpoint.md specifies it."""
+"""The `halfbyte` section of config.json, which describes the tensors of a checkpoint. docs/engineering/checkpoint.md specifies it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The `quantization_config` of config.json, which tells transformers that a model is quantized. docs/checkpoint.md specifies it."""
+"""The `quantization_config` of config.json, which tells transformers that a model is quantized.
+
+docs/engineering/checkpoint.md specifies it.
+"""
 
 from __future__ import annotations
 

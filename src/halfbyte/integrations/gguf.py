@@ -1,4 +1,4 @@
-"""GGUF files as models of transformers, ready to generate; docs/other-files.md names the architectures."""
+"""GGUF files as models of transformers, ready to generate; docs/engineering/other-files.md names the architectures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_gguf(
     format       to which a floating-point file is quantized; see `load`
     mesh         of processes that share the model; see `load`
     half_scales  round scales and offsets to float16 where they would be float32, as those of K-quants: by at most 2^-11 of each. That takes
-                 less memory and time (docs/other-files.md); the command line does it
+                 less memory and time (docs/engineering/other-files.md); the command line does it
 
     The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, truncated, or
     holds a model of an unsupported architecture.

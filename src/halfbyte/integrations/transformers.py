@@ -7,8 +7,8 @@
     model.save_pretrained("small")
     model = AutoModelForCausalLM.from_pretrained("small")
 
-A float model is read tensor by tensor, and each weight is quantized and packed before the next is read. docs/checkpoint.md describes the
-files that are written.
+A float model is read tensor by tensor, and each weight is quantized and packed before the next is read. docs/engineering/checkpoint.md
+describes the files that are written.
 """
 
 from __future__ import annotations

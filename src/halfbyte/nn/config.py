@@ -64,7 +64,7 @@ class Config:
     format      of every Linear and convolution; convolutions whose taps have under 16 channels (stems, depthwise) take int8_channel
                 where this one has blocks
     embedding   of every Embedding and EmbeddingBag; None: the same as `format`
-    method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (see docs/calibration.md)
+    method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (docs/quality.md)
     skip        patterns of module names that stay as they are
     overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
     compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale per channel or tensor and no zero, and

@@ -65,8 +65,9 @@ def drop_zeros_(model: nn.Module, sparse: bool = True) -> nn.Module:
     """Packs the 2:4 sparse weights among those of QuantLinear and QuantEmbedding again: without their zeros, or with them if not `sparse`;
     in place, and returns `model`. No code changes.
 
-    CPUs leave zeros out by themselves; Hopper GPUs are told to by this, as it makes many rows slower (docs/sparsity.md). What is asked
-    for counts on other devices, too, once the model is there; it is not saved. Call it before `fuse_`, or else ArgumentError is raised.
+    CPUs leave zeros out by themselves; Hopper GPUs are told to by this, as it makes many rows slower (docs/engineering/sparsity.md). What
+    is asked for counts on other devices, too, once the model is there; it is not saved. Call it before `fuse_`, or else ArgumentError is
+    raised.
     """
     check_type(model, nn.Module, "drop_zeros_ takes a model, a torch.nn.Module", "for codes there is pack(codes, device, sparse=True)")
     if any(isinstance(module, FusedLinear) for module in model.modules()):

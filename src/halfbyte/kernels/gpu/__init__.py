@@ -7,7 +7,7 @@ Starting kernels
                    zeros, scales and codebooks they decode
   clock.py         times on a GPU; probe.py: what it can do at the most
 
-Linear layers: docs/gpu-kernels.md says which one is taken when
+Linear layers: docs/engineering/gpu-kernels.md says which one is taken when
   skinny.py, skinny_hopper.py                            floats, few rows; skinny_tile.py, skinny_hopper_tile.py: their tiles;
                                                          skinny_config.py, skinny_hopper_config.py: what they
                                                          are compiled for, the latter also which tiles;
@@ -22,7 +22,7 @@ Linear layers: docs/gpu-kernels.md says which one is taken when
   quantize.py, dequantize.py, activations.py             numbers to codes and back; decode.py: bytes to floats in registers
   epilogue.py      what happens to sums before they are written; arithmetic.py: what kernels share
 
-Convolutions: docs/convolution-kernels.md
+Convolutions: docs/engineering/convolution-kernels.md
   conv.py, conv_few.py, conv_teams.py, conv_hopper.py    products of patches; conv_tile.py: parts of them; conv_hopper_tile.py,
                                                          conv_hopper_write.py: the last one's kernel
   conv_dynamic.py, conv_image.py                         activations quantized on the fly
