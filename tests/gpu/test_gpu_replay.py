@@ -98,7 +98,7 @@ OPS: dict[str, tuple[set[str], Callable[[], Callable[[], Tensor]]]] = {
     "decode": ({"attend"}, lambda: decode),
     "prefill": ({"rope", "attend_many"}, lambda: prefill),
     "norms": ({"add_normed", "normed"}, lambda: norms),
-    "gates": ({"gates", "normed_linear"}, gates),
+    "gates": ({"gates"}, gates),
 }
 
 
