@@ -58,7 +58,7 @@ class _Scope:
 
     def layer_norm(self, op: Op, x: Tensor) -> Tensor:
         part: Any = op.part
-        shift = part.shift.float() if op.setting("bias") else None
+        shift = part.bias.float() if op.setting("bias") else None
         return functional.layer_norm(x, op.shape, part.weight.float() + bool(op.setting("unit_offset")), shift, op.setting("eps"))
 
     def linear(self, op: Op, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _Scope:
         part: Any = op.part
         if op.setting("values"):
             v = _rms(v, torch.ones(v.shape[-1]), op.setting("eps"))
-        weights = [norm.weight.float() + bool(op.setting("unit_offset")) for norm in part.norms]
+        weights = [norm.weight.float() + bool(op.setting("unit_offset")) for norm in part.qk_norm]
         q, k = (_rms(x, weight, op.setting("eps")) for x, weight in zip((q, k), weights, strict=True))
         return torch.cat([x.reshape(len(x), -1) for x in (q, k, v)], -1)
 
@@ -154,9 +154,9 @@ class _Scope:
     def router(self, op: Op, x: Tensor) -> tuple[Tensor, Tensor]:
         """ids and weights [t, top_k]"""
         part: Any = op.part
-        logits = x @ part.router.float().T + (part.bias.float() if op.setting("bias") else 0.0)
+        logits = x @ part.router.float().T + (part.router_bias.float() if op.setting("bias") else 0.0)
         scores = logits.sigmoid() if op.setting("scores") == "sigmoid" else logits.softmax(-1)
-        ids = (scores + (part.correction.float() if op.setting("correction") else 0.0)).topk(op.setting("top_k"), -1).indices
+        ids = (scores + (part.correction_bias.float() if op.setting("correction") else 0.0)).topk(op.setting("top_k"), -1).indices
         weights = scores.gather(1, ids)
         if op.setting("normalized"):
             weights = weights / weights.sum(-1, keepdim=True)
