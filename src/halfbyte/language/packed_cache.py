@@ -47,7 +47,9 @@ _NICE = 10  # of the thread that writes: threads that compute come first
 _SETTLED = 2_000_000_000  # ns since the last change of a file
 _EDGE, _SAMPLES, _SAMPLE = 1 << 16, 64, 1 << 12  # bytes at each end of a file, and places between them
 _RESERVE = 10 * 10**9  # bytes of the disk that are left free, or a tenth of it
-_FOLDERS = ("checkpoint", "decoder", "formats", "io", "language", "layouts", "nn", "ops", "quantizers", "kernels/cpu", "kernels/gpu/runtime")
+_FOLDERS = (
+    *("checkpoint", "decoder", "formats", "io", "kernels/cpu", "kernels/gpu/runtime", "language", "layouts", "nn", "ops", "quantizers"),
+)
 _PATTERNS = (*(f"{name}/**/*.py" for name in _FOLDERS), "kernels/*.py", "dispatch/packed.py")
 
 
