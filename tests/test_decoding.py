@@ -31,7 +31,6 @@ from halfbyte.ops.decoder import Heads, Norm
 from halfbyte.ops.decoding import attend, normed_linear
 from halfbyte.ops.norms import add_normed, normed
 
-QKV, GATE_UP = "q_proj+k_proj+v_proj", "gate_proj+up_proj"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 KINDS: dict[str, Callable[..., Any]] = {
     "llama": partial(make_decoder, "Llama", **SIZES),
@@ -137,7 +136,7 @@ def test_other_layers_stay() -> None:
     quantize_(other, Config("int8_channel", compute="int8"))
     fuse_(other)
     layer = other.model.layers[0]
-    assert forwards.why_not_native(layer) == "its q_proj is to compute in int8", "integers were asked for, on a GPU"
+    assert forwards.why_not_native(layer) == "its qkv is to compute in int8", "integers were asked for, on a GPU"
     assert is_native(other), "on a CPU they are no reason"
 
 
@@ -263,7 +262,10 @@ def test_why_a_layer_is_left(change: Callable[[Any], object], reason: str) -> No
 
 
 def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte.decoder import kernels_gpu
+    from halfbyte.decoder.program import layer_ops
     from halfbyte.integrations.explain_model import explain_model
+    from halfbyte.integrations.live_layer import layer_spec
     from halfbyte.kernels.cpu.isas import current
     from halfbyte.kernels.gpu import norm
     from halfbyte.machine import GPUS
@@ -274,29 +276,38 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     (group,) = found.groups
     assert group.names == ("model.layers.0", "model.layers.1")
     assert group.reason is None
-    assert [step.name for step in group.steps] == [QKV, "attention", "o_proj", GATE_UP, "down_proj"]
-    by_name = {step.name: step for step in group.steps}
-    assert by_name["attention"].kernel == "attend"
-    assert by_name[QKV].kernel == "skinny with the norm"
-    # Half of 192 rows are not whole panels of 64: the gates are not in the product.
-    assert by_name[GATE_UP].kernel == "skinny, after a kernel of the norm, before one of silu(gate) * up"
+    assert {lowered.op.name: lowered.kernel or f"in {lowered.fused_into}" for lowered in group.ops} == {
+        "attn_norm": "in qkv",
+        "qkv": "skinny",
+        "rope": "in attention",
+        "attention": "attend",
+        "o_proj": "skinny",
+        "attn_residual": "in o_proj",
+        "mlp_norm": "norm",
+        "gate_up": "skinny",
+        "gate": "gates",  # half of 192 rows are not whole panels of 64: the gate is not in the product
+        "down_proj": "skinny",
+        "mlp_residual": "in down_proj",
+    }
+    spec = layer_spec(short.model.layers[0])
+    assert not isinstance(spec, str)
     for rows in (9, 64, 300):
-        many = decoding_gpu.steps(short.model.layers[0], GPUS["sm_90"], rows=rows)
-        assert all(step.reason is None for step in many)
-        assert "after a kernel of the norm" in many[0].kernel
+        many = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["sm_90"], rows)
+        assert all(lowered.reason is None for lowered in many)
+        assert (many[0].op.name, many[0].kernel) == ("attn_norm", "norm")
     monkeypatch.setattr(norm, "MOST", 32)
     ops.decoding._plan.cache_clear()
-    wide = decoding_gpu.steps(short.model.layers[0], GPUS["sm_90"])
-    assert wide[0].reason == "norm in torch's operations: a norm of 64 columns is more than the 32 that a block's registers hold"
+    wide = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["sm_90"])
+    assert wide[0].reason == "a norm of 64 columns is more than the 32 that a block's registers hold"
     ops.decoding._plan.cache_clear()
-    amd = decoding_gpu.steps(short.model.layers[0], GPUS["gfx942"])
-    assert "NVIDIA GPUs only" in (amd[1].reason or "")
+    amd = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["gfx942"])
+    assert "NVIDIA GPUs only" in ({lowered.op.name: lowered for lowered in amd}["attention"].reason or "")
     here = explain_model(short, "cpu").groups[0]
     assert here.reason is None
     products = "bf16" if current().bf16_dot and current().bf16_pays else "float"
-    attend = "attend, with positions and the new entry of a float or 8-bit cache"
-    assert [step.kernel for step in here.steps[:2]] == [f"{products}, with the norm", attend]
-    assert explain_model(short, "cpu", 65).groups[0].reason == "one call is for 64 sequences at most"
+    kernels = {lowered.op.name: lowered.kernel or f"in {lowered.fused_into}" for lowered in here.ops}
+    assert [kernels[name] for name in ("attn_norm", "qkv", "rope", "attention")] == ["in qkv", products, "in attention", "attend"]
+    assert explain_model(short, "cpu", 65).groups[0].reason == "native calls are for 64 sequences at most"
     with pytest.raises(ArgumentError, match="1 or more sequences"):
         explain_model(short, "cpu", 0)
 
