@@ -83,7 +83,9 @@ class PackedCache:
         """Map what is stored in the folder of a model, whose files have these states."""
         self._folder, self._states, self._opened = folder, states, time.time_ns()
         self._stored: dict[str, tuple[PackedFile, Stored]] = {}
+        self._read: dict[str, tuple[PackedFile, Stored, Tensor]] = {}
         self._new: dict[str, tuple[Stored, Tensor]] = {}
+        self._lock = threading.Lock()
         with suppress(OSError):
             for path in folder.glob(f"*{packed_files.SUFFIX}"):
                 self._map(path)
@@ -137,10 +139,22 @@ class PackedCache:
         if file is None or stored is None or stored.format != fmt or shape not in (None, stored.shape):
             return None
         try:
-            return stored, file.tensor(stored)
+            data = file.tensor(stored)
         except DamagedError:
-            del self._stored[stored.name]
+            self._drop(file)
             return None
+        self._read[stored.name] = file, stored, data
+        return stored, data
+
+    def _drop(self, file: PackedFile) -> None:
+        """Delete a file of which a weight is damaged; what was read of it before is stored again."""
+        with suppress(OSError):
+            file.path.unlink()
+        with self._lock:
+            for name in [name for name, (other, _) in self._stored.items() if other is file]:
+                del self._stored[name]
+                if name in self._read:
+                    self._new[name] = self._read[name][1:]
 
     def add(self, names: Sequence[str], made: Packed | Tensor) -> None:
         """Remember what was packed, for `store`."""
@@ -159,7 +173,9 @@ class PackedCache:
         size = sum(data.nbytes for _, data in new.values()) + sum(weight.bytes for _, weight in self._stored.values())
         if not new or size < LEAST or not self._is_unchanged():
             return
-        thread = threading.Thread(target=self._write, args=(list(new.values()),), name="halfbyte-packed-cache", daemon=True)
+        thread = threading.Thread(
+            target=self._write, args=([new[name] for name in sorted(new)],), name="halfbyte-packed-cache", daemon=True
+        )
         _writers.add(thread)
         thread.start()
 

@@ -86,6 +86,7 @@ class PackedFile:
     """A file that is mapped into memory: pages are read when they are used, and shared by all processes that map it.
 
     Attributes:
+        path: Of the file.
         weights: What it holds.
     """
 
@@ -96,6 +97,7 @@ class PackedFile:
             DamagedError: It is not a whole file of this version that only the user can write.
             OSError: It cannot be read.
         """
+        self.path = path
         flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(path, os.O_RDONLY | flags)
         with open(descriptor, "rb", buffering=0) as file:
