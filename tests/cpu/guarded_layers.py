@@ -136,8 +136,8 @@ def embeddings(tell: Tell) -> None:
             place = at(flush)
             tables = [_like(weight, place) for weight in weights]
             with _allocating(flush):
-                projections = NormedEmbeddings(tables, LayerNorm(place(numbers[0]), place(numbers[1]), 1e-5))
-                y = projections([place(which) for which in ids])
+                embed = NormedEmbeddings(tables, LayerNorm(place(numbers[0]), place(numbers[1]), 1e-5))
+                y = embed([place(which) for which in ids])
             wanted = y if wanted is None else wanted
             same(y, wanted)
 
@@ -191,7 +191,7 @@ class _Decoder:
         of_heads = (query * dim, key * dim) if formula == "after" else (dim, dim)
         self.norms = [torch.rand(n) + 0.5 for n in (k, k, *(of_heads if head_norms else ()))]
 
-    def projections(self, place: Place) -> DecoderLayer:
+    def build(self, place: Place) -> DecoderLayer:
         *qkv, o, gate_up, down = [_weight(*one, place) for one in zip(self.weights, self.biases, strict=True)]
         first, second, *of_heads = (Norm(place(weight), 1e-5) for weight in self.norms)
         heads = Heads(*self.heads, 0.3, tuple(of_heads) or None)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, si
         tell(f"decoder layers, {heads} heads, b={b} t={t} length={length} flush with {flush}")
         place = at(flush)
         with _allocating(flush), _two_threads():
-            layers = [one.projections(place) for one in both]
+            layers = [one.build(place) for one in both]
             kept = [_writable(cache, flush) for cache in caches]
             entries = [(*one, length) for one in kept]
             rotary = place(turn), place(turn)
@@ -304,8 +304,8 @@ def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed |
         with _allocating(flush), _two_threads():
             rows = None if head is None else _weight(head, bias, place)
             logits = None if head is None else ("cap", 3.0)
-            projections, norm = [one.projections(place) for one in both], Norm(place(last), 1e-5)
-            model = DecodingStep(projections, _like(table, place), norm, rows, turns=(0, 1), factor=1.5, logits=logits)
+            stack, norm = [one.build(place) for one in both], Norm(place(last), 1e-5)
+            model = DecodingStep(stack, _like(table, place), norm, rows, turns=(0, 1), factor=1.5, logits=logits)
             kept = [_writable(cache, flush) for cache in caches]
             rotary = [place(turn) for turn in turns]
             outputs = []

@@ -351,17 +351,15 @@ class GpuModel:
         of_layers = self._per_layer_inputs(given, x)
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
             group = self._group_of[index]
-            rotary_dim, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
+            tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             own = None if of_layers is None else of_layers[:, :, index]
             if len(entry.buffers) == 2:
-                x = prefill(layer, x, rotary_dim, KeyValues(entry.keys, entry.values, length), mask, own)
+                x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, own)
             elif spec.kv_source is not None:
                 states = self._decoded(entry, entry.length + tokens)
-                x = prefill(
-                    layer, x, rotary_dim, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], own
-                )
+                x = prefill(layer, x, tables, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], own)
             else:
-                x, _ = prefill_with(layer, x, rotary_dim, partial(self._encoded, entry), mask, own, length)
+                x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, own, length)
         cache.append(tokens)
         return x
 

@@ -1,11 +1,8 @@
 """Decoder layers of optimized models on a GPU: one new token of each sequence, with a static cache, by the kernels of
 `decoder/gpu_layer.py`.
 
-What a family's layer computes is what `families.py` says of it, as on a CPU. Where the mlp is beside attention, both read one norm of x,
-which has a kernel. With several sequences norms have separate kernels before the products, as layer norms always have, and gates may have
-one after theirs, as f(up) always has; on Hopper the norm before the gates has one, too, where the product with gates is `skinny_hopper`'s.
-A factor of what is added (Granite) is multiplied before the product, one of all of a layer's output with the last norm. Layers may read
-keys and values of an earlier one (Gemma 4), with the new token's. A window of attention is a ring (`rings.py`).
+Layers are those of `layer_gpu.py`. Some may attend to keys and values of an earlier layer (Gemma 4), with the new token's; a sliding window
+is a ring buffer (`rings.py`).
 """
 
 from __future__ import annotations

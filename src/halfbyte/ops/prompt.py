@@ -73,7 +73,7 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
     norms = None if heads.qk_norm is None else (heads.qk_norm[0][:3], heads.qk_norm[1][:3])
-    rotary_dim = (
+    how = (
         0 if rotary is None else heads.rotary_width,
         heads.rope_interleaved,
         heads.norm_after_rope,
@@ -87,15 +87,13 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
         if norms is not None and heads.qk_norm_whole:
             read, within = output(torch.empty_like(flat)), None
             norm.launch_parts(here, flat, norms, read)
-        kernel.launch(here, read, rotary, queries, (keys, values), length, within, *rotary_dim)
+        kernel.launch(here, read, rotary, queries, (keys, values), length, within, *how)
         return queries
 
     weights, settings = (None, None) if norms is None else (norms[0][0], norms[1][0]), None if norms is None else norms[0][1:]
     operands = flat, *(rotary or (None, None)), keys, values, length, *weights
     with on(qkv):
-        return replayed(
-            steps, operands, "rope", qkv.shape[:2], heads.num_heads, heads.num_kv_heads, heads.qk_norm_whole, *rotary_dim, settings
-        )
+        return replayed(steps, operands, "rope", qkv.shape[:2], heads.num_heads, heads.num_kv_heads, heads.qk_norm_whole, *how, settings)
 
 
 def _check_turn(

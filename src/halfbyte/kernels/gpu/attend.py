@@ -256,7 +256,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     ROWS: tl.constexpr = S.rows
     WIDE: tl.constexpr = S.wide
     STAGES: tl.constexpr = S.stages
-    TURNED: tl.constexpr = S.rotary_dim
+    ROTARY_DIM: tl.constexpr = S.rotary_dim
     if S.pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -268,11 +268,11 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     d = tl.arange(0, WIDE)
     g = tl.arange(0, ROWS)
     inside = d < DIM
-    rotary_dim = d < TURNED
+    rotates = d < ROTARY_DIM
     if S.neighbours:
-        half = tl.where(rotary_dim, d ^ 1, d)
+        half = tl.where(rotates, d ^ 1, d)
     else:
-        half = tl.where(rotary_dim, tl.where(d < TURNED // 2, d + TURNED // 2, d - TURNED // 2), d)
+        half = tl.where(rotates, tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2), d)
     if norms is not None:
         q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
         q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
@@ -316,16 +316,16 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         k = tl.load(new + d, mask=inside, other=0.0)
         k_half = tl.load(new + half, mask=inside, other=0.0)
         v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0) if S.others == 2 else k
-    if TURNED > 0:
+    if ROTARY_DIM > 0:
         if S.rope_interleaved == "half":
             entry = d // 2
         elif S.short:
-            entry = tl.where(d < TURNED // 2, d, d - TURNED // 2)
+            entry = tl.where(d < ROTARY_DIM // 2, d, d - ROTARY_DIM // 2)
         else:
             entry = d
-        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=rotary_dim, other=1.0)
-        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=rotary_dim, other=0.0)
-        first_of_two = d % 2 == 0 if S.neighbours else d < TURNED // 2
+        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=rotates, other=1.0)
+        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=rotates, other=0.0)
+        first_of_two = d % 2 == 0 if S.neighbours else d < ROTARY_DIM // 2
         cos, sin = cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
     else:
         cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)

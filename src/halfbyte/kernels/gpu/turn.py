@@ -119,7 +119,7 @@ def launch(
 def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.constexpr):
     HEADS: tl.constexpr = S.heads
     DIM: tl.constexpr = S.dim
-    TURNED: tl.constexpr = S.rotary_dim
+    ROTARY_DIM: tl.constexpr = S.rotary_dim
     STEP: tl.constexpr = 2 if S.neighbours else 1
     if S.pdl:
         gdc_launch_dependents()
@@ -144,10 +144,10 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
     offset = tl.where(kind == 0, row.to(tl.int64) * (heads * DIM) + h * DIM, of_cache)
     target = tl.where(kind == 0, queries, tl.where(kind == 1, cache[0], cache[1]))
     i = tl.arange(0, S.wide)
-    first, second = i * STEP, i * STEP + (1 if S.neighbours else TURNED // 2)
-    inside = (i < TURNED // 2)[None, :] & there[:, None]
+    first, second = i * STEP, i * STEP + (1 if S.neighbours else ROTARY_DIM // 2)
+    inside = (i < ROTARY_DIM // 2)[None, :] & there[:, None]
     to = inside & written[:, None]
-    beyond = TURNED + tl.arange(0, S.beside)
+    beyond = ROTARY_DIM + tl.arange(0, S.beside)
     rest = (beyond < DIM)[None, :] & there[:, None]
     r = tl.load(source[:, None] + beyond[None, :], mask=rest, other=0.0)
     a = tl.load(source[:, None] + first[None, :], mask=inside, other=0.0)
@@ -155,19 +155,19 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
     if kind < 2:
         x, y, z = a.to(tl.float32), b.to(tl.float32), r.to(tl.float32)
         if norms is not None and not S.norm_after_rope:
-            x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < TURNED // 2, S)
+            x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < ROTARY_DIM // 2, S)
         if rotary is not None:
             at_first = i if S.once else first
             at_second = i if S.once else second
             cos, sin = rotary[0] + batch.to(tl.int64) * rotary[2], rotary[1] + batch.to(tl.int64) * rotary[4]
             cos, sin = cos + token.to(tl.int64) * rotary[3], sin + token.to(tl.int64) * rotary[5]
-            c0 = tl.load(cos + at_first, mask=i < TURNED // 2, other=1.0).to(tl.float32)[None, :]
-            s0 = tl.load(sin + at_first, mask=i < TURNED // 2, other=0.0).to(tl.float32)[None, :]
-            c1 = tl.load(cos + at_second, mask=i < TURNED // 2, other=1.0).to(tl.float32)[None, :]
-            s1 = tl.load(sin + at_second, mask=i < TURNED // 2, other=0.0).to(tl.float32)[None, :]
+            c0 = tl.load(cos + at_first, mask=i < ROTARY_DIM // 2, other=1.0).to(tl.float32)[None, :]
+            s0 = tl.load(sin + at_first, mask=i < ROTARY_DIM // 2, other=0.0).to(tl.float32)[None, :]
+            c1 = tl.load(cos + at_second, mask=i < ROTARY_DIM // 2, other=1.0).to(tl.float32)[None, :]
+            s1 = tl.load(sin + at_second, mask=i < ROTARY_DIM // 2, other=0.0).to(tl.float32)[None, :]
             x, y = x * c0 - y * s0, y * c1 + x * s1
         if norms is not None and S.norm_after_rope:
-            x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < TURNED // 2, S)
+            x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < ROTARY_DIM // 2, S)
         if not fits:
             x, y, z = x * float("nan"), y * float("nan"), z * float("nan")
         a, b, r = x.to(a.dtype), y.to(a.dtype), z.to(a.dtype)
