@@ -27,7 +27,7 @@ import transformers
 
 import halfbyte
 from halfbyte.evaluate import evaluate_language
-from halfbyte.integrations.text import weight_bytes
+from halfbyte.integrations.transformers.text import weight_bytes
 
 ROOT = Path(__file__).parent.parent
 CALIBRATED = ("gptq", "awq")

@@ -20,7 +20,7 @@ from halfbyte import ops
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import PackedConv, channels_first
-from halfbyte.ops import conv
+from halfbyte.ops.conv import functions as conv
 
 IN_SCALE, IN_ZERO = 0.02, -128  # in [0, 5.1]: behind a ReLU
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import KernelError
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.gpu.clock import copies, graph_times
+from halfbyte.kernels.gpu.runtime.clock import copies, graph_times
 from halfbyte.kernels.problem import Window
 from halfbyte.machine import gpu
-from halfbyte.ops import conv
+from halfbyte.ops.conv import functions as conv
 
 Launches = list[Callable[[], Tensor]]
 

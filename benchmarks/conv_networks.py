@@ -13,10 +13,10 @@ from networks import images, network
 from onnx_chain import onnx_model
 from torch import Tensor, fx, nn
 
-from halfbyte.nn.batchnorm import fold_batch_norms_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
+from halfbyte.nn.static.batchnorm import fold_batch_norms_
 
 CALIBRATION = 8  # images
 PEER = "ONNX Runtime int8"

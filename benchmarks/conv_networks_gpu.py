@@ -13,7 +13,7 @@ from networks import images
 from torch import Tensor, nn
 
 from halfbyte.errors import KernelError
-from halfbyte.kernels.gpu.clock import graph_times
+from halfbyte.kernels.gpu.runtime.clock import graph_times
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_

@@ -42,7 +42,7 @@ SIDES = {  # N: each K
 
 def measure(problem: Problem, here: Gpu, most: int) -> tuple[GpuOption, dict[str, float]]:
     """What is taken, and the seconds of up to `most` configs of each kernel."""
-    from halfbyte.kernels.gpu.clock import graph_times
+    from halfbyte.kernels.gpu.runtime.clock import graph_times
 
     taken, *others = choose_gpu(problem, here).options
     turns, counts = [taken], {taken.candidate.name: 1}

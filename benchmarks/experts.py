@@ -57,7 +57,7 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
     """bfloat16 activations on the current GPU."""
     if (trouble := triton_trouble()) is not None or not torch.cuda.is_available():
         raise UnsupportedError(f"this benchmark runs on a GPU: {trouble or 'torch sees none'}")
-    from halfbyte.kernels.gpu.clock import graph_times
+    from halfbyte.kernels.gpu.runtime.clock import graph_times
 
     experts, n, k, top, own = SHAPES[shape]
     fmt, here, found = as_format(format), gpu(torch.cuda.current_device()), []
@@ -103,8 +103,8 @@ def _loop(rows: Tensor, dense: Tensor, spans: Sequence[tuple[int, int, int]], ou
 
 def _reading(nbytes: int, used: Sequence[int]) -> float:
     """Seconds for reading so many experts of `nbytes`: those of the draws, on the average."""
-    from halfbyte.kernels.gpu.clock import graph_times
-    from halfbyte.kernels.gpu.probe import read_launches
+    from halfbyte.kernels.gpu.runtime.clock import graph_times
+    from halfbyte.kernels.gpu.runtime.probe import read_launches
 
     size = round(sum(used) / len(used) * nbytes) // 1024 * 1024
     memory = torch.randint(0, 256, (max(_READ_BYTES, size),), dtype=torch.uint8, device="cuda")

@@ -259,7 +259,7 @@ class Kernels:
     """Seconds in halfbyte's compiled code on a CPU, and calls of it, from now on; made before the first kernel."""
 
     def __init__(self) -> None:
-        from halfbyte.kernels.cpu import runtime
+        from halfbyte.kernels.cpu.codegen import runtime
 
         self.seconds, self.calls = 0.0, 0
         run = runtime.runner()
@@ -340,7 +340,7 @@ class Torch:
         import torch
 
         import halfbyte
-        from halfbyte.integrations.text import generate
+        from halfbyte.integrations.transformers.text import generate
 
         self.seed += 1
         prompt = {"input_ids": torch.tensor([random_prompt(self.args, self.seed)])}
@@ -375,8 +375,8 @@ class Torch:
         """The graph of a step, and what it reads and nothing else keeps: ids, positions and, last, the cache."""
         import torch
 
-        from halfbyte.integrations.graphs import static_cache
-        from halfbyte.integrations.steps import likeliest
+        from halfbyte.integrations.transformers.generate.graphs import static_cache
+        from halfbyte.integrations.transformers.generate.steps import likeliest
 
         model = self.model
 
@@ -503,8 +503,8 @@ def reading_seconds(nbytes: int) -> float:
     """The least time in which a kernel reads so many bytes of memory."""
     import torch
 
-    from halfbyte.kernels.gpu.clock import graph_times
-    from halfbyte.kernels.gpu.probe import read_launches
+    from halfbyte.kernels.gpu.runtime.clock import graph_times
+    from halfbyte.kernels.gpu.runtime.probe import read_launches
     from halfbyte.machine import gpu
 
     data = torch.empty(nbytes // 4 * 4, dtype=torch.uint8, device="cuda").random_()
@@ -516,7 +516,7 @@ def reading_seconds(nbytes: int) -> float:
 
 def opened(args: argparse.Namespace) -> Any:
     """The model of --gguf; None without."""
-    from halfbyte.integrations.text import open_model
+    from halfbyte.integrations.transformers.text import open_model
 
     return None if args.gguf is None else open_model(args.gguf, args.device)[0]
 
@@ -544,7 +544,7 @@ def with_int4pack(model: Any) -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    from halfbyte.integrations import text
+    from halfbyte.integrations.transformers import text
 
     return text.weight_bytes(model)
 

@@ -171,13 +171,13 @@ def make_model(
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from halfbyte.integrations.generating import generate_fast
-    from halfbyte.integrations.text import ready
+    from halfbyte.integrations.transformers.generate.generating import generate_fast
+    from halfbyte.integrations.transformers.text import ready
     from halfbyte.nn.config import Config
     from halfbyte.nn.convert import quantize_
     from halfbyte.nn.fused import fuse_
-    from halfbyte.nn.parallel import parallelize_
-    from halfbyte.nn.sparsity import prune_
+    from halfbyte.nn.parallel.parallelize import parallelize_
+    from halfbyte.nn.training.sparsity import prune_
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device("meta"):

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts.convolution import channels_first
 from halfbyte.nn.described import Scale
-from halfbyte.nn.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize
+from halfbyte.nn.static.integer import AveragePool, Dequantize, IntegerConv2d, IntegerLinear, IntegerModule, MaxPool, Quantize, Requantize
 
 _MICROSOFT = "com.microsoft"
 

@@ -24,8 +24,8 @@ import torch
 from llm_models import FAMILIES, make_config, make_model
 from torch import distributed
 
-from halfbyte.integrations.steps import likeliest
-from halfbyte.nn import parallel_sum
+from halfbyte.integrations.transformers.generate.steps import likeliest
+from halfbyte.nn.parallel import all_reduce as parallel_sum
 
 KEPT, LONGEST = 512, 1024  # tokens in the cache, and that it has room for
 SUMS = [1 << i for i in (13, 14, 15, 16, 17, 18, 19, 20, 22, 24)]  # bytes
@@ -215,7 +215,7 @@ def decoding(args: argparse.Namespace, model: Any, batch: int, step: Any = None)
 
 
 def step_is_shared(model: Any) -> bool:
-    from halfbyte.nn.parallel import is_parallel
+    from halfbyte.nn.parallel.parallelize import is_parallel
 
     return is_parallel(model)
 

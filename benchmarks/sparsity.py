@@ -98,8 +98,8 @@ def speed(args: argparse.Namespace) -> int:
 
 
 def speed_of_gpu(args: argparse.Namespace) -> int:
-    """Medians of launches in turn, as `kernels/gpu/clock.py` has them."""
-    from halfbyte.kernels.gpu.clock import copies, graph_times
+    """Medians of launches in turn, as `kernels/gpu/runtime/clock.py` has them."""
+    from halfbyte.kernels.gpu.runtime.clock import copies, graph_times
 
     here = gpu(0)
     print(f"{here.name}: {args.outputs} x {args.inputs}, us")

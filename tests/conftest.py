@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-# Triton reads this when it is imported, which modules of other folders may do before tests/gpu is collected.
+# Triton reads this when it is imported, which modules of other folders may do before tests/kernels/gpu is collected.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

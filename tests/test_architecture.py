@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import halfbyte
-from halfbyte.checkpoint import gguf_tokenizer
+from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.decoder.families import FAMILIES, OTHERS
 from halfbyte.decoder.family import Family
 from halfbyte.language.tokenizer_folder import GENERIC_TYPES
@@ -67,8 +67,8 @@ MAX_LINES = 600
 # Packages that know no family of models by its name, which is in the table, `decoder/families`; tokenizers may be called the same.
 WITHOUT_FAMILIES = ("checkpoint", "language", "evaluate", "cli")
 TOKENIZERS = {
-    "halfbyte.checkpoint.gguf_tokenizer": {*gguf_tokenizer._KINDS, *gguf_tokenizer.CUTS},
-    "halfbyte.checkpoint.gguf_vocabulary": {*gguf_tokenizer._KINDS},
+    "halfbyte.checkpoint.gguf.tokenizer": {*gguf_tokenizer._KINDS, *gguf_tokenizer.CUTS},
+    "halfbyte.checkpoint.gguf.vocabulary": {*gguf_tokenizer._KINDS},
     "halfbyte.language.tokenizer_folder": GENERIC_TYPES,
 }
 BESIDE = ("tests", "benchmarks", "examples")
@@ -351,7 +351,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not imports
 
 
-MAPPED = "checkpoint", "integrations", "kernels/cpu", "kernels/cpu/conv", "kernels/gpu", "kernels/gpu/runtime", "nn", "ops"
+MAPPED = [
+    folder.relative_to(SRC).as_posix()
+    for package in ("checkpoint", "integrations", "io", "kernels/cpu", "kernels/gpu", "nn", "ops")
+    for folder in sorted({path.parent for path in (SRC / package).rglob("*.py")})
+]
 
 
 @pytest.mark.parametrize("folder", MAPPED)
@@ -389,12 +393,12 @@ A_FAMILY = "line 1: {} is a family of models: what is special about it belongs i
         ("halfbyte.io.gguf", "from halfbyte.kernels.problem import P", "imports halfbyte.kernels.problem, a package of the same rank"),
         ("halfbyte.env", "from halfbyte.machine import machine", "imports halfbyte.machine, which is of a higher rank"),
         ("halfbyte.errors", "from halfbyte import env", "imports halfbyte.env, which is of a higher rank"),
-        ("halfbyte.nn.modules", "from halfbyte import Format", "imports halfbyte.Format: name the module that it lives in"),
-        ("halfbyte.nn.modules", "import halfbyte\nhalfbyte.load()", "imports halfbyte.load: name the module that it lives in"),
-        ("halfbyte.nn.modules", "import halfbyte\nhalfbyte.cli.main()", "imports halfbyte.cli, which is of a higher rank"),
-        ("halfbyte.nn.modules", "import halfbyte as hb", "imports halfbyte: name the module that it lives in"),
-        ("halfbyte.nn.modules", "from . import convert", "relative import of ."),
-        ("halfbyte.nn.modules", "from ..ops import linear", "relative import of ..ops"),
+        ("halfbyte.nn.modules.quantized", "from halfbyte import Format", "imports halfbyte.Format: name the module that it lives in"),
+        ("halfbyte.nn.modules.quantized", "import halfbyte\nhalfbyte.load()", "imports halfbyte.load: name the module that it lives in"),
+        ("halfbyte.nn.modules.quantized", "import halfbyte\nhalfbyte.cli.main()", "imports halfbyte.cli, which is of a higher rank"),
+        ("halfbyte.nn.modules.quantized", "import halfbyte as hb", "imports halfbyte: name the module that it lives in"),
+        ("halfbyte.nn.modules.quantized", "from . import convert", "relative import of ."),
+        ("halfbyte.nn.modules.quantized", "from ..ops import linear", "relative import of ..ops"),
         ("halfbyte.attic.old", "", "the package attic has no rank"),
         ("halfbyte.ops", "import llvmlite.binding", "imports llvmlite at module level"),
         ("halfbyte.kernels.cpux", "import llvmlite", "imports llvmlite at module level"),
@@ -403,9 +407,9 @@ A_FAMILY = "line 1: {} is a family of models: what is special about it belongs i
         ("halfbyte.nn.convert", "class A:\n    from rich import table", "imports rich at module level"),
         ("halfbyte.io.gguf", "from gguf import quants", "imports gguf at module level"),
         ("halfbyte.cli.main", "import transformers", "imports transformers at module level"),
-        ("halfbyte.checkpoint.gguf_config", "if name == 'gemma3': pass", A_FAMILY.format("gemma3")),
-        ("halfbyte.checkpoint.gguf_config", "A = {'hunyuan-dense': 1}", A_FAMILY.format("hunyuan-dense")),
-        ("halfbyte.checkpoint.gguf_tokenizer", "A = 'gpt2', 'qwen3'", A_FAMILY.format("qwen3")),
+        ("halfbyte.checkpoint.gguf.config", "if name == 'gemma3': pass", A_FAMILY.format("gemma3")),
+        ("halfbyte.checkpoint.gguf.config", "A = {'hunyuan-dense': 1}", A_FAMILY.format("hunyuan-dense")),
+        ("halfbyte.checkpoint.gguf.tokenizer", "A = 'gpt2', 'qwen3'", A_FAMILY.format("qwen3")),
         ("halfbyte.language.model", "A = ['LlamaForCausalLM']", A_FAMILY.format("LlamaForCausalLM")),
         ("halfbyte.cli.chat", "def f(a='deepseek2.rope'): pass", A_FAMILY.format("deepseek2")),
         (
@@ -454,7 +458,7 @@ def test_logic_in_a_package_is_found(line: str) -> None:
     [
         ("halfbyte.ops", "import torch\nfrom halfbyte import env, machine\nfrom halfbyte.formats.spec import Format"),
         ("halfbyte.ops", "if TYPE_CHECKING:\n    import rich\ndef f():\n    import llvmlite, transformers, gguf"),
-        ("halfbyte.kernels.cpu.jit", "import llvmlite.binding\nfrom halfbyte.kernels.problem import Problem"),
+        ("halfbyte.kernels.cpu.codegen.jit", "import llvmlite.binding\nfrom halfbyte.kernels.problem import Problem"),
         ("halfbyte.cli", "from rich.table import Table\nfrom halfbyte.cli.main import main as main\nT: dict[str, int] = {'a': main}"),
         ("halfbyte.checkpoint", "from halfbyte import __version__\nimport halfbyte\nprint(halfbyte.__file__)"),
         ("halfbyte.cli.explain", "import halfbyte\nhalfbyte.explain()"),

@@ -49,8 +49,8 @@ def test_the_whole_face_needs_llvmlite_at_most() -> None:
 
 NOT_OF_LANGUAGE_MODELS = (
     *("transformers", "triton", "sympy", "jinja2", "rich", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes"),
-    *("halfbyte.nn.modules", "halfbyte.ops.cuda", "halfbyte.ops.conv", "halfbyte.dispatch.gpu"),
-    *("halfbyte.checkpoint.architecture", "halfbyte.checkpoint.loading", "halfbyte.integrations.text"),
+    *("halfbyte.nn.modules.quantized", "halfbyte.ops.cuda", "halfbyte.ops.conv.functions", "halfbyte.dispatch.gpu"),
+    *("halfbyte.checkpoint.mapping.architecture", "halfbyte.checkpoint.loading", "halfbyte.integrations.transformers.text"),
     *("halfbyte.nn.config", "halfbyte.nn.report", "halfbyte.quantizers.gptq", "halfbyte.ops.fake_quantize"),
 )
 

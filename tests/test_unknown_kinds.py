@@ -1,7 +1,7 @@
 """A kind that is added to one list alone, of zeros, scales, codebooks, gates, observers, instruction sets, meets errors, never numbers.
 
 Each test adds a name where its kind is listed, as somebody would who does not know the other places, and calls all that computes by it.
-GPU kernels: `tests/gpu/test_gpu_unknown_kinds.py`. mypy finds a name that is added to a Literal: `errors.unreachable` takes none.
+GPU kernels: `tests/kernels/gpu/test_gpu_unknown_kinds.py`. mypy finds a name that is added to a Literal: `errors.unreachable` takes none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from halfbyte.formats import blocks, spec
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels import layer_kinds, problem, reference
-from halfbyte.kernels.cpu import activations, attend, chain, dequantize, elements, experts, isas, linear, quantize, tile
-from halfbyte.kernels.cpu.ir import Module
-from halfbyte.kernels.cpu.isa import ISA
+from halfbyte.kernels.cpu import chain
+from halfbyte.kernels.cpu.codegen import elements, isas
+from halfbyte.kernels.cpu.codegen.ir import Module
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.linear import activations, linear, tile
+from halfbyte.kernels.cpu.quantize import dequantize, quantize
+from halfbyte.kernels.cpu.transformer import attend, experts
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.nn import config as configs
-from halfbyte.nn import parallel
-from halfbyte.nn.parallel_plan import Cut
-from halfbyte.ops import checks, decoding, fake_quantize
-from halfbyte.ops.decoder import Heads
+from halfbyte.nn.parallel import parallelize as parallel
+from halfbyte.nn.parallel.plan import Cut
+from halfbyte.ops import checks, fake_quantize
+from halfbyte.ops.transformer import decoding
+from halfbyte.ops.transformer.decoder import Heads
 from halfbyte.quantizers import absmax
 from halfbyte.quantizers.absmax import nearest
 from halfbyte.quantizers.gptq import GPTQ, gptq

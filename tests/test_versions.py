@@ -18,7 +18,7 @@ from packaging.version import Version
 
 import halfbyte as hb
 from halfbyte import versions
-from halfbyte.integrations.replaced import ReplacedForward
+from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.machine import GPUS
 from halfbyte.versions import TESTED, why_untested
 
@@ -103,7 +103,7 @@ with warnings.catch_warnings(record=True) as told:
 assert [str(one.message) for one in told if "peft" in str(one.message)] == [
     "peft 0.99.0 is newer than 0.21, the newest version tested: it attaches no adapters to quantized models; install peft 0.21"
 ], told
-assert "halfbyte.integrations.peft" not in sys.modules
+assert "halfbyte.integrations.peft.adapters" not in sys.modules
 config = peft.LoraConfig(target_modules=["0"], modules_to_save=["1"])
 peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), config)
 for attach in (peft.get_peft_model, lambda model, config: peft.inject_adapter_in_model(config, model)):
@@ -117,7 +117,7 @@ for attach in (peft.get_peft_model, lambda model, config: peft.inject_adapter_in
 
 
 def test_hopper_gpus_of_an_untested_gluon_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfbyte.kernels.gpu.hopper import not_hopper
+    from halfbyte.kernels.gpu.hopper.stages import not_hopper
 
     assert not_hopper(GPUS["sm_90"]) is None
     why_untested.cache_clear()

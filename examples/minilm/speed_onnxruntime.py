@@ -29,7 +29,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 import halfbyte as hb
-from halfbyte.integrations import attention
+from halfbyte.integrations.transformers import attention
 from halfbyte.nn.fused import fuse_
 
 SHAPES = ((1, 69), (32, 73))  # sentences, tokens of each, which `--shapes` replaces

@@ -40,35 +40,35 @@ if TYPE_CHECKING:
     from halfbyte.formats.sharding import unshard as unshard
     from halfbyte.formats.spec import Format as Format
     from halfbyte.formats.spec import as_format as as_format
-    from halfbyte.integrations.cache import Int8Cache as Int8Cache
-    from halfbyte.integrations.gguf import load_gguf as load_gguf
-    from halfbyte.integrations.optimizing import optimize_ as optimize_
-    from halfbyte.integrations.transformers import HalfbyteConfig as HalfbyteConfig
+    from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache as Int8Cache
+    from halfbyte.integrations.transformers.gguf import load_gguf as load_gguf
+    from halfbyte.integrations.transformers.optimize.optimizing import optimize_ as optimize_
+    from halfbyte.integrations.transformers.quantizer import HalfbyteConfig as HalfbyteConfig
     from halfbyte.language.model import LanguageModel as LanguageModel
     from halfbyte.language.sampling import Sampling as Sampling
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.layouts.convolution import PackedConv as PackedConv
     from halfbyte.memory import keep_freed_memory as keep_freed_memory
-    from halfbyte.nn.batchnorm import fold_batch_norms_ as fold_batch_norms_
-    from halfbyte.nn.calibrate import Calibration as Calibration
-    from halfbyte.nn.calibrate import calibration_tokens as calibration_tokens
+    from halfbyte.nn.calibration.calibrate import Calibration as Calibration
+    from halfbyte.nn.calibration.calibrate import calibration_tokens as calibration_tokens
     from halfbyte.nn.config import Config as Config
-    from halfbyte.nn.conv import QuantConv1d as QuantConv1d
-    from halfbyte.nn.conv import QuantConv2d as QuantConv2d
     from halfbyte.nn.convert import quantize_ as quantize_
-    from halfbyte.nn.experts import QuantExperts as QuantExperts
     from halfbyte.nn.fused import fuse_ as fuse_
-    from halfbyte.nn.modules import QuantEmbedding as QuantEmbedding
-    from halfbyte.nn.modules import QuantEmbeddingBag as QuantEmbeddingBag
-    from halfbyte.nn.modules import QuantLinear as QuantLinear
-    from halfbyte.nn.modules import QuantModule as QuantModule
-    from halfbyte.nn.parallel import parallel_report as parallel_report
-    from halfbyte.nn.parallel import parallelize_ as parallelize_
-    from halfbyte.nn.qat import convert_qat_ as convert_qat_
-    from halfbyte.nn.qat import prepare_qat_ as prepare_qat_
+    from halfbyte.nn.modules.conv import QuantConv1d as QuantConv1d
+    from halfbyte.nn.modules.conv import QuantConv2d as QuantConv2d
+    from halfbyte.nn.modules.experts import QuantExperts as QuantExperts
+    from halfbyte.nn.modules.quantized import QuantEmbedding as QuantEmbedding
+    from halfbyte.nn.modules.quantized import QuantEmbeddingBag as QuantEmbeddingBag
+    from halfbyte.nn.modules.quantized import QuantLinear as QuantLinear
+    from halfbyte.nn.modules.quantized import QuantModule as QuantModule
+    from halfbyte.nn.parallel.parallelize import parallel_report as parallel_report
+    from halfbyte.nn.parallel.parallelize import parallelize_ as parallelize_
     from halfbyte.nn.report import report as report
-    from halfbyte.nn.sparsity import drop_zeros_ as drop_zeros_
-    from halfbyte.nn.sparsity import prune_ as prune_
+    from halfbyte.nn.static.batchnorm import fold_batch_norms_ as fold_batch_norms_
+    from halfbyte.nn.training.qat import convert_qat_ as convert_qat_
+    from halfbyte.nn.training.qat import prepare_qat_ as prepare_qat_
+    from halfbyte.nn.training.sparsity import drop_zeros_ as drop_zeros_
+    from halfbyte.nn.training.sparsity import prune_ as prune_
     from halfbyte.ops import dequantize as dequantize
     from halfbyte.ops import embedding as embedding
     from halfbyte.ops import grouped_linear as grouped_linear
@@ -77,11 +77,11 @@ if TYPE_CHECKING:
     from halfbyte.ops import qlinear as qlinear
     from halfbyte.ops import quantize as quantize
     from halfbyte.ops import unpack as unpack
-    from halfbyte.ops.conv import conv1d as conv1d
-    from halfbyte.ops.conv import conv2d as conv2d
-    from halfbyte.ops.conv import pack_conv as pack_conv
-    from halfbyte.ops.conv import qconv2d as qconv2d
-    from halfbyte.ops.conv import quantize_conv as quantize_conv
+    from halfbyte.ops.conv.functions import conv1d as conv1d
+    from halfbyte.ops.conv.functions import conv2d as conv2d
+    from halfbyte.ops.conv.functions import pack_conv as pack_conv
+    from halfbyte.ops.conv.functions import qconv2d as qconv2d
+    from halfbyte.ops.conv.functions import quantize_conv as quantize_conv
     from halfbyte.quantizers.awq import AWQ as AWQ
     from halfbyte.quantizers.gptq import GPTQ as GPTQ
 
@@ -95,29 +95,29 @@ _HOMES = {
     "halfbyte.ops": ("quantize", "pack", "unpack", "linear", "qlinear", "grouped_linear", "embedding", "dequantize"),
     "halfbyte.quantizers.gptq": ("GPTQ",),
     "halfbyte.quantizers.awq": ("AWQ",),
-    "halfbyte.nn.calibrate": ("Calibration", "calibration_tokens"),
-    "halfbyte.ops.conv": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv"),
+    "halfbyte.nn.calibration.calibrate": ("Calibration", "calibration_tokens"),
+    "halfbyte.ops.conv.functions": ("conv2d", "conv1d", "qconv2d", "quantize_conv", "pack_conv"),
     "halfbyte.layouts.convolution": ("PackedConv",),
-    "halfbyte.nn.batchnorm": ("fold_batch_norms_",),
+    "halfbyte.nn.static.batchnorm": ("fold_batch_norms_",),
     "halfbyte.nn.config": ("Config",),
     "halfbyte.nn.convert": ("quantize_",),
     "halfbyte.nn.report": ("report",),
-    "halfbyte.nn.modules": ("QuantModule", "QuantLinear", "QuantEmbedding", "QuantEmbeddingBag"),
-    "halfbyte.nn.conv": ("QuantConv1d", "QuantConv2d"),
-    "halfbyte.nn.experts": ("QuantExperts",),
+    "halfbyte.nn.modules.quantized": ("QuantModule", "QuantLinear", "QuantEmbedding", "QuantEmbeddingBag"),
+    "halfbyte.nn.modules.conv": ("QuantConv1d", "QuantConv2d"),
+    "halfbyte.nn.modules.experts": ("QuantExperts",),
     "halfbyte.nn.fused": ("fuse_",),
-    "halfbyte.nn.parallel": ("parallelize_", "parallel_report"),
-    "halfbyte.nn.qat": ("prepare_qat_", "convert_qat_"),
-    "halfbyte.nn.sparsity": ("prune_", "drop_zeros_"),
+    "halfbyte.nn.parallel.parallelize": ("parallelize_", "parallel_report"),
+    "halfbyte.nn.training.qat": ("prepare_qat_", "convert_qat_"),
+    "halfbyte.nn.training.sparsity": ("prune_", "drop_zeros_"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
-    "halfbyte.integrations.gguf": ("load_gguf",),
-    "halfbyte.integrations.cache": ("Int8Cache",),
-    "halfbyte.integrations.optimizing": ("optimize_",),
+    "halfbyte.integrations.transformers.gguf": ("load_gguf",),
+    "halfbyte.integrations.transformers.cache.int8_cache": ("Int8Cache",),
+    "halfbyte.integrations.transformers.optimize.optimizing": ("optimize_",),
     "halfbyte.language.model": ("LanguageModel",),
     "halfbyte.language.sampling": ("Sampling",),
     "halfbyte.memory": ("keep_freed_memory",),
-    "halfbyte.integrations.transformers": ("HalfbyteConfig",),
+    "halfbyte.integrations.transformers.quantizer": ("HalfbyteConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _REGISTERED = _register_with_transformers()

@@ -1,5 +1,5 @@
-"""Every encoder layer of `halfbyte.integrations.encoding` with the installed versions: quantized, fused and optimized models compute what
-transformers computes, with padding, and from every loader."""
+"""Every encoder layer of `halfbyte.integrations.transformers.encoder.encoding` with the installed versions: quantized, fused and optimized
+models compute what transformers computes, with padding, and from every loader."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
-from halfbyte.integrations import encoder_stack
-from halfbyte.integrations.embedding import EMBEDDING_LAYERS
-from halfbyte.integrations.replaced import ReplacedForward, name_in_transformers
-from halfbyte.nn.modules import QuantModule
+from halfbyte.integrations.transformers.encoder import encoder_stack
+from halfbyte.integrations.transformers.encoder.embedding import EMBEDDING_LAYERS
+from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers
+from halfbyte.nn.modules.quantized import QuantModule
 
 # By compute, as in test_compat_families.py.
 TOLERANCES = {"float": 1e-4, "int8": 0.03}

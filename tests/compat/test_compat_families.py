@@ -22,11 +22,11 @@ from transformers import DynamicCache, StaticCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.integrations.live_layer import NAMES
-from halfbyte.integrations.replaced import name_in_transformers
-from halfbyte.integrations.stack import is_compiled_stack
-from halfbyte.nn.experts import MixtureOfExperts
-from halfbyte.nn.modules import QuantModule
+from halfbyte.integrations.transformers.decoder.live_layer import NAMES
+from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
+from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers
+from halfbyte.nn.modules.experts import MixtureOfExperts
+from halfbyte.nn.modules.quantized import QuantModule
 
 NEWEST_FAMILY = Version("5.23")  # the first version of transformers that has all families
 TOKENS, PADDING = 24, (0, 7, 3)  # longer than windows of 5, 6, 7 and 9 tokens
@@ -61,7 +61,7 @@ CASES_OF_ALL = [*CASES, *(name for name in NAMES if name not in CASES)]
 
 @functools.lru_cache(maxsize=2)
 def make_models(case: str, compute: str) -> Models:
-    assert case in CASES, f"tests/tiny_decoders.py has no model with a {case}: add one to CASES"
+    assert case in CASES, f"tests/shared/tiny_decoders.py has no model with a {case}: add one to CASES"
     (package,) = (name for name, family in FAMILIES.items() if family.layer_class == case.partition(",")[0])
     home = f"{package}.modeling_{package}"
     if Version(transformers.__version__) < NEWEST_FAMILY and find_spec(f"transformers.models.{home.partition('.')[0]}") is None:

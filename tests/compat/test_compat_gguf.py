@@ -13,14 +13,14 @@ from language_model import FloatTensors, make_tokenizer
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.checkpoint.gguf_names import ARCHITECTURES, Architecture
+from halfbyte.checkpoint.gguf.names import ARCHITECTURES, Architecture
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.config import find_family
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.language.checkpoint_tensors import open_checkpoint
-from halfbyte.nn.experts import QuantExperts
-from halfbyte.nn.modules import QuantLinear, QuantModule
+from halfbyte.nn.modules.experts import QuantExperts
+from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
 
 WRITTEN = {architecture.model.removesuffix("ForCausalLM"): architecture for architecture in ARCHITECTURES if architecture.gguf.written}
 CONFIG = hb.Config("q4_0", compute="float")

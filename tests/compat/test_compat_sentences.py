@@ -13,7 +13,7 @@ from language_model import make_tokenizer
 from transformers import BertConfig, BertModel
 
 import halfbyte as hb
-from halfbyte.nn.modules import QuantModule
+from halfbyte.nn.modules.quantized import QuantModule
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.2}
 SENTENCES = ["the quick brown fox", "a lazy dog sleeps under an old oak tree", "hens"]

@@ -30,7 +30,7 @@ from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.transformer.layers import Weight
 
 SHARED = "Gemma4TextDecoderLayer, shared keys"
 TOKENS = 24  # longer than windows of 5, 6, 7 and 9 tokens

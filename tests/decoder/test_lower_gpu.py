@@ -1,4 +1,4 @@
-"""`GpuModel` computes what `CpuModel` computes: in torch's operations on a CPU, with imitated CUDA graphs (tests/gpu has a GPU)."""
+"""`GpuModel` computes what `CpuModel` computes: in torch's operations on a CPU, with imitated CUDA graphs (tests/kernels/gpu has a GPU)."""
 
 from __future__ import annotations
 

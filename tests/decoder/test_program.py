@@ -26,12 +26,12 @@ from halfbyte.decoder.program import TORCH, Program, program_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.cpu.chain import Chain
-from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
-from halfbyte.ops.decoding import NormedPlan, normed_plan
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.transformer.decoding import NormedPlan, normed_plan
+from halfbyte.ops.transformer.layers import Weight
 
 
 def spec_of(case: str, folder: Path, **settings: Any) -> DecoderSpec:

@@ -26,8 +26,8 @@ from halfbyte.checkpoint import convert, export, load
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.language.model import LanguageModel
-from halfbyte.nn.experts import QuantExperts
-from halfbyte.nn.modules import QuantLinear
+from halfbyte.nn.modules.experts import QuantExperts
+from halfbyte.nn.modules.quantized import QuantLinear
 
 IDS = [5, 17, 33, 2, 90, 60, 61, 62, 5, 17]
 # Relative to the norm of all logits. float: float32 sums in another order. int8: an activation between two codes may get the other one.

@@ -209,9 +209,9 @@ def opened(models: Path, settings: object) -> packed_cache.PackedCache | None:
 def test_the_instruction_set_and_the_source_code_are_in_the_key(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [opened(models, ())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfbyte.kernels.cpu.isas.current", lambda: type("Isa", (), {"name": "another"}))
+        patch.setattr("halfbyte.kernels.cpu.codegen.isas.current", lambda: type("Isa", (), {"name": "another"}))
         folders.append(opened(models, ()))
-    monkeypatch.setattr("halfbyte.kernels.cpu.jit.source_digest", lambda patterns: "another")
+    monkeypatch.setattr("halfbyte.kernels.cpu.codegen.jit.source_digest", lambda patterns: "another")
     folders.append(opened(models, ()))
     assert len({each._folder for each in folders if each is not None}) == 3
 
@@ -408,7 +408,7 @@ print(json.dumps([module.__file__ for name, module in sys.modules.items() if nam
 
 def test_a_process_that_ends_leaves_nothing(models: Path, cache: Path) -> None:
     """And the key of what it would have stored has the source code of all modules that it imported, but for those of rank 0."""
-    from halfbyte.kernels.cpu import jit
+    from halfbyte.kernels.cpu.codegen import jit
 
     command = [sys.executable, "-c", ENDING, str(models / "q4.gguf"), str(cache)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

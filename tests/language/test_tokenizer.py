@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS, TOKENIZER_MAPPING_NAMES
 
-from halfbyte.checkpoint import gguf_tokenizer
+from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.language import Tokenizer
 from halfbyte.language.tokenizer_folder import GENERIC_TYPES

@@ -16,7 +16,7 @@ from halfbyte.bench import torch_peers
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.codegen.isas import current
 
 Peak = Literal["dot_peak", "fma_peak"]
 

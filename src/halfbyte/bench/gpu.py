@@ -23,7 +23,7 @@ from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, plot,
 from halfbyte.dispatch.gpu import choose_gpu, compute_of
 from halfbyte.errors import ArgumentError, HalfbyteError, check_counts
 from halfbyte.formats.spec import as_format
-from halfbyte.kernels.gpu.clock import copies, graph_times
+from halfbyte.kernels.gpu.runtime.clock import copies, graph_times
 from halfbyte.kernels.gpu.runtime.launch import compiling
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -182,7 +182,7 @@ def _ceilings(here: Gpu) -> dict[str, float]:
 
 def _read_seconds(nbytes: int, here: Gpu) -> float:
     """The least seconds that a kernel takes to read so many bytes that no cache holds."""
-    from halfbyte.kernels.gpu.probe import read_launches
+    from halfbyte.kernels.gpu.runtime.probe import read_launches
 
     data = [torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_() for _ in range(copies(nbytes, here.l2))]
     return min(time.median for time in graph_times(read_launches(data, here), rounds=7).values())

@@ -20,7 +20,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.formats.codes import Codes, pack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.gpu.clock import copies
+from halfbyte.kernels.gpu.runtime.clock import copies
 from halfbyte.machine import Gpu
 
 Launches = list[Callable[[], Tensor]]

@@ -1,22 +1,15 @@
-"""Models on disk. docs/engineering/checkpoint.md specifies halfbyte's own files.
+"""Models on disk. docs/checkpoint.md specifies halfbyte's own files.
 
-stored_model.py       any model on disk: checkpoint_model.py: halfbyte's own; other_model.py: all others, by a plan
-loading.py            `load`; sharded_loading.py: for one of several processes
-saving.py             `save`; folder.py: so that a reader finds a whole checkpoint at every moment
-converting.py         `convert`, float models to checkpoints, tensor by tensor; materialize.py: of modules in memory for the moment
-exporting.py          `export`, from any kind of files to another; export_items.py, targets.py: one weight, one kind
-Files
-  files.py            which files a model has; sources.py: of which kind they are; entries.py: their tensors
-  wrappers.py         the names that torch.compile and DataParallel give them
-  manifest.py, quantization_config.py    the sections of config.json
-  foreign.py          other projects' folders: foreign_affine.py, foreign_floats.py, foreign_tensors.py
-  gguf_model.py       GGUF files: gguf_names.py, gguf_orders.py, gguf_config.py, gguf_tokenizer.py,
-                      chat_templates.py
-  gguf_export.py      written: gguf_vocabulary.py
-Models
-  architecture.py     what transformers knows of a model; plan.py: which tensor of the files is which of the model;
-                      left_out.py: and which does not matter
-  generation_settings.py   values of generation_config.json
+stored_model.py     any model on disk; other_model.py: all but halfbyte's own, by a plan
+loading.py          `load`; sharded_loading.py: for one of several processes
+converting.py       `convert`, float models to checkpoints, tensor by tensor; materialize.py: of modules in memory for the moment
+exporting.py        `export`, from any kind of files to another; export_items.py: one weight
+files.py            which files a model has; sources.py: of which kind they are; entries.py: their tensors
+wrappers.py         the names that torch.compile and DataParallel give them
+native/             halfbyte's own checkpoints
+mapping/            which tensor of the files is which of the model
+foreign/            other projects' folders
+gguf/               GGUF files
 """
 
 from importlib import import_module
@@ -28,7 +21,7 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint.loading import describe as describe
     from halfbyte.checkpoint.loading import load as load
     from halfbyte.checkpoint.loading import load_tensors as load_tensors
-    from halfbyte.checkpoint.saving import save as save
+    from halfbyte.checkpoint.native.saving import save as save
 
 # Imported when they are first used: a language model needs none of them.
 _HOME_OF = {
@@ -37,7 +30,7 @@ _HOME_OF = {
     "describe": "halfbyte.checkpoint.loading",
     "load": "halfbyte.checkpoint.loading",
     "load_tensors": "halfbyte.checkpoint.loading",
-    "save": "halfbyte.checkpoint.saving",
+    "save": "halfbyte.checkpoint.native.saving",
 }
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from halfbyte.checkpoint import gguf_tokenizer
-from halfbyte.checkpoint.architecture import Step, known_architecture
 from halfbyte.checkpoint.files import ADAPTER_COPIED, check_read_by_transformers, companions, copy_companions, has_adapter, journal
-from halfbyte.checkpoint.folder import replacing
+from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
+from halfbyte.checkpoint.mapping.architecture import Step, known_architecture
+from halfbyte.checkpoint.mapping.plan import NOT_A_WEIGHT, Misfits, Plan, Source, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.materialize import Materializer
-from halfbyte.checkpoint.plan import NOT_A_WEIGHT, Misfits, Plan, Source, plan_by_rule, plan_model, report
-from halfbyte.checkpoint.saving import publish, stored_specs
+from halfbyte.checkpoint.native.folder import replacing
+from halfbyte.checkpoint.native.saving import publish, stored_specs
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import ArgumentError, FormatError, model_path
@@ -23,7 +23,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
-from halfbyte.nn.calibrate import Calibration, as_calibration, calibrate, unreached
+from halfbyte.nn.calibration.calibrate import Calibration, as_calibration, calibrate, unreached
 from halfbyte.nn.config import Config, as_config, choose, take_calibration
 from halfbyte.nn.convert import UNCALIBRATED
 from halfbyte.nn.described import NOT_A_KIND

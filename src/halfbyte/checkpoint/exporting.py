@@ -9,15 +9,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from halfbyte.checkpoint import gguf_export, gguf_tokenizer, gguf_vocabulary
 from halfbyte.checkpoint.export_items import ExportItem, Progress, dequantized, kept, plain, write
 from halfbyte.checkpoint.files import ADAPTER_COPIED, companions, copy_companions, has_adapter, journal
-from halfbyte.checkpoint.folder import replacing, replacing_file, write_json
+from halfbyte.checkpoint.foreign.targets import TARGETS, Target
+from halfbyte.checkpoint.gguf import export as gguf_export
+from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
+from halfbyte.checkpoint.gguf import vocabulary as gguf_vocabulary
 from halfbyte.checkpoint.loading import open_model
-from halfbyte.checkpoint.manifest import CONFIG, INDEX
-from halfbyte.checkpoint.saving import publish, stored_specs
+from halfbyte.checkpoint.native.folder import replacing, replacing_file, write_json
+from halfbyte.checkpoint.native.manifest import CONFIG, INDEX
+from halfbyte.checkpoint.native.saving import publish, stored_specs
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
-from halfbyte.checkpoint.targets import TARGETS, Target
 from halfbyte.errors import ArgumentError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from halfbyte import __version__
-from halfbyte.checkpoint.manifest import CONFIG, INDEX, plain_name
+from halfbyte.checkpoint.native.manifest import CONFIG, INDEX, plain_name
 from halfbyte.errors import CheckpointError, not_there, unreadable
 from halfbyte.io.files import files_below, is_file, is_folder, paths_in
 from halfbyte.io.safetensors import load_json, read_bytes

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.architecture import load_generation_config, skeleton
-from halfbyte.checkpoint.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.files import has_adapter
-from halfbyte.checkpoint.manifest import Weight
+from halfbyte.checkpoint.mapping.architecture import load_generation_config, skeleton
+from halfbyte.checkpoint.mapping.plan import Misfits
+from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
+from halfbyte.checkpoint.native.manifest import Weight
+from halfbyte.checkpoint.native.quantization_config import dtype_named
 from halfbyte.checkpoint.other_model import OtherModel
-from halfbyte.checkpoint.plan import Misfits
-from halfbyte.checkpoint.quantization_config import dtype_named
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
@@ -27,14 +27,14 @@ from halfbyte.nn.candidates import OWN_LOADER, candidates, named_tensors, own_te
 from halfbyte.nn.config import NOTHING, Config, as_config
 from halfbyte.nn.convert import finished
 from halfbyte.nn.described import ORDER, Calibrated
-from halfbyte.nn.expanded import expanded
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
-from halfbyte.nn.modules import QuantLinear, QuantModule
-from halfbyte.nn.parallel import parallelize_
-from halfbyte.nn.permuted import PermutedLinear
+from halfbyte.nn.modules.expanded import expanded
+from halfbyte.nn.modules.permuted import PermutedLinear
+from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
+from halfbyte.nn.modules.weight_view import AnyPacked
+from halfbyte.nn.parallel.parallelize import parallelize_
 from halfbyte.nn.report import Report, add_kept, add_notes
-from halfbyte.nn.static import calibrated, rebuilt, replace_
-from halfbyte.nn.weight_view import AnyPacked
+from halfbyte.nn.static.codes import calibrated, rebuilt, replace_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.plan import Plan, Source
+from halfbyte.checkpoint.mapping.plan import Plan, Source
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import CheckpointError
+from halfbyte.nn.calibration.runs import decoder_layers
 from halfbyte.nn.candidates import own_tensors
-from halfbyte.nn.runs import decoder_layers
 
 
 class Materializer:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.architecture import known_architecture
 from halfbyte.checkpoint.entries import Entries, Order
-from halfbyte.checkpoint.plan import Misfits, plan_by_rule, plan_model, report
+from halfbyte.checkpoint.mapping.architecture import known_architecture
+from halfbyte.checkpoint.mapping.plan import Misfits, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors

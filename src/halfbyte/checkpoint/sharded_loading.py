@@ -19,8 +19,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.parallel import Processes, attach_, parts_of_plan, shrink_all_
-from halfbyte.nn.parallel_plan import Holder, holders, make_plan
+from halfbyte.nn.parallel.parallelize import Processes, attach_, parts_of_plan, shrink_all_
+from halfbyte.nn.parallel.plan import Holder, holders, make_plan
 from halfbyte.nn.report import Report
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 
 from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.files import weight_files
-from halfbyte.checkpoint.gguf_model import read_file
-from halfbyte.checkpoint.manifest import CONFIG, SECTION
-from halfbyte.checkpoint.quantization_config import SETTINGS
+from halfbyte.checkpoint.gguf.model import read_file
+from halfbyte.checkpoint.native.manifest import CONFIG, SECTION
+from halfbyte.checkpoint.native.quantization_config import SETTINGS
 from halfbyte.checkpoint.wrappers import plain_names
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file, is_there
@@ -23,7 +23,7 @@ from halfbyte.io.safetensors import Reader, load_json
 def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool = True) -> tuple[dict[str, Any], Entries] | None:
     """config.json, without its settings of quantization, and the tensors; None for a halfbyte checkpoint.
 
-    dtype   of the computation of a GGUF file's model; see gguf_model.py
+    dtype   of the computation of a GGUF file's model; see gguf/model.py
     floats  open also models without a quantization_config; otherwise None for them
     """
     if is_file(source) and is_gguf(source):
@@ -31,7 +31,7 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     config = load_json(source / CONFIG) if is_file(source / CONFIG) else {}
     if SECTION in config:
         return None
-    from halfbyte.checkpoint.foreign import read_folder, read_plain, settings_of
+    from halfbyte.checkpoint.foreign.folders import read_folder, read_plain, settings_of
 
     if (settings := settings_of(source, config)) is not None:
         entries = read_folder(_reader(source, config), {**config, SETTINGS: settings})
@@ -45,7 +45,7 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
 
 def _reader(source: Path, config: Mapping[str, Any]) -> Reader:
     """The tensors of a folder, by the names that they have in the model itself if it is one of transformers."""
-    from halfbyte.checkpoint.architecture import is_transformers_model
+    from halfbyte.checkpoint.mapping.architecture import is_transformers_model
 
     reader = Reader(weight_files(source))
     if is_transformers_model(config):

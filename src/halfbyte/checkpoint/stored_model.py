@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from halfbyte.checkpoint.manifest import Weight
+from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges, narrowed, take

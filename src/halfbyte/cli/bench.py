@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from halfbyte.cli.output import Commands, add_command, check_fits, progress, show
+from halfbyte.cli.shared.output import Commands, add_command, check_fits, progress, show
 
 
 def add(commands: Commands) -> None:

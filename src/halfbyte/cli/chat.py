@@ -7,9 +7,9 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.device import settle_device
 from halfbyte.cli.generate import add_model, in_words, measured, new_cache, open_asked, open_own, own_measured, rank_and_count, show
-from halfbyte.cli.output import Commands, add_command
+from halfbyte.cli.shared.device import settle_device
+from halfbyte.cli.shared.output import Commands, add_command
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(tokenizer.chat_template)
         raise UnsupportedError(f"the chat templates of {args.model} are {names}, chat uses the one called default: use halfbyte generate")
 
-    from halfbyte.integrations import generating
-    from halfbyte.integrations.text import generate, room
+    from halfbyte.integrations.transformers.generate import generating
+    from halfbyte.integrations.transformers.text import generate, room
 
     messages = _first_messages(args)
     cache, seen = None, None

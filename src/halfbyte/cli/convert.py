@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from halfbyte.cli.output import Commands, add_command, path_argument, progress, show_written
+from halfbyte.cli.shared.output import Commands, add_command, path_argument, progress, show_written
 
 KINDS = ("gguf", "awq", "gptq", "compressed-tensors", "halfbyte")
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte import __version__, env
-from halfbyte.cli.output import Commands, add_command, print_json, progress
+from halfbyte.cli.shared.output import Commands, add_command, print_json, progress
 from halfbyte.errors import HalfbyteError
 from halfbyte.versions import TESTED, why_untested
 
 if TYPE_CHECKING:
-    from halfbyte.cli.selftest import Result
+    from halfbyte.cli.shared.selftest import Result
 
 _PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers", "peft")
 
@@ -76,7 +76,7 @@ def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, An
 
 def _test(args: argparse.Namespace) -> list[Result]:
     """Runs all tests; without --json each result is printed as soon as it is known."""
-    from halfbyte.cli import selftest
+    from halfbyte.cli.shared import selftest
 
     results = []
     checks = selftest.checks()
@@ -128,13 +128,13 @@ def _cpu() -> dict[str, Any]:
 
 
 def _isa() -> dict[str, Any]:
-    from halfbyte.kernels.cpu.isas import current, native
+    from halfbyte.kernels.cpu.codegen.isas import current, native
 
     return {"chosen": current().name, "others": {isa.name: isa.missing() or "available" for isa in native() if isa.name != current().name}}
 
 
 def _threads() -> dict[str, Any]:
-    from halfbyte.kernels.cpu import runtime
+    from halfbyte.kernels.cpu.codegen import runtime
 
     return {"count": runtime.threads(), "runtime": runtime.name()}
 
@@ -157,7 +157,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    from halfbyte.kernels.cpu import jit
+    from halfbyte.kernels.cpu.codegen import jit
     from halfbyte.language import packed_cache
 
     with warnings.catch_warnings(record=True) as caught:

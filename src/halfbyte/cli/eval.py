@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.device import add_device, settle_device
-from halfbyte.cli.eval_models import Opened, open_model
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress, read_text
+from halfbyte.cli.shared.device import add_device, settle_device
+from halfbyte.cli.shared.eval_models import Opened, open_model
+from halfbyte.cli.shared.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress, read_text
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.io.files import check_regular, is_folder
 
@@ -161,7 +161,7 @@ def _mb(row: dict[str, Any]) -> str:
 
 
 def _plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    from halfbyte.checkpoint.folder import replacing_file
+    from halfbyte.checkpoint.native.folder import replacing_file
     from halfbyte.plot import line_plot
 
     points = {row["model"]: [(row["weight_bytes"] / 1e6, row["perplexity"])] for row in rows}

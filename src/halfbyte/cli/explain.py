@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from halfbyte.cli.device import asked_dtype
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.output import Commands, add_command, check_fits, path_argument, show
+from halfbyte.cli.shared.device import asked_dtype
+from halfbyte.cli.shared.output import Commands, add_command, check_fits, path_argument, show
 from halfbyte.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ def _run_modules(args: argparse.Namespace, config: Config | None, reason: str) -
     import torch
 
     from halfbyte.checkpoint import load
-    from halfbyte.integrations.explain_model import explain_model
-    from halfbyte.integrations.optimizing import optimize_
-    from halfbyte.integrations.text import open_model
+    from halfbyte.integrations.transformers.optimize.explain_model import explain_model
+    from halfbyte.integrations.transformers.optimize.optimizing import optimize_
+    from halfbyte.integrations.transformers.text import open_model
 
     if writes_text(args.model):
         dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else asked_dtype(args)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.device import add_device, asked_dtype, settle_device, waking
-from halfbyte.cli.output import Commands, add_command, path_argument, print_json, settling
+from halfbyte.cli.shared.device import add_device, asked_dtype, settle_device, waking
+from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 from halfbyte.io.files import is_file, is_there
 from halfbyte.memory import peak_memory, size_text
@@ -129,7 +129,7 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     import torch
 
     with waking(args.device):
-        from halfbyte.integrations.text import open_model
+        from halfbyte.integrations.transformers.text import open_model
         from halfbyte.nn.config import Config
 
     config = None if args.format is None else Config(args.format)
@@ -144,7 +144,7 @@ def new_cache(args: argparse.Namespace, model: Any) -> Any:
     """The cache asked for; None for the model's default."""
     if args.cache is None:
         return None
-    from halfbyte.integrations.cache import Int8Cache
+    from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 
     return Int8Cache(model.config)
 
@@ -189,14 +189,14 @@ def run(args: argparse.Namespace) -> int:
     if own is not None:
         return _run_own(args, *own)
     with settling():
-        from halfbyte.integrations.tensor_parallel import processes
+        from halfbyte.integrations.transformers.tensor_parallel import processes
 
     with processes(args.device) as (mesh, args.device):
         return _run(args, open_asked(args, mesh), rank, count)
 
 
 def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank: int, count: int) -> int:
-    from halfbyte.integrations.text import check_prompt, generate, room
+    from halfbyte.integrations.transformers.text import check_prompt, generate, room
 
     model, tokenizer, settings = opened
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
@@ -273,7 +273,7 @@ def own_measured(generation: Generation) -> dict[str, float]:
 
 
 def sizes(model: Any, device: str) -> dict[str, int | None]:
-    from halfbyte.integrations.text import weight_bytes
+    from halfbyte.integrations.transformers.text import weight_bytes
 
     return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": _peak(device)}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress
+from halfbyte.cli.shared.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 
@@ -96,8 +96,8 @@ def _sizes(row: dict[str, Any], key: str) -> tuple[str, str]:
 
 def _is_described(path: Path) -> bool:
     """Whether the meaning of the tensors is described: a GGUF file, or a config.json with settings of quantization."""
-    from halfbyte.checkpoint.manifest import CONFIG, SECTION
-    from halfbyte.checkpoint.quantization_config import SETTINGS
+    from halfbyte.checkpoint.native.manifest import CONFIG, SECTION
+    from halfbyte.checkpoint.native.quantization_config import SETTINGS
     from halfbyte.io.gguf import is_gguf
     from halfbyte.io.safetensors import load_json
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from os.path import isdir, lexists
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.output import Commands, add_command, path_argument, progress, read_text, show_written
+from halfbyte.cli.shared.output import Commands, add_command, path_argument, progress, read_text, show_written
 from halfbyte.errors import ArgumentError
 from halfbyte.io.files import paths_in
 
 if TYPE_CHECKING:
-    from halfbyte.nn.calibrate import Calibration
+    from halfbyte.nn.calibration.calibrate import Calibration
     from halfbyte.quantizers.gptq import GPTQ
 
 _MEASURED = 16  # passages for which --bits measures each layer
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     elif overrides or calibration is None:
         raise ArgumentError("--bits needs a calibration text and excludes --override: name a text with --calibration")
     else:
-        from halfbyte.integrations.text import open_model
+        from halfbyte.integrations.transformers.text import open_model
 
         model, _ = open_model(args.src)
         with progress(args, "measuring") as advance:
@@ -121,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibration(args: argparse.Namespace, options: GPTQ) -> Calibration:
-    from halfbyte.integrations.text import open_tokenizer
-    from halfbyte.nn.calibrate import Calibration, calibration_tokens
+    from halfbyte.integrations.transformers.text import open_tokenizer
+    from halfbyte.nn.calibration.calibrate import Calibration, calibration_tokens
 
     text = read_text(args.calibration)
     tokens = calibration_tokens(open_tokenizer(args.src), text, args.passages, args.length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from halfbyte.cli.output import Commands, add_command, print_json, print_table, progress
+from halfbyte.cli.shared.output import Commands, add_command, print_json, print_table, progress
 from halfbyte.errors import ArgumentError
 from halfbyte.machine import named_device
 

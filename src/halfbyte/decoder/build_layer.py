@@ -1,4 +1,5 @@
-"""Builds the specification of a decoder layer, from a checkpoint (`build.py`) or from a live module (`integrations/live_layer.py`).
+"""Builds the specification of a decoder layer, from a checkpoint (`build.py`) or from a live module
+(`integrations/transformers/decoder/live_layer.py`).
 
 Both are a `LayerSource`: tensors by the names that the family has for them, and the settings that no tensor tells.
 """
@@ -14,9 +15,9 @@ from halfbyte.decoder.family import Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopeInterleaved
-from halfbyte.ops.decoder import MLP, Attention, Heads, Norm, PerLayerInput
-from halfbyte.ops.experts import Clamped, Experts, SharedExpert
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, PerLayerInput
+from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
+from halfbyte.ops.transformer.layers import Weight
 
 
 class Place(NamedTuple):

@@ -29,16 +29,16 @@ from torch import Tensor
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.ops.cuda import on
-from halfbyte.ops.decoder import MLP, Attention, Norm, PerLayerInput
-from halfbyte.ops.decoding import attend, normed_linear
-from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import linear
-from halfbyte.ops.layers import Weight
 from halfbyte.ops.library import plain
-from halfbyte.ops.norms import add_normed, normed
-from halfbyte.ops.prompt import activated, attend_many, turn
 from halfbyte.ops.replay import replayed
-from halfbyte.ops.routing import add_experts
+from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
+from halfbyte.ops.transformer.decoding import attend, normed_linear
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.norms import add_normed, normed
+from halfbyte.ops.transformer.prompt import activated, attend_many, turn
+from halfbyte.ops.transformer.routing import add_experts
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
 
@@ -201,7 +201,7 @@ def decode(
     Args:
         layer: The layer.
         x: [B, 1, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.decoding.attend` takes them.
+        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decoding.attend` takes them.
         cache: Its KV cache.
         mask: bool [B or 1, T], those of a ring by their age: which tokens of the cache may be seen; None: all that are there.
         own: [B, 1, P]: the layer's own input, if it has one.
@@ -271,7 +271,7 @@ def prefill(
     Args:
         layer: The layer; where it makes no keys and values of its own, these are in the cache already.
         x: [B, T, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.prompt.turn` takes them.
+        rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.transformer.prompt.turn` takes them.
         cache: Its KV cache, in floating point.
         mask: bool [B or 1, T, S]: which tokens of the cache each new one may see; None: all up to itself.
         own: [B, T, P]: the layer's own input, if it has one.

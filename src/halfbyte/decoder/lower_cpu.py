@@ -1,7 +1,8 @@
 """Computes a decoder specification on a CPU: native calls of a layer for prompts, and of the whole model for one token of each sequence.
 
-A layer is one call of `ops.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that call takes
-is one for the attention half and `halfbyte::add_experts` for the rest. A decode step is one call of `ops.decoding_step`.
+A layer is one call of `ops.transformer.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that
+call takes is one for the attention half and `halfbyte::add_experts` for the rest. A decode step is one call of
+`ops.transformer.decoding_step`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
-from halfbyte.ops.decoding_step import MOST_IN_A_ROW, DecodingStep
-from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import embedding, linear
-from halfbyte.ops.layers import Weight, why_not_packed
-from halfbyte.ops.norms import wide_norm
+from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
+from halfbyte.ops.transformer.decoding_step import MOST_IN_A_ROW, DecodingStep
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.layers import Weight, why_not_packed
+from halfbyte.ops.transformer.norms import wide_norm
 
 _FEW = 32  # tokens that take layers as one call: what lies between layers is kept for all of them
 _STEP = "decode step"  # the native call
@@ -228,7 +229,7 @@ class CpuModel:
         attention = self._attention[index]
         assert attention is not None
         assert isinstance(spec.mlp, Experts)
-        from halfbyte.ops.routing import add_experts
+        from halfbyte.ops.transformer.routing import add_experts
 
         (h,) = run_layers((attention,), x, rotary, place, mask)
         return add_experts(h, spec.mlp)
@@ -323,7 +324,7 @@ def decode_kernels(program: Program) -> list[Lowered]:
 def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
     """Yield the kernel of each op of one layer, as `decode_kernels` does."""
     from halfbyte.dispatch.cpu import choose_linear
-    from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.codegen.isas import current
 
     readers, by_name = readers_of(ops), {op.name: op for op in ops}
     for op in ops:

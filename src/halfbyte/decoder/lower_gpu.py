@@ -27,15 +27,15 @@ from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
-from halfbyte.ops.decoder import MLP, Norm
-from halfbyte.ops.decoding import SOFTCAP, why_not_attend
-from halfbyte.ops.decoding_step import Inputs as PerLayerInputs
-from halfbyte.ops.experts import Experts
 from halfbyte.ops.functions import embedding
-from halfbyte.ops.layers import Weight
-from halfbyte.ops.norms import add_normed, normed, why_not_norm
-from halfbyte.ops.prompt import why_not_many
-from halfbyte.ops.routing import why_not_experts
+from halfbyte.ops.transformer.decoder import MLP, Norm
+from halfbyte.ops.transformer.decoding import SOFTCAP, why_not_attend
+from halfbyte.ops.transformer.decoding_step import Inputs as PerLayerInputs
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.norms import add_normed, normed, why_not_norm
+from halfbyte.ops.transformer.prompt import why_not_many
+from halfbyte.ops.transformer.routing import why_not_experts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time

@@ -20,9 +20,9 @@ from halfbyte.errors import unreachable
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
-from halfbyte.ops.decoder import MLP, Attention, Heads, Norm, PerLayerInput
-from halfbyte.ops.experts import CLAMPED, Experts, SharedExpert
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, PerLayerInput
+from halfbyte.ops.transformer.experts import CLAMPED, Experts, SharedExpert
+from halfbyte.ops.transformer.layers import Weight
 
 T = TypeVar("T", bound=Hashable)
 TORCH = "torch"  # the kernel of what torch's operations compute

@@ -17,10 +17,10 @@ from halfbyte.decoder.rope import Rope
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.decoder import MLP, Attention, Norm, PerLayerInput
-from halfbyte.ops.decoding_step import Inputs
-from halfbyte.ops.experts import Experts
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
+from halfbyte.ops.transformer.decoding_step import Inputs
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.layers import Weight
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -10,10 +10,10 @@ import torch
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.linear import LinearKernel, linear_kernel
-from halfbyte.kernels.cpu.tile_spec import Inner
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.linear.linear import LinearKernel, linear_kernel
+from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import check_compute
 
 

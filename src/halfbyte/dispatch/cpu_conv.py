@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.dispatch.cpu import choose_linear
+from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned, winograd
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
@@ -18,8 +19,7 @@ from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, Imag
 from halfbyte.kernels.cpu.conv.planned import OwnWeights
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.tile_spec import Inner
+from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 

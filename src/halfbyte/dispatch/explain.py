@@ -16,14 +16,16 @@ from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.cpu import grouped, probe, runtime
-from halfbyte.kernels.cpu.elements import KINDS
-from halfbyte.kernels.cpu.isa import ISA, Tiling
-from halfbyte.kernels.cpu.isas import current, native
-from halfbyte.kernels.cpu.linear import linear_kernel
-from halfbyte.kernels.cpu.quantize import quantize
-from halfbyte.kernels.cpu.sparse import pack as pack_sparse
-from halfbyte.kernels.cpu.sparse import why_no_layout
+from halfbyte.kernels.cpu import probe
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.elements import KINDS
+from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
+from halfbyte.kernels.cpu.codegen.isas import current, native
+from halfbyte.kernels.cpu.linear import grouped
+from halfbyte.kernels.cpu.linear.linear import linear_kernel
+from halfbyte.kernels.cpu.linear.sparse import pack as pack_sparse
+from halfbyte.kernels.cpu.linear.sparse import why_no_layout
+from halfbyte.kernels.cpu.quantize.quantize import quantize
 from halfbyte.kernels.problem import Activation, Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.sparse import SPARSITY

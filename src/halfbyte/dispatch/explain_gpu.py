@@ -177,7 +177,7 @@ def launcher(index: int) -> str:
 
 def _time(problem: Problem, gpu: Gpu, taken: GpuOption, device: torch.device) -> float:
     from halfbyte.dispatch.measure import grouped_launches, linear_launches
-    from halfbyte.kernels.gpu.clock import graph_times
+    from halfbyte.kernels.gpu.runtime.clock import graph_times
 
     with torch.cuda.device(device):
         make = linear_launches if problem.op == "linear" else grouped_launches

@@ -33,7 +33,7 @@ OLDEST_TRITON = (3, 6)
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidate:
-    """One way to multiply. The file `home` of kernels/gpu has supports, configs and launch.
+    """One way to multiply. The module `home` of kernels/gpu has supports, configs and launch.
 
     tiles       of a config, for a problem
     replayable  its launches can be replayed (`kernels/gpu/runtime/tape.py`): all are Triton's
@@ -67,7 +67,7 @@ class GpuCandidate:
         """Multiplies. Of a linear layer the weight's sections are the first operands."""
         multiplied = self.multiplied(problem)
         if multiplied is not problem:
-            from halfbyte.kernels.gpu.spread import spread
+            from halfbyte.kernels.gpu.quantize.spread import spread
 
             geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=True)
             operands = *spread(gpu_tiles.Views(*operands[:3]), geo), *operands[3:]
@@ -81,65 +81,68 @@ def _hopper_tiles(config: Any, problem: Problem) -> Tiles:
 
 GPU_LINEAR = (
     GpuCandidate(
-        "skinny", "float", "skinny", "weights dequantized in registers, tensor cores, K shared by blocks",
+        "skinny", "float", "linear.skinny", "weights dequantized in registers, tensor cores, K shared by blocks",
         lambda c, p: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
     ),
     GpuCandidate(
-        "skinny_hopper", "float", "skinny_hopper", "as skinny, fed by TMA, warps specialized, equal shares of all K",
+        "skinny_hopper", "float", "linear.skinny_hopper", "as skinny, fed by TMA, warps specialized, equal shares of all K",
         lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
     ),
     GpuCandidate(
-        "gemm_hopper", "float", "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
+        "gemm_hopper", "float", "linear.gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
         _hopper_tiles,
     ),
     GpuCandidate(
-        "dequantized", "float", "dequantized", "the whole weight dequantized first, then torch's product",
+        "dequantized", "float", "linear.dequantized", "the whole weight dequantized first, then torch's product",
         lambda c, p: Tiles(128, 128, 4), replayable=False,
     ),
     GpuCandidate(
-        "gemm_int8", "int8", "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
+        "gemm_int8", "int8", "linear.gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
         lambda c, p: Tiles(c.block_m, c.block_n, c.split),
     ),
     GpuCandidate(
-        "skinny_int8_hopper", "int8", "skinny_int8_hopper", "activations quantized to int8 in a first pass, then as skinny_hopper",
+        "skinny_int8_hopper", "int8", "linear.skinny_int8_hopper", "activations quantized to int8 in a first pass, then as skinny_hopper",
         lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
     ),
     GpuCandidate(
-        "gemm_int8_hopper", "int8", "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
+        "gemm_int8_hopper", "int8", "linear.gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
         lambda c, p: Tiles(c.block_m, 64 * c.panels, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (64 * c.panels))))),
     ),
     GpuCandidate(
-        "rounded", "int8", "rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
+        "rounded", "int8", "linear.rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
         _hopper_tiles, floats="gemm_hopper",
     ),
     GpuCandidate(
-        "skinny_rounded", "int8", "skinny_rounded", "activations quantized and made floats again in a first pass, then as skinny_hopper",
+        "skinny_rounded", "int8", "linear.skinny_rounded",
+        "activations quantized and made floats again in a first pass, then as skinny_hopper",
         lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), floats="skinny_hopper",
     ),
     GpuCandidate(
-        "sparse", "float", "skinny_hopper", "as skinny_hopper, what is kept of a 2:4 sparse weight, sparse tensor cores",
+        "sparse", "float", "linear.skinny_hopper", "as skinny_hopper, what is kept of a 2:4 sparse weight, sparse tensor cores",
         lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), sparse=True,
     ),
     GpuCandidate(
-        "sparse_rounded", "int8", "skinny_rounded", "activations quantized and made floats again in a first pass, then as sparse",
+        "sparse_rounded", "int8", "linear.skinny_rounded", "activations quantized and made floats again in a first pass, then as sparse",
         lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), floats="sparse", sparse=True,
     ),
 )  # fmt: skip
 GPU_GROUPED = (
     GpuCandidate(
-        "grouped_int8_hopper", "int8", "grouped_int8_hopper", "one launch for all experts, made for Hopper: TMA, integers in wgmma",
+        "grouped_int8_hopper", "int8", "experts.grouped_int8_hopper", "one launch for all experts, made for Hopper: TMA, integers in wgmma",
         lambda c, p: Tiles(c.block_m, 64 * c.panels, ordered=True),
     ),
     GpuCandidate(
-        "grouped_hopper", "float", "grouped_hopper", "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
+        "grouped_hopper", "float", "experts.grouped_hopper",
+        "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
         lambda c, p: Tiles(c.block_m, 128, ordered=True),
     ),
     GpuCandidate(
-        "grouped_dequantized", "float", "grouped_dequantized", "all experts' weights dequantized first, then torch's grouped product",
+        "grouped_dequantized", "float", "experts.grouped_dequantized",
+        "all experts' weights dequantized first, then torch's grouped product",
         lambda c, p: Tiles(128, 128, 4), replayable=False,
     ),
     GpuCandidate(
-        "grouped", "float", "grouped", "one launch for all experts: weights dequantized in registers, tensor cores",
+        "grouped", "float", "experts.grouped", "one launch for all experts: weights dequantized in registers, tensor cores",
         lambda c, p: Tiles(c.tile.columns, 16 * c.tile.bands, ordered=c.sort),
     ),
 )  # fmt: skip
@@ -201,7 +204,7 @@ def why_no_sparse_layout(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> str |
     if fmt.codebook:
         return "codes of a table are packed with their zeros"
     few_rows = Problem("linear", 1, n, k, fmt, torch.bfloat16, sparse=True)
-    return triton_trouble() or import_module("halfbyte.kernels.gpu.skinny_hopper").supports(few_rows, gpu)
+    return triton_trouble() or import_module("halfbyte.kernels.gpu.linear.skinny_hopper").supports(few_rows, gpu)
 
 
 def packs_pairs(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> bool:

@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.gpu import conv, conv_few, conv_hopper, conv_library, conv_teams
-from halfbyte.kernels.gpu.conv_tile import Convolution
+from halfbyte.kernels.gpu.conv import few as conv_few
+from halfbyte.kernels.gpu.conv import hopper as conv_hopper
+from halfbyte.kernels.gpu.conv import implicit_gemm as conv
+from halfbyte.kernels.gpu.conv import library as conv_library
+from halfbyte.kernels.gpu.conv import teams as conv_teams
+from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.machine import Gpu
 
 _LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays

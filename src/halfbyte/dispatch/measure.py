@@ -32,7 +32,7 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
     """
     if not anew and (known := tune.measured(gpu, problem, here=True).times):
         return known
-    from halfbyte.kernels.gpu.clock import graph_times
+    from halfbyte.kernels.gpu.runtime.clock import graph_times
 
     device = device or torch.device("cuda", torch.cuda.current_device())
     paired = not problem.sparse and rules.packs_pairs(problem.format, (problem.n, problem.k), gpu)
@@ -75,7 +75,7 @@ def linear_launches(
     problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: Any, device: torch.device
 ) -> list[Callable[[], object]]:
     """Launches of one kernel on different weights of random bits, which together no cache holds."""
-    from halfbyte.kernels.gpu.clock import copies
+    from halfbyte.kernels.gpu.runtime.clock import copies
 
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse, paired=problem.paired)
     x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)
@@ -88,7 +88,7 @@ def grouped_launches(
     problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: Any, device: torch.device
 ) -> list[Callable[[], object]]:
     """The same for experts, to which the rows are sent evenly; other ones at each launch."""
-    from halfbyte.kernels.gpu.clock import copies
+    from halfbyte.kernels.gpu.runtime.clock import copies
 
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)

@@ -95,7 +95,7 @@ class Extract(Protocol):
 
 
 def extract(kind: BlockType, blocks: Tensor, out: Tensor | None = None) -> Tensor:
-    """An Extract; `kernels/cpu/extract.py` does the same faster."""
+    """An Extract; `kernels/cpu/quantize/extract.py` does the same faster."""
     parts = (_fields(blocks[:, f.at : f.at + f.size], f.run, f.bits) << f.place for f in kind.fields)
     q = reduce(torch.bitwise_or, parts) + kind.added
     codes = pack_nibbles(q) if kind.format.bits == 4 else q.view(torch.int8) if kind.format.signed else q

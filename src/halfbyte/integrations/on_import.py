@@ -14,11 +14,14 @@ from types import ModuleType
 
 # The module whose import is awaited -> (the module that registers halfbyte with it, the supported versions for the warning).
 _INTEGRATIONS = {
-    "transformers.quantizers.auto": ("halfbyte.integrations.transformers", "transformers, which has to be version 5.17 or newer"),
-    "transformers.modeling_utils": ("halfbyte.integrations.vocabulary", "transformers, whose embeddings are resized in another way"),
-    "transformers.trainer": ("halfbyte.integrations.training", "transformers, whose Trainer works in another way"),
-    "peft.tuners.lora.model": ("halfbyte.integrations.peft", "peft, whose classes have changed"),
-    "peft.peft_model": ("halfbyte.integrations.peft_prompts", "peft, whose classes have changed"),
+    "transformers.quantizers.auto": ("halfbyte.integrations.transformers.quantizer", "transformers, which has to be version 5.17 or newer"),
+    "transformers.modeling_utils": (
+        "halfbyte.integrations.transformers.vocabulary",
+        "transformers, whose embeddings are resized in another way",
+    ),
+    "transformers.trainer": ("halfbyte.integrations.transformers.training", "transformers, whose Trainer works in another way"),
+    "peft.tuners.lora.model": ("halfbyte.integrations.peft.adapters", "peft, whose classes have changed"),
+    "peft.peft_model": ("halfbyte.integrations.peft.prompts", "peft, whose classes have changed"),
 }
 _REGISTRY = "transformers.quantizers.auto"
 
@@ -40,7 +43,7 @@ def _integrate(name: str) -> None:
         from halfbyte.versions import why_untested
 
         if (reason := why_untested("peft")) is not None:
-            import_module("halfbyte.integrations.peft_untested").refuse(sys.modules[name], reason)
+            import_module("halfbyte.integrations.peft.untested").refuse(sys.modules[name], reason)
             return
     try:
         import_module(home)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError, CheckpointError, lookup, model_path, unreadable, unwritable
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
-from halfbyte.io import zero_points
 from halfbyte.io.files import open_file
+from halfbyte.io.weights import zero_points
 
 _OPSET = 21
 _DOMAIN = "com.microsoft"

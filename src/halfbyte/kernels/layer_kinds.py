@@ -4,9 +4,10 @@ A kind that is added to a Literal here is an error of mypy, and an UnsupportedEr
 
     GateFunction    `gate_in_torch`, `kernels/cpu/chain.GATES`, `kernels/gpu/epilogue.activated`; configs' names: `decoder/family.py`
     LogitsFunction  `logits_in_torch`, `kernels/cpu/chain.EACH`
-    RouterScores    `scores_in_torch`, `kernels/cpu/experts.py`, `kernels/gpu/routing.py`
-    Projections     `key_value_heads`, `kernels/cpu/attend.py`
-    RopeInterleaved       `is_interleaved`, `kernels/cpu/attend.py`, `kernels/gpu/attend.py`, `kernels/gpu/turn.py`
+    RouterScores    `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
+    Projections     `key_value_heads`, `kernels/cpu/transformer/attend.py`
+    RopeInterleaved       `is_interleaved`, `kernels/cpu/transformer/attend.py`, `kernels/gpu/transformer/attend.py`,
+                          `kernels/gpu/transformer/turn.py`
 """
 
 from __future__ import annotations

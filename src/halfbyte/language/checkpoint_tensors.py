@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.checkpoint.entries import Entries
-from halfbyte.checkpoint.quantization_config import dtype_named
+from halfbyte.checkpoint.native.quantization_config import dtype_named
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.decoder.cache import OnGpu
 from halfbyte.decoder.config import find_family
@@ -31,10 +31,10 @@ from halfbyte.language.packed_cache import PackedCache, open_cache
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.nn.described import Candidate
-from halfbyte.ops.layers import Weight
+from halfbyte.ops.transformer.layers import Weight
 
 if TYPE_CHECKING:
-    from halfbyte.checkpoint.checkpoint_model import Checkpoint
+    from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
     from halfbyte.nn.config import Config
 
 _STACKS = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
@@ -316,7 +316,7 @@ class PackedTensors:
             self._cache.store()
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
-        from halfbyte.kernels.cpu import runtime
+        from halfbyte.kernels.cpu.codegen import runtime
 
         def call(read: Callable[[], Any]) -> Any:
             return read()
@@ -383,7 +383,7 @@ def _opened(path: Path, quantize: Config | None, header: File | None, device: to
         config, entries = open_floats(path, torch.float32)
         return config, EntriesSource(path, config, entries, quantize, device)
     if header is not None:
-        from halfbyte.checkpoint.gguf_model import read_file
+        from halfbyte.checkpoint.gguf.model import read_file
 
         config, entries = read_file(header, torch.float32, half=True)
         return config, EntriesSource(path, config, entries)
@@ -392,7 +392,7 @@ def _opened(path: Path, quantize: Config | None, header: File | None, device: to
     opened = open_source(path)
     if opened is not None:
         return opened[0], EntriesSource(path, *opened)
-    from halfbyte.checkpoint.checkpoint_model import Checkpoint
+    from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
 
     model = Checkpoint(path)
     return model.config, CheckpointSource(model)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from halfbyte.checkpoint.generation_settings import FILE, check_generation
+from halfbyte.checkpoint.mapping.generation_settings import FILE, check_generation
 from halfbyte.errors import UnsupportedError
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import load_json

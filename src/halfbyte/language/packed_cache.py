@@ -227,8 +227,8 @@ def open_cache(files: Sequence[Path], settings: Any) -> PackedCache | None:
     """
     if env.packed_bytes() == 0 or (root := _folder()) is None:
         return None
-    from halfbyte.kernels.cpu import jit
-    from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.codegen import jit
+    from halfbyte.kernels.cpu.codegen.isas import current
 
     sources = jit.source_digest(_PATTERNS)
     try:
@@ -245,7 +245,7 @@ def open_cache(files: Sequence[Path], settings: Any) -> PackedCache | None:
 
 def _folder() -> Path | None:
     """The folder of all models, made if need be; None, with one warning, where it cannot be trusted."""
-    from halfbyte.kernels.cpu import jit
+    from halfbyte.kernels.cpu.codegen import jit
 
     cache = env.cache()
     folder = None if cache is None else cache / "packed"
@@ -353,7 +353,7 @@ def wait(timeout: float | None = None) -> None:
 
 def summary() -> dict[str, Any]:
     """Tell what is stored: the number of models, their bytes, the bound, and why nothing is stored where that is so."""
-    from halfbyte.kernels.cpu import jit
+    from halfbyte.kernels.cpu.codegen import jit
 
     cache, limit = env.cache(), env.packed_bytes()
     root = None if cache is None else cache / "packed"

@@ -1,7 +1,7 @@
 """Text ↔ token ids, without transformers.
 
 Called by the language model and the commands that generate text. The tokenizer itself is an object of the package `tokenizers`, which
-tokenizer_folder.py builds from a folder and checkpoint/gguf_tokenizer.py from a .gguf file.
+tokenizer_folder.py builds from a folder and checkpoint/gguf/tokenizer.py from a .gguf file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from halfbyte.checkpoint import gguf_tokenizer
+from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.errors import ArgumentError, CheckpointError, check_type, not_there
 from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.gguf import File, is_gguf

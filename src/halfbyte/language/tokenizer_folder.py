@@ -14,9 +14,10 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from halfbyte.checkpoint import chat_templates, generation_settings
-from halfbyte.checkpoint.gguf_tokenizer import import_tokenizers
-from halfbyte.checkpoint.manifest import CONFIG
+from halfbyte.checkpoint.gguf import chat_templates
+from halfbyte.checkpoint.gguf.tokenizer import import_tokenizers
+from halfbyte.checkpoint.mapping import generation_settings
+from halfbyte.checkpoint.native.manifest import CONFIG
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import load_json, read_bytes

@@ -20,7 +20,7 @@ Codes of 5 and 6 bits (`Format.packed_bits`) are stored in two planes, for each 
                                        holds the highest bits of k = j in its lowest 1 or 2 bits, of k = 4 + j in the next, …
 
 Sums of pairs exist for 8 bits with one scale per row or tensor: int32 sums of u[2i] * u[2i + 1], which kernels without
-dot-product instructions subtract (`kernels/cpu/isa_x86.py`). They take 4 bytes per row and record.
+dot-product instructions subtract (`kernels/cpu/codegen/isa_x86.py`). They take 4 bytes per row and record.
 A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
 
 The layout `cpu_tiles_2_4` is for weights that are 2:4 sparse (`sparse.py`) whose blocks are padded to multiples of 32. Data hold two codes

@@ -253,7 +253,7 @@ def in_order(packed: Packed) -> Packed:
 
 
 def unpack(packed: Packed) -> Codes:
-    """The exact inverse of `pack`; `kernels/gpu/spread.py` puts the zeros of sparse weights back before."""
+    """The exact inverse of `pack`; `kernels/gpu/quantize/spread.py` puts the zeros of sparse weights back before."""
     fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape, paired=packed.layout == PAIRED)
     if packed.layout != geo.layout or packed.data.numel() != geo.nbytes:
         got = f"{packed.data.numel()} in layout {packed.layout}"

@@ -13,12 +13,12 @@ from torch.nn.utils import parametrize
 
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.described import CONVOLUTIONS, NOT_A_KIND, Candidate
-from halfbyte.nn.experts import MixtureOfExperts, StackedExperts, stacks
-from halfbyte.nn.experts import why_not as why_not_experts
-from halfbyte.nn.fake_quantized import FakeQuantized
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
-from halfbyte.nn.modules import QuantModule, why_not_hooks
-from halfbyte.nn.scaled import factor_of
+from halfbyte.nn.modules.experts import MixtureOfExperts, StackedExperts, stacks
+from halfbyte.nn.modules.experts import why_not as why_not_experts
+from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
+from halfbyte.nn.modules.scaled import factor_of
+from halfbyte.nn.training.fake_quantized import FakeQuantized
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"

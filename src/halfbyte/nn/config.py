@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.dense import stored_bytes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.nn.calibrate import Calibration, as_calibration, calibrated_names, check_given
+from halfbyte.nn.calibration.calibrate import Calibration, as_calibration, calibrated_names, check_given
+from halfbyte.nn.calibration.runs import Progress
+from halfbyte.nn.calibration.sensitivity import measure_losses
 from halfbyte.nn.candidates import candidates
 from halfbyte.nn.described import Candidate, check_compute
-from halfbyte.nn.expanded import expanded
-from halfbyte.nn.runs import Progress
-from halfbyte.nn.sensitivity import measure_losses
+from halfbyte.nn.modules.expanded import expanded
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.mixed import allocate
 

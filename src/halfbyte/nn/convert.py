@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
+from halfbyte.nn.calibration.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
+from halfbyte.nn.calibration.runs import Progress
 from halfbyte.nn.candidates import OWN_LOADER, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
 from halfbyte.nn.described import NOT_A_KIND, Candidate
-from halfbyte.nn.expanded import expanded
-from halfbyte.nn.fake_quantized import check_not_in_training
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
-from halfbyte.nn.modules import QuantModule
+from halfbyte.nn.modules.expanded import expanded
+from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
-from halfbyte.nn.runs import Progress
-from halfbyte.nn.static import LayerWeight, calibrated, on_codes, replace_
+from halfbyte.nn.static.codes import LayerWeight, calibrated, on_codes, replace_
+from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 # What takes the place of a method for weights that calibration does not reach: embeddings above all.
 UNCALIBRATED = {"gptq": "mse", "awq": "mse"}
@@ -38,8 +38,8 @@ def quantize_(
     progress: Progress | None = None,
 ) -> nn.Module:
     """Replaces every nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its
-    quantized form, in place, and returns `model`. An nn.MultiheadAttention becomes one with linear layers of its own (`nn/attention.py`),
-    except in models of transformers.
+    quantized form, in place, and returns `model`. An nn.MultiheadAttention becomes one with linear layers of its own
+    (`nn/modules/attention.py`), except in models of transformers.
 
     calibration  token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight its
                  errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as

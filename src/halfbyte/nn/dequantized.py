@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.nn.conv import QuantConv1d, QuantConv2d
-from halfbyte.nn.expanded import collapse_
-from halfbyte.nn.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
-from halfbyte.nn.permuted import PermutedLinear
-from halfbyte.nn.scaled import ScaledEmbedding, set_factor
-from halfbyte.nn.transposed import conv1d
+from halfbyte.nn.modules.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.modules.expanded import collapse_
+from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
+from halfbyte.nn.modules.permuted import PermutedLinear
+from halfbyte.nn.modules.quantized import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
+from halfbyte.nn.modules.scaled import ScaledEmbedding, set_factor
+from halfbyte.nn.modules.transposed import conv1d
 
 # Classes that compute what their float form computes. Others also apply an activation, or are part of an integer network.
 _CONVERTIBLE = (QuantLinear, PermutedLinear, QuantEmbedding, QuantEmbeddingBag, QuantConv1d, QuantConv2d, QuantExperts)

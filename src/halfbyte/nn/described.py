@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import COMPUTES
-from halfbyte.ops.images import ACTIVATIONS
+from halfbyte.ops.conv.images import ACTIVATIONS
 
 KINDS = ("Linear", "Embedding", "EmbeddingBag", "Conv1d", "Conv2d", "Experts")
 CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # kind -> dimensions of the kernel

@@ -26,10 +26,10 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
-from halfbyte.nn.modules import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
-from halfbyte.nn.packed_check import digest
+from halfbyte.nn.modules.packed_check import digest
+from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
+from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.weight_view import AnyPacked, WeightView, traced
 
 # Children of one module that transformers calls in this order with the same tensor.
 SIBLINGS = (

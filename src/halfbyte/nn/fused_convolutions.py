@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from halfbyte.nn.conv import QuantConv2d
-from halfbyte.nn.memory_format import Formats
-from halfbyte.nn.modules import QuantModule, has_hooks
+from halfbyte.nn.modules.conv import QuantConv2d
+from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.traced import ADDS, RELUS, Inner, Tracer, erase_identities, module_of, replace
-from halfbyte.ops.pool import largest
+from halfbyte.nn.static.memory_format import Formats
+from halfbyte.nn.static.traced import ADDS, RELUS, Inner, Tracer, erase_identities, module_of, replace
+from halfbyte.ops.conv.pool import largest
 
 _INFINITE = float("inf")
 _Clamp = tuple[float, float]

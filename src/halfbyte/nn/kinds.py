@@ -13,15 +13,15 @@ from halfbyte import ops
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
-from halfbyte.nn.conv import QuantConv1d, QuantConv2d
 from halfbyte.nn.described import CONVOLUTIONS, KINDS
-from halfbyte.nn.experts import QuantExperts, StackedExperts
-from halfbyte.nn.integer import IntegerModule
-from halfbyte.nn.modules import QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
-from halfbyte.nn.scaled import factor_of
-from halfbyte.nn.transposed import is_conv1d, is_transposed
-from halfbyte.nn.weight_view import AnyPacked, pack_like
-from halfbyte.ops.conv import pack_conv, quantize_conv
+from halfbyte.nn.modules.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.modules.experts import QuantExperts, StackedExperts
+from halfbyte.nn.modules.quantized import QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
+from halfbyte.nn.modules.scaled import factor_of
+from halfbyte.nn.modules.transposed import is_conv1d, is_transposed
+from halfbyte.nn.modules.weight_view import AnyPacked, pack_like
+from halfbyte.nn.static.integer import IntegerModule
+from halfbyte.ops.conv.functions import pack_conv, quantize_conv
 
 FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, StackedExperts)
 _ROWS = 128  # of a weight, from which its error is estimated: all would take longer than quantizing

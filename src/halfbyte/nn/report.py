@@ -18,9 +18,9 @@ from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.memory import size_text
 from halfbyte.nn.candidates import candidates, own_tensors
 from halfbyte.nn.config import Config, decide
-from halfbyte.nn.expanded import expanded
-from halfbyte.nn.modules import QuantModule
-from halfbyte.nn.weight_view import AnyPacked
+from halfbyte.nn.modules.expanded import expanded
+from halfbyte.nn.modules.quantized import QuantModule
+from halfbyte.nn.modules.weight_view import AnyPacked
 
 CONFIG_ATTRIBUTE = "_halfbyte_config"  # the attribute of a model with the Config that it was quantized by
 NOTES = "_halfbyte_notes"  # and the attribute with further notes for the report

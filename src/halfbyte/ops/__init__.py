@@ -4,16 +4,12 @@ functions.py  the public functions of linear layers and embeddings
 library.py    the custom ops as torch sees them: schemas, shapes, gradients
 cpu.py        the ops on the CPU
 cuda.py       the ops on GPUs; replay.py: replay of recorded launches; graph_capture.py: CUDA graphs
-conv.py       convolutions, cpu_conv.py and cuda_conv.py on each device; pool.py, elementwise.py: what lies between them
+conv/         convolutions, and what lies between them
 long_sums.py  requantized products of so many codes that an int32 may overflow, on all devices
-grouped.py    mixture of experts, on all devices; experts.py: few rows in one call on a CPU
-decoding.py   the steps of a decoder layer for one token, on all devices; norms.py: norms between them; routing.py: its half with experts
-prompt.py     those for many tokens
-decoder.py    whole decoder layers in one call on a CPU; decoding_step.py: all of a model for one token
-encoder.py    whole encoder layers; embed.py: what is before them; layers.py: what these and decoder.py are made of
-attention.py  attention of whole sequences on a CPU
+grouped.py    linear layers of experts, on all devices
+transformer/  layers of language models
 fake_quantize.py    quantized and dequantized, with gradients
-checks.py     validation of arguments, on every device; images.py: of convolutions; tensors.py: tensors where kernels want them
+checks.py     validation of arguments, on every device; tensors.py: tensors where kernels want them
 ends.py       the ends of clamps
 """
 

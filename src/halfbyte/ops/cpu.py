@@ -29,7 +29,7 @@ _linear_kernels = Bounded[tuple[Any, ...], Any](4096)
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
     """`quantizers.absmax` by a kernel; None where no kernel supports it, or where `absmax` would raise an error."""
-    from halfbyte.kernels.cpu import quantize as kernel
+    from halfbyte.kernels.cpu.quantize import quantize as kernel
 
     return kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
 
@@ -91,7 +91,7 @@ def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compu
 
 
 def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
-    from halfbyte.kernels.cpu.linear import linear_kernel
+    from halfbyte.kernels.cpu.linear.linear import linear_kernel
 
     check_qlinear(x, weight, table, format, n, k, low, high)
     if k == 0:
@@ -111,7 +111,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
 
 def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int]) -> Step | None:
     """`qlinear` of tensors of the sizes and strides of x, as a step of a program; None where it is none."""
-    from halfbyte.kernels.cpu.linear import ROWS_A_PASS, linear_kernel
+    from halfbyte.kernels.cpu.linear.linear import ROWS_A_PASS, linear_kernel
     from halfbyte.kernels.cpu.steps import linear_step
 
     n, k = packed.shape
@@ -122,7 +122,7 @@ def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int
 
 
 def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    from halfbyte.kernels.cpu.dequantize import dequantize as run
+    from halfbyte.kernels.cpu.quantize.dequantize import dequantize as run
 
     check_packed(weight, format, n, k, _CPU)
     check_ids(ids)
@@ -136,7 +136,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
 
 
 def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    from halfbyte.kernels.cpu.dequantize import dequantize as run
+    from halfbyte.kernels.cpu.quantize.dequantize import dequantize as run
 
     check_packed(weight, format, n, k, _CPU)
     check_out_dtype(dtype)

@@ -20,7 +20,7 @@ from halfbyte.dispatch.measure import tune_linear
 from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.gpu import plain
+from halfbyte.kernels.gpu.linear import plain
 from halfbyte.kernels.gpu.runtime.launch import current_recording, output
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -173,7 +173,7 @@ def takes_pairs(codes: Codes) -> bool:
 
 def with_zeros(packed: Packed) -> Packed:
     """A sparse weight in the layout of all others."""
-    from halfbyte.kernels.gpu import spread
+    from halfbyte.kernels.gpu.quantize import spread
 
     geo = gpu_tiles.geometry(packed.format, packed.shape, sparse=True)
     with on(packed.data):
@@ -186,7 +186,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
     """`quantizers.absmax` by a kernel; None where no kernel supports it, or where `absmax` would raise an error."""
     if triton_trouble() is not None:
         return None
-    from halfbyte.kernels.gpu import quantize as kernel
+    from halfbyte.kernels.gpu.quantize import quantize as kernel
 
     with on(weight):
         return kernel.quantize(weight, fmt) if kernel.supports(weight, fmt) is None else None
@@ -205,8 +205,8 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
         return long_sums.qlinear(x, gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed), table, low, high)
     if (trouble := triton_trouble()) is not None:
         raise UnsupportedError(f"qlinear needs Triton: {trouble}, or use the CPU")
-    from halfbyte.kernels.gpu import qlinear as kernel
-    from halfbyte.kernels.gpu import spread
+    from halfbyte.kernels.gpu.linear import qlinear as kernel
+    from halfbyte.kernels.gpu.quantize import spread
 
     here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)
     geo = gpu_tiles.geometry_of(fmt, n, k, weight.numel())
@@ -224,7 +224,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
     check_ids(ids)
     check_out_dtype(dtype)
     if triton_trouble() is None:
-        from halfbyte.kernels.gpu import dequantize as kernel
+        from halfbyte.kernels.gpu.quantize import dequantize as kernel
 
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         with on(ids):
@@ -241,7 +241,7 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
     check_out_dtype(dtype)
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
     if triton_trouble() is None:
-        from halfbyte.kernels.gpu import dequantize as kernel
+        from halfbyte.kernels.gpu.quantize import dequantize as kernel
 
         with on(weight):
             return kernel.dequantize(aligned(weight), geo, dtype)

@@ -92,7 +92,7 @@ def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
 
 
 def _pack_cpu(codes: Codes) -> Packed:
-    from halfbyte.kernels.cpu import sparse
+    from halfbyte.kernels.cpu.linear import sparse
 
     dense = pack_dense(codes)
     return sparse.pack(dense) if sparse.why_not(codes) is None else dense
@@ -100,7 +100,7 @@ def _pack_cpu(codes: Codes) -> Packed:
 
 def pack_dense(codes: Codes) -> Packed:
     """`pack` for the CPU, in the layout that all kernels there read."""
-    from halfbyte.kernels.cpu import pack as kernel
+    from halfbyte.kernels.cpu.quantize import pack as kernel
 
     return kernel.pack(codes) if kernel.supports(codes) is None else cpu_tiles.pack(codes)
 
@@ -132,8 +132,8 @@ def sparse_on(packed: Packed, gpu: Gpu) -> bool:
 
 def _all_codes(packed: Packed) -> Packed:
     """A sparse weight in the layout that is unpacked faster, where there is a kernel for that."""
-    from halfbyte.kernels.cpu import sparse
-    from halfbyte.kernels.cpu.isas import current
+    from halfbyte.kernels.cpu.codegen.isas import current
+    from halfbyte.kernels.cpu.linear import sparse
 
     geo = cpu_tiles.geometry(packed.format, packed.shape, sparse=True)
     return sparse.unpack(packed) if current().spreads and packed.nbytes == geo.nbytes else packed

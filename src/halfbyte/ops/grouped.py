@@ -126,7 +126,7 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
         raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(numbers)} … {max(numbers)}")
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from halfbyte.kernels.cpu import grouped
+        from halfbyte.kernels.cpu.linear import grouped
 
         biases = None if bias is None else bias.to(torch.float32).contiguous()
         return grouped.run(kernel, x.contiguous(), numbers, aligned(weight), biases)

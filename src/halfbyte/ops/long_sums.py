@@ -15,7 +15,7 @@ from torch.nn import functional
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Window
 from halfbyte.layouts.convolution import Filter, channels_first
-from halfbyte.ops.images import channels_last
+from halfbyte.ops.conv.images import channels_last
 
 _PIECE = 1 << 13  # elements of K in float64 at a time
 

@@ -6,8 +6,8 @@ each input channel and alpha = 0, 1/20, …, 1, this chooses the one that minimi
 
     sum over the layers that read this input of  tr(D H D^T),  D = Q(W s) / s - W,  H = sum(x x^T),
 
-and normalizes it so that min(s) * max(s) = 1. For large weights the error is estimated from some of the rows. `nn/folding.py` finds
-the module before the layer that can divide its output by s at no cost.
+and normalizes it so that min(s) * max(s) = 1. For large weights the error is estimated from some of the rows. `nn/calibration/folding.py`
+finds the module before the layer that can divide its output by s at no cost.
 
 Source: Lin et al.: AWQ, Activation-aware Weight Quantization (arXiv:2306.00978, 2023), equations 4 and 5. Its search for
 clipped ranges is `mse` with these moments.

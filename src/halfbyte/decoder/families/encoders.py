@@ -1,7 +1,7 @@
 """Encoder families: where transformers' layers have their parts, and what is around the layers.
 
-One entry of ENCODERS describes a family completely; `integrations/encoding.py` builds a `LayerSpec` from it and a live layer.
-A layer computes
+One entry of ENCODERS describes a family completely; `integrations/transformers/encoder/encoding.py` builds a `LayerSpec` from it and a live
+layer. A layer computes
 
     h = norm(x + o_proj(attention(qkv(x))));  y = norm(h + down(gelu(up(h))))              BERT: norms of the sums
     h = x + o_proj(attention(qkv(norm(x))));  y = h + down(gelu(up(norm(h))))              ViT, Whisper: `pre_norm`

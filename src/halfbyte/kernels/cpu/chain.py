@@ -27,14 +27,15 @@ from itertools import accumulate
 from typing import Literal
 
 from halfbyte.errors import KernelError, lookup, unreachable
-from halfbyte.kernels.cpu import driver, kernel, runtime
-from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.attend import inverse_root
-from halfbyte.kernels.cpu.exponential import gelu_tanh, relu_squared, silu, tanh
-from halfbyte.kernels.cpu.ir import Function, Value
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.linear import LinearKernel
+from halfbyte.kernels.cpu.codegen import kernel, runtime
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.exponential import gelu_tanh, relu_squared, silu, tanh
+from halfbyte.kernels.cpu.codegen.ir import Function, Value
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.linear import driver
+from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.transformer.attend import inverse_root
 from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction
 from halfbyte.layouts.cpu_tiles import PANEL
 

@@ -37,7 +37,7 @@ class PlanCache(threading.local, Generic[T]):
 
 class Plans(threading.local):
     """The plans of this Python thread for operations that no object owns: at most so many of each kind. Keys hold all that a plan depends
-    on, so that none gets stale; what depends on addresses is checked by `ops/cpu_conv.py` before it is used."""
+    on, so that none gets stale; what depends on addresses is checked by `ops/conv/cpu.py` before it is used."""
 
     def __init__(self) -> None:
         self.elementwise = Bounded[Hashable, Call](_MOST)

@@ -10,12 +10,12 @@ import time
 
 import torch
 
-from halfbyte.kernels.cpu import jit, runtime
-from halfbyte.kernels.cpu.arguments import PROBE
-from halfbyte.kernels.cpu.ir import Module, Value
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.isas import current
+from halfbyte.kernels.cpu.codegen import jit, runtime
+from halfbyte.kernels.cpu.codegen.arguments import PROBE
+from halfbyte.kernels.cpu.codegen.ir import Module, Value
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
+from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.machine import machine
 from halfbyte.memory import in_huge_pages
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import runtime
-from halfbyte.kernels.cpu.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.chain import Chain
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.conv.planned import ConvCall
-from halfbyte.kernels.cpu.linear import CALL, LinearKernel, pack_call
+from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
 from halfbyte.layouts.base import round_up
 
 _ALIGNED = 64

@@ -1,4 +1,4 @@
-"""Convolutions on CPUs. docs/engineering/convolution-kernels.md says which one is taken when.
+"""Convolutions on CPUs, and what lies between them. docs/convolution-kernels.md says which one is taken when.
 
 planned.py      what all have in common: a convolution is planned once for images of each size
 gathered.py     everything: patches are gathered for the tiles of linear layers; patches.py makes the code
@@ -8,4 +8,5 @@ unsigned.py     the same for images of few channels and for small ones behind a 
 amx.py          on matrix units
 winograd.py     3 x 3 by minimal filtering
 depthwise.py, depthwise_dot.py    each channel by itself; the latter by products of four codes
+pool.py, elementwise.py           pools, and sums of tensors
 """

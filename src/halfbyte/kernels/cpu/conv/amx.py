@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import runtime
-from halfbyte.kernels.cpu.arguments import Block
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import Block
+from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved, tile_rows
-from halfbyte.kernels.cpu.elements import Kind, element_of, kind_of
-from halfbyte.kernels.cpu.ir import Function, Value, vector
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.kernel import arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import WORK_A_THREAD
-from halfbyte.kernels.cpu.tile_spec import ROUND
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv import arrange
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, RequantizingDirectTile, tile_function
 from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel, run_of, tile_width, whole_bytes
-from halfbyte.kernels.cpu.ir import Function, Value, vector
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile_spec import TileSpec
+from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter

@@ -22,16 +22,16 @@ from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import runtime
-from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
-from halfbyte.kernels.cpu.elements import Kind, element_of, kind_of
-from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import WORK_A_THREAD
-from halfbyte.kernels.cpu.tile_spec import ROUND
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 

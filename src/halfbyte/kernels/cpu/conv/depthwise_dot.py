@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import runtime
-from halfbyte.kernels.cpu.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
-from halfbyte.kernels.cpu.ir import Function, Value, lanes_of, vector
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isa_x86 import dot_of_bytes
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Value, Variable, vector
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.kernel import Emitter, function, phase
-from halfbyte.kernels.cpu.tile import RequantizingTile, Tile
-from halfbyte.kernels.cpu.tile_spec import TileSpec
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, function, phase
+from halfbyte.kernels.cpu.linear.tile import RequantizingTile, Tile
+from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 

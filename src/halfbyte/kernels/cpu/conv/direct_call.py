@@ -11,18 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import runtime
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.elements import kind_of
+from halfbyte.kernels.cpu.codegen.ir import Module
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall, tile_rows
-from halfbyte.kernels.cpu.elements import kind_of
-from halfbyte.kernels.cpu.ir import Module
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.tile_spec import TileSpec
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Pair, Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter

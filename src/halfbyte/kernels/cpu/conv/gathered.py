@@ -3,8 +3,8 @@
     y[m, co] = sum over taps, ci of  w[co, tap, ci] * x[pixel under tap of output m, ci]
 
 The image and the output have their channels together (channels_last). No im2col matrix exists, and the arithmetic is that of
-`tile.py`. Here calls are planned; the code that gathers is made in `patches.py`. Codes with one scale for all of a patch need no patches:
-`direct.py`.
+`linear/tile.py`. Here calls are planned; the code that gathers is made in `patches.py`. Codes with one scale for all of a patch need no
+patches: `direct.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import struct
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu import elementwise, runtime
-from halfbyte.kernels.cpu.conv import direct_call, patches
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.conv import direct_call, elementwise, patches
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.conv.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
-from halfbyte.kernels.cpu.isas import current
-from halfbyte.kernels.cpu.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.tile_spec import Inner
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
 from halfbyte.layouts.convolution import Filter
 

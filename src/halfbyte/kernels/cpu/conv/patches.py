@@ -2,19 +2,19 @@
 
 Threads draw items: a chunk of row tiles times some panels of a group's outputs. An item's patches are gathered into the thread's
 own memory, unless the item before had the same. `direct`: codes go straight to their places, a unit at a time, with their
-sum. Otherwise patches are first laid out as rows of K elements, which a row function of `activations.py` then converts: several, since
-what was just stored piece by piece can't be loaded at once.
+sum. Otherwise patches are first laid out as rows of K elements, which a row function of `linear/activations.py` then converts: several,
+since what was just stored piece by piece can't be loaded at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.cpu import driver
-from halfbyte.kernels.cpu.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.ir import Function, Value, vector
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.kernel import Emitter, phase
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, phase
+from halfbyte.kernels.cpu.linear import driver
 from halfbyte.layouts.cpu_tiles import PANEL
 
 CONV = Block(
@@ -224,5 +224,5 @@ class _Direct:
             self.at.value = self.at.value + self.step
 
     def end(self) -> None:
-        field = self.tile + self.units * self.step + (self.rows + self.i) * 4  # the second field, see tile.py
+        field = self.tile + self.units * self.step + (self.rows + self.i) * 4  # the second field, see linear/tile.py
         field.store(self.sums.value.reduce("add") * self.correction, 0, 4)

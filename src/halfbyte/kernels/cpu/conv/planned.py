@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu import runtime
-from halfbyte.kernels.cpu.arguments import Buffer
-from halfbyte.kernels.cpu.linear import CALL, pack_call, thread
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import Buffer
+from halfbyte.kernels.cpu.linear.linear import CALL, pack_call, thread
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 

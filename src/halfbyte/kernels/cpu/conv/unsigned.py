@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu.codegen.ir import Function, Value
+from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv.direct import RequantizingDirectTile, tile_function
 from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel, line_run, lines_inside, tile_width, whole_bytes
-from halfbyte.kernels.cpu.ir import Function, Value
-from halfbyte.kernels.cpu.isa import ISA
-from halfbyte.kernels.cpu.linear import LinearKernel
-from halfbyte.kernels.cpu.tile_spec import TileSpec
+from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter

@@ -1,0 +1,102 @@
+"""Tensors of a model's files that the model does not have: which ones it computes the same without; all others are refused.
+
+Called by plan.py for architectures of transformers, whose `from_pretrained` warns of such tensors and drops them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.checkpoint.mapping.architecture import Step
+from halfbyte.errors import CheckpointError
+from halfbyte.io.tensors import Spec
+from halfbyte.nn.candidates import named_tensors, own_tensors
+
+# Scales of caches and of activations, which are not used; stacks of experts have the latter behind the name of their weight.
+CACHE_PARTS = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+RUN_TIME = re.compile(rf".*(\.|_)(input_scale|input_scale_ub|activation_scale|output_scale)|.*\.({'|'.join(CACHE_PARTS)})")
+# Buffers that models of older versions saved, and compute since.
+_COMPUTED = re.compile(
+    r"(^|.*\.)((original_)?inv_freq|cos_cached|sin_cached|position_ids|token_type_ids|masked_bias|causal_mask|relative_position_index|version)"
+)
+
+
+class Files(Protocol):
+    """The tensors of a model's files, by their names there."""
+
+    def specs(self) -> Mapping[str, Spec]: ...
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
+    def same(self, name: str, other: str) -> bool: ...
+
+
+def left_out(model: nn.Module, steps: Sequence[Step], unused: Mapping[str, str], files: Files) -> dict[str, str]:
+    """Why each tensor in `unused` (name in the files -> name in the model) does not matter to what the model computes.
+
+    Raises CheckpointError where one does: where the model has its module, but no such tensor, or has it from another tensor of the files.
+    """
+    sources = {target: step.sources[0] for step in steps for target in step.targets}
+    given = {id(tensor) for name, _, tensor in named_tensors(model) if name in sources}
+    reasons, wrong = {}, []
+    for name, target in unused.items():
+        if (first := sources.get(target)) is not None:
+            if not files.same(name, first):
+                raise CheckpointError(f"the files have both {first} and {name} for {target}, which differ: remove one of them")
+            reasons[name] = f"equal to {first}"
+        elif (reason := _why_not(model, name, target, files)) is not None:
+            reasons[name] = reason
+        elif any(id(tensor) not in given for _, tensor in own_tensors(_nearest(model, target)[1])):
+            reasons[name] = f"{type(model).__name__} does not use it"  # the plan then raises for what is missing in its place
+        else:
+            wrong.append(name)
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        at = type(_nearest(model, unused[wrong[0]])[1]).__name__
+        raise CheckpointError(
+            f"the files have {wrong[0]}{more}, for which the {at} of {type(model).__name__} has no place, so that the model would compute "
+            "something else: correct what config.json (or the header of a GGUF file) says of the model, or remove what is not part of it"
+        )
+    return reasons
+
+
+def _why_not(model: nn.Module, name: str, target: str, files: Files) -> str | None:
+    """Why a tensor does not matter; None where it does."""
+    place, module = _nearest(model, target)
+    own, spec = target.removeprefix(f"{place}."), files.specs()[name]
+    if own in module._non_persistent_buffers_set or _COMPUTED.fullmatch(name) or _is_mask(name, spec):
+        return "the model computes it"
+    if RUN_TIME.fullmatch(name):
+        return "activations and caches are not quantized statically"
+    if any(re.search(pattern, each) for pattern in _ignored(model) for each in (name, target)):
+        return f"{type(model).__name__} does not use it"
+    # A part that this class does not have: another head, a layer beyond the last, a second model.
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or hasattr(module, "base_model_prefix"):
+        return f"{type(model).__name__} does not have it"
+    if own == "bias" and not bool(files.read(name).any()):
+        return "a bias of zeros"
+    return None
+
+
+def _nearest(model: nn.Module, name: str) -> tuple[str, nn.Module]:
+    """The innermost module of the model that a tensor of this name would be in."""
+    place, module = "", model
+    for part in name.split(".")[:-1]:
+        if (child := module._modules.get(part)) is None:
+            break
+        place, module = f"{place}.{part}" if place else part, child
+    return place, module
+
+
+def _is_mask(name: str, spec: Spec) -> bool:
+    """A causal mask [1, 1, n, n], which models such as GPT-2 had as a buffer called bias."""
+    return name.endswith(".bias") and len(spec.shape) == 4 and spec.shape[:2] == (1, 1) and spec.shape[2] == spec.shape[3]
+
+
+def _ignored(model: Any) -> Sequence[str]:
+    """The patterns of names that the class itself says to be superfluous."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    return [each for each in patterns if isinstance(each, str)] if isinstance(patterns, list | set | tuple) else []

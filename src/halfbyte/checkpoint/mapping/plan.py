@@ -1,0 +1,243 @@
+"""The plan for the tensors of a model's files: their names in the model, and which are quantized, tied or unused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.checkpoint.mapping.architecture import Step, initial, rename, skeleton, steps_to
+from halfbyte.checkpoint.mapping.left_out import Files, left_out
+from halfbyte.checkpoint.native.manifest import Weight
+from halfbyte.checkpoint.native.quantization_config import dtype_named
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.spec import Format
+from halfbyte.io.tensors import Spec
+from halfbyte.nn.candidates import FLOATS, candidates, named_tensors
+from halfbyte.nn.described import CONVOLUTIONS, Candidate
+from halfbyte.nn.kinds import codes_shape, kind_of
+from halfbyte.nn.modules.expanded import collapse_, expand_, originals
+from halfbyte.nn.modules.transposed import is_transposed
+from halfbyte.nn.report import Report, Row
+
+NOT_A_WEIGHT = "not a 2-D tensor of float32, bfloat16 or float16 called *.weight"
+# (modules that hold a weight, module -> the tensors of the files that its weight consists of) -> for each the format, or why it has none.
+Choose = Callable[[Sequence[Candidate], Mapping[str, Sequence[str]]], Mapping[str, Format | str]]
+
+
+class Misfits(Exception):
+    """Raised while a model is read, for weights that their formats cannot hold. The caller quantizes again, with these in floating point.
+
+    Attributes:
+        kept: module -> the reason.
+    """
+
+    def __init__(self, kept: Mapping[str, str]) -> None:
+        super().__init__(*kept.values())
+        self.kept = kept
+
+
+class Source(Files, Protocol):
+    """The tensors of a model's files, by their names there."""
+
+    def outputs_first(self, name: str) -> bool: ...
+
+
+@dataclass
+class Plan:
+    """Names are those in the checkpoint.
+
+    steps    how the tensors are made from those of the files
+    renamed  a step's target -> its name in the checkpoint, if it is tied to another
+    weights  the quantized tensors
+    plain    the others
+    about    for each of those: (the kind of its module, why it is not quantized)
+    tied     as in the manifest
+    unused   tensors of the files that the model does not have, and why
+    linears  the names in `weights` that belong to Linears
+    model    the model on the meta device; None where only the files are known
+    """
+
+    steps: list[Step]
+    renamed: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    plain: dict[str, Spec] = field(default_factory=dict)
+    about: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    linears: set[str] = field(default_factory=set)
+    model: nn.Module | None = None
+
+    def given(self) -> dict[str, Spec]:
+        """The targets of all steps, in the dtypes of the files."""
+        return {self.renamed.get(target, target): spec for step in self.steps for target, spec in step.targets.items() if step.sources}
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether a tensor is known to be a parameter of the model, not a buffer."""
+        return name in self._parameters
+
+    @cached_property
+    def _parameters(self) -> Set[str]:
+        return set() if self.model is None else {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.weights[name].dtype if name in self.weights else self.plain[name].dtype
+
+
+def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> Plan:
+    """The plan for an architecture of transformers, made from its modules on the meta device."""
+    files = source.specs()
+    floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)
+    dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
+    model = skeleton(described, dtype, [spec.shape for spec in files.values()])
+    steps, unused = steps_to(model, files)
+    plan = Plan(steps, unused=left_out(model, steps, unused, source), model=model)
+    _settle_ties(plan, model, source)
+    first: dict[int, str] = {}  # tensor of the model -> its first name, its name in the checkpoint
+    canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in named_tensors(model)}
+    plan.renamed = {target: canonical.get(target, target) for step in steps for target in step.targets}
+    plan.tied = {name: owner for name, owner in canonical.items() if name != owner}
+    if strange := plan.given().keys() - canonical.keys():
+        raise CheckpointError(f"transformers makes {min(strange)} of the files' tensors, which {type(model).__name__} does not have")
+    _settle_tensors(plan, model, _decide(plan, model, canonical, source, choose))
+    return plan
+
+
+def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: Source, choose: Choose) -> Mapping[str, Format | str]:
+    """What `choose` says of each module that holds a weight. Stacks that it quantizes become modules of the model, and names and shapes in
+    the plan follow. canonical: name of a tensor -> its first name."""
+    places = list(named_tensors(model))
+    unchanged = {plan.renamed[target]: step.sources[0] for step in plan.steps if not step.converts for target in step.targets}
+    weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
+    expanded = expand_(model)
+    found = candidates(model, without_data=True)
+    # Experts that are stacked in the files have the name of the parameter.
+    sources: dict[str, Sequence[str]] = {c.name: (weights[n],) for c in found for n in (f"{c.name}.weight", c.name) if n in weights}
+    sources |= {target: step.sources for step in plan.steps if step.stacks for target in step.targets}
+    decisions = choose(found, sources)
+    views = originals(expanded)
+    collapse_(model, expanded, lambda name: isinstance(decisions.get(name), Format))
+    names = {(name, id(tensor)) for name, _, tensor in named_tensors(model)}
+    moved = {old: f"{old}.weight" for old, _, t in places if (f"{old}.weight", id(views.get(id(t), t))) in names}
+    # For weights that the float model has inputs first: whether they become outputs first, which quantized ones are.
+    turned = {old: (moved.get(old, old), id(views[id(t)])) in names for old, _, t in places if id(t) in views}
+    plan.steps = [_turned(step, plan, source, turned) for step in plan.steps]
+    plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
+    plan.tied = {moved.get(name, name): moved.get(owner, owner) for name, owner in plan.tied.items()}
+    return decisions
+
+
+def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format | str]) -> None:
+    """Each tensor of the model becomes one of the plan's weights or plain tensors, where it is not tied to another. Raises CheckpointError
+    for one that is in no file, or has another shape there."""
+    places, given = list(named_tensors(model)), plan.given()
+    linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
+    for name, module, tensor in places:
+        prefix, _, own = name.rpartition(".")
+        decision = decisions.get(prefix, decisions.get(name, ""))
+        plan.about[name] = kind_of(module), decision if isinstance(decision, str) else "the bias of a quantized weight"
+        if name in plan.tied:
+            continue
+        spec = Spec(tensor.dtype, tuple(tensor.shape))
+        if name not in given and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
+            plan.steps.append(Step((), {name: spec}, partial(_constant, {name: tensor})))  # a buffer missing in older files
+        elif name not in given and (value := initial(model, name)) is not None:
+            plan.steps.append(Step((), {name: spec}, partial(_constant, {name: value})))
+        elif name not in given:
+            parts = [other.removeprefix(f"{prefix}.") for other in plan.unused if other.startswith(f"{prefix}.")]
+            remedy = f"its {', '.join(parts)[:80]} are not read, take another form of the model" if parts else "save the whole model first"
+            raise CheckpointError(f"no file has {name}, which {type(model).__name__} needs: {remedy}")
+        elif (got := given[name]).shape != spec.shape or got.dtype.is_floating_point != spec.dtype.is_floating_point:
+            what = f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)} of {spec.dtype}"
+            raise CheckpointError(f"{what}: one of them is damaged, or of another model")
+        if isinstance(decision, Format) and own == "weight":
+            kind = kind_of(module)
+            kernel = spec.shape[2:] if kind in CONVOLUTIONS else ()
+            shape = codes_shape(kind, spec.shape, decision)
+            plan.weights[name] = Weight(kind, decision, shape, spec.dtype, kernel=kernel, transposed=is_transposed(module))
+            if id(tensor) in linears:
+                plan.linears.add(name)
+        else:
+            plan.plain[name] = spec
+
+
+def _turned(step: Step, plan: Plan, source: Source, turned: Mapping[str, bool]) -> Step:
+    """The step, with the last two dimensions swapped in targets that the model has transposed to the files."""
+    others = {}
+    for target, spec in step.targets.items():
+        if (now := turned.get(plan.renamed[target])) is not None and len(spec.shape) > 1:
+            # Saved from a module that replaced the experts.
+            of_module = step.sources[0].endswith(".weight") and not target.endswith(".weight")
+            if now != (of_module or source.outputs_first(step.sources[0])):
+                others[target] = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
+    if not others:
+        return step
+
+    def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        return {target: tensor.mT if target in others else tensor for target, tensor in step.run(read).items()}
+
+    return replace(step, targets={**step.targets, **others}, run=run)
+
+
+def _constant(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+    return tensors
+
+
+def _settle_ties(plan: Plan, model: nn.Module, source: Source) -> None:
+    """For tied tensors that the files hold under two names: drops one if they are equal, and unties them if they are not."""
+    steps = {target: step for step in plan.steps for target in step.targets}
+    given: dict[int, str] = {}
+    for name, module, tensor in list(named_tensors(model)):
+        if name not in steps or (other := given.setdefault(id(tensor), name)) == name:
+            continue
+        mine, theirs = steps[name].sources, steps[other].sources
+        if len(mine) == len(theirs) == 1 and source.same(mine[0], theirs[0]):
+            plan.steps.remove(steps[name])
+            plan.unused[mine[0]] = f"equal to {other}, to which it is tied"
+        else:
+            setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty_like(tensor)))
+
+
+def plan_by_rule(source: Source, choose: Choose) -> Plan:
+    """The plan for tensors without an architecture: each 2-D floating-point tensor called *.weight is taken as a Linear's."""
+    specs = source.specs()
+    plan = Plan([rename(name, name, spec) for name, spec in specs.items()])
+    fits = [name for name, spec in specs.items() if len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0]
+    found = {name: Candidate(name.removesuffix(".weight"), "Linear", name) for name in fits if name.endswith(".weight")}
+    decisions = choose(list(found.values()), {candidate.name: (name,) for name, candidate in found.items()})
+    for name, spec in specs.items():
+        decision = decisions[found[name].name] if name in found else NOT_A_WEIGHT
+        if isinstance(decision, Format):
+            plan.weights[name] = Weight("Linear", decision, spec.shape, spec.dtype)
+            plan.linears.add(name)
+        else:
+            plan.plain[name] = spec
+            plan.about[name] = "Linear" if name in found else "tensor", decision
+    return plan
+
+
+def report(plan: Plan, source: Source, notes: Sequence[str]) -> Report:
+    """The report of a plan: what becomes of each tensor. It may be made before the plan is carried out."""
+    given, rows = plan.given(), []
+    for name, weight in plan.weights.items():
+        before, module = given[name].nbytes, name.removesuffix(".weight")
+        rows.append(Row(module, weight.kind, weight.shape, weight.format, None, before, weight.stored_bytes, weight.error))
+    for name, spec in plan.plain.items():
+        before = given[name].nbytes if name in given else 0
+        rows.append(Row(name, plan.about[name][0], spec.shape, None, plan.about[name][1], before, spec.nbytes))
+    for name, owner in plan.tied.items():
+        kind, reason = plan.about[name]
+        if owner in plan.weights:
+            weight = plan.weights[owner]
+            short, tied_to = name.removesuffix(".weight"), owner.removesuffix(".weight")
+            rows.append(Row(short, kind, weight.shape, weight.format, None, 0, 0, weight.error, tied_to))
+        else:
+            rows.append(Row(name, kind, plan.plain[owner].shape, None, reason, 0, 0, tied_to=owner))
+    specs = source.specs()
+    for name, reason in plan.unused.items():
+        rows.append(Row(name, "tensor", specs[name].shape, None, f"left out: {reason}", specs[name].nbytes, 0))
+    return Report(tuple(rows), tuple(notes))

@@ -1,0 +1,110 @@
+"""A halfbyte checkpoint as a model on disk: its tensors are read with their checksums, or, for one of several processes, in part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from halfbyte.checkpoint.native.folder import complete
+from halfbyte.checkpoint.native.manifest import Manifest, read_manifest
+from halfbyte.checkpoint.stored_model import StoredModel
+from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.dense import from_dense
+from halfbyte.formats.sharding import Ranges, stored_runs
+from halfbyte.io.safetensors import Reader
+from halfbyte.io.tensors import checksum
+
+if TYPE_CHECKING:
+    from halfbyte.nn.report import Report
+
+
+def _opened(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
+    """config.json without the section, the section, and a reader of its files; tries again if a writer has just replaced them."""
+    while True:
+        config, manifest = read_manifest(folder)
+        complete(folder, manifest)
+        try:
+            return config, manifest, Reader([folder / name for name in manifest.files])
+        except CheckpointError:
+            if read_manifest(folder)[1].files == manifest.files:
+                raise
+
+
+class Checkpoint(StoredModel):
+    """Opening it reads config.json and the headers of the files, and checks that they fit together."""
+
+    def __init__(self, folder: Path) -> None:
+        config, manifest, reader = _opened(folder)
+        stored = (weight.stored(name, bytes_each=name in manifest.bytes_each) for name, weight in manifest.weights.items())
+        parts = {part: spec for tensors in stored for part, spec in tensors.items()}
+        if odd := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
+            raise CheckpointError(f"{folder}: {min(odd)} is in only one of the files and config.json: the checkpoint is damaged")
+        for name, spec in parts.items():
+            if (got := reader.spec(name)) != spec:
+                says = f"config.json makes it {spec.dtype} {list(spec.shape)}"
+                raise CheckpointError(f"{folder}: {name} is {got.dtype} {list(got.shape)}, {says}: the checkpoint is damaged")
+        plain = {name: reader.spec(name) for name in manifest.plain}
+        super().__init__(folder, config, manifest.weights, plain, manifest.tied, manifest.static)
+        self._reader, self._checksums, self._bytes_each = reader, manifest.plain, manifest.bytes_each
+
+    def codes(self, name: str) -> Codes:
+        weight = self.weights[name]
+        return self._checked(name, weight.shape, {part: self._read(f"{name}.{part}", crc32) for part, crc32 in weight.crc32.items()})
+
+    def _plain_tensor(self, name: str) -> Tensor:
+        return self._read(name, self._checksums[name])
+
+    def nbytes(self, name: str) -> int:
+        return self.weights[name].stored_bytes if name in self.weights else self.plain[name].nbytes
+
+    def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
+        weight = self.weights[name]
+        runs = stored_runs(weight.format, weight.shape, dim, ranges, 8 if name in self._bytes_each else weight.format.stored_bits)
+        if runs is None:  # a boundary lies within a byte
+            return super().part_of_codes(name, dim, ranges)
+        shape = list(weight.shape)
+        shape[dim] = sum(stop - start for start, stop in ranges)
+        tensors = {}
+        for part, crc32 in weight.crc32.items():
+            full, mine = f"{name}.{part}", runs[part]
+            tensors[part] = self._read(full, crc32) if mine is None else self._reader.read_part(full, dim, mine)
+        return self._checked(name, tuple(shape), tensors)
+
+    def part_of_tensor(self, name: str, dim: int, ranges: Ranges) -> Tensor:
+        return self._reader.read_part(name, dim, ranges)
+
+    def _read(self, name: str, crc32: int) -> Tensor:
+        tensor = self._reader.read(name)
+        if checksum(tensor) != crc32:
+            path = self._reader.places[name].path
+            raise CheckpointError(f"{path}: the bytes of {name} do not match their checksum: the file is damaged")
+        return tensor
+
+    def _checked(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
+        try:
+            codes = from_dense(self.weights[name].format, shape, tensors, bytes_each=name in self._bytes_each)
+            codes.check_values()
+        except FormatError as e:
+            raise CheckpointError(f"{self.path}: {name}: {e}") from e
+        return codes
+
+    def report(self) -> Report:
+        from halfbyte.nn.report import Report, Row
+
+        rows = []
+        for name, owner in self.names():
+            tied_to = None if owner == name else owner
+            if weight := self.weights.get(owner):
+                name, tied_to = name.removesuffix(".weight"), tied_to and tied_to.removesuffix(".weight")
+                before, after = weight.float_bytes, weight.stored_bytes
+                row = Row(name, weight.kind, weight.shape, weight.format, None, before, after, weight.error, tied_to)
+            else:
+                spec = self.plain[owner]
+                row = Row(name, "tensor", spec.shape, None, "stored as it is", spec.nbytes, spec.nbytes, None, tied_to)
+            rows.append(row if tied_to is None else replace(row, bytes_before=0, bytes_after=0))
+        return Report(tuple(rows))

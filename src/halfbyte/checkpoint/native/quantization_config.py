@@ -1,0 +1,118 @@
+"""The `quantization_config` of config.json, which tells transformers that a model is quantized.
+
+docs/engineering/checkpoint.md specifies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from reprlib import repr as short
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.io.safetensors import is_shape
+from halfbyte.nn.described import check_compute
+
+if TYPE_CHECKING:
+    from halfbyte.nn.modules.quantized import QuantModule
+
+SETTINGS = "quantization_config"
+METHOD = "halfbyte"
+BITS = "bits"  # that codes of 5 and 6 bits take in the files; older checkpoints do not say it, and have bytes
+VERSION = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """How one quantized module is stored and, if it is a Linear, how it multiplies.
+
+    shape    of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts
+    ordered  its inputs are reordered: <module>.input_order is stored too
+    bytes_each  its codes of 5 or 6 bits take whole bytes in the files
+    dtype    of the float weight that it replaces, where that is not the model's
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    compute: str = "auto"
+    activation: str = "block"
+    ordered: bool = False
+    bytes_each: bool = False
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, module: QuantModule, dtype: torch.dtype) -> Module:
+        """dtype: the model's."""
+        from halfbyte.nn.modules.conv import QuantConv2d
+        from halfbyte.nn.modules.experts import QuantExperts
+        from halfbyte.nn.modules.permuted import PermutedLinear
+        from halfbyte.nn.modules.quantized import QuantLinear
+
+        own = None if module.dtype == dtype else module.dtype
+        made = cls(module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear), dtype=own)
+        if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
+            return replace(made, compute=module.compute, activation=module.activation)
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
+        del entry["bytes_each"], entry["dtype"]
+        if self.dtype is not None:
+            entry["dtype"] = DTYPE_NAMES[self.dtype]
+        return entry | {BITS: 8 if self.bytes_each else self.format.packed_bits} if self.format.packed_bits else entry
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Module:
+        """The inverse of `to_json`; raises FormatError or ArgumentError for anything else."""
+        fmt, shape, ordered = as_format(entry.get("format", "")), entry.get("shape"), entry.get("ordered", False)
+        if not (isinstance(shape, list) and len(shape) in (2, 3) and is_shape(shape)) or not isinstance(ordered, bool):
+            raise FormatError(f"a shape is two or three sizes and ordered true or false, got {short(shape)} and {short(ordered)}")
+        dtype = entry.get("dtype")
+        if dtype is not None and dtype_named(dtype) is None:
+            raise FormatError(f"a dtype is one of {', '.join(DTYPES)}, got {short(dtype)}")
+        settings = entry.get("compute", "auto"), entry.get("activation", "block")
+        made = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype))
+        check_compute(made.compute, made.activation)
+        return made
+
+
+def dtype_named(name: object) -> torch.dtype | None:
+    """float32, bfloat16 or float16 by its name in a config.json, None for anything else."""
+    return DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def has_bytes_each(fmt: Format, entry: Mapping[str, Any]) -> bool:
+    """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
+    bits = entry.get(BITS, 8)
+    if fmt.packed_bits and (type(bits) is not int or bits not in (fmt.packed_bits, 8)):
+        raise FormatError(f"codes of {fmt} take {fmt.packed_bits} or 8 bits in files, got {short(bits)}: use a newer halfbyte")
+    return bool(fmt.packed_bits) and bits == 8
+
+
+def describe(modules: Mapping[str, Module]) -> dict[str, Any]:
+    """The section for these modules, in plain types."""
+    return {"quant_method": METHOD, "version": VERSION, "modules": {name: module.to_json() for name, module in modules.items()}}
+
+
+def parse(section: Mapping[str, Any]) -> dict[str, Module]:
+    """The inverse of `describe`; raises CheckpointError where anything in the section is invalid."""
+    if (version := section.get("version")) != VERSION:
+        raise CheckpointError(f"the quantization_config is of version {short(version)}, this halfbyte reads {VERSION}: use a newer one")
+    entries = section.get("modules")
+    if not isinstance(entries, Mapping):
+        raise CheckpointError(f"the modules of a quantization_config are an object, got {short(entries)}: the checkpoint is damaged")
+    modules = {}
+    for name, entry in entries.items():
+        try:
+            if not isinstance(entry, Mapping):
+                raise FormatError(f"an object with a format, got {short(entry)}")
+            modules[name] = Module.from_json(entry)
+        except (ArgumentError, FormatError, TypeError) as e:
+            raise CheckpointError(f"{short(name)} in the quantization_config: {e}: the checkpoint is damaged") from e
+    return modules

@@ -1,0 +1,160 @@
+"""Saves a model to a checkpoint on disk."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.checkpoint.native.folder import Staging, replacing, write_json
+from halfbyte.checkpoint.native.manifest import INDEX, Manifest, Weight
+from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_named
+from halfbyte.checkpoint.wrappers import unwrapped, without_parts
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
+from halfbyte.formats.dense import to_dense
+from halfbyte.io.safetensors import SHARD_BYTES, Writer
+from halfbyte.io.tensors import Spec
+from halfbyte.layouts.convolution import PackedConv
+from halfbyte.nn.candidates import own_tensors
+from halfbyte.nn.described import CONVOLUTIONS, ORDER, Calibrated
+from halfbyte.nn.modules.conv import QuantConv2d
+from halfbyte.nn.modules.experts import QuantExperts
+from halfbyte.nn.modules.quantized import QuantLinear, QuantModule, guard
+from halfbyte.nn.modules.rescaled import as_trained
+from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
+from halfbyte.nn.static.codes import calibrated
+from halfbyte.nn.training.fake_quantized import check_not_in_training
+from halfbyte.quantizers.check import non_finite
+
+GENERATION = "generation_config.json"
+
+
+def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes `model` to the folder `dir`: quantized weights in canonical order, everything else in its state_dict unchanged.
+
+    The config of a transformers model is saved too, so that `load` can build it again; for any other model, `load` must be passed the
+    model, and for a network on int8 codes the float one. A halfbyte checkpoint in `dir` is replaced in one step and remains unchanged
+    on failure: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a tensor without
+    data, a model between `prepare_qat_` and `convert_qat_`).
+    """
+    check_type(model, nn.Module, "save takes a model, a torch.nn.Module", "pass the model that holds it")
+    check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
+    if is_parallel(model):
+        raise UnsupportedError(PARTS_ONLY)
+    with as_trained(model := unwrapped(model)):
+        _save(model, dir, shard_bytes)
+
+
+def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
+    plain: dict[str, Tensor] = {}
+    modules: dict[str, QuantModule] = {}
+    tied: dict[str, str] = {}
+    settings: dict[str, tuple[str, str]] = {}
+    seen: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise UnsupportedError(f"{prefix or 'the model'} has extra state that is not a tensor, which a checkpoint cannot hold")
+        dot = without_parts(f"{prefix}." if prefix else "")
+        if isinstance(module, QuantModule):
+            owner = seen.setdefault(id(module.packed_data), f"{dot}weight")
+            if owner == f"{dot}weight":
+                modules[owner] = module
+            else:
+                tied[f"{dot}weight"] = owner
+            if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
+                settings[owner] = (module.compute, module.activation)
+        for name, tensor in own_tensors(module):
+            if tensor.is_meta:
+                raise ArgumentError(f"{dot}{name} has no data (it is on the meta device): load the model before saving it")
+            owner = seen.setdefault(id(tensor), f"{dot}{name}")
+            if owner == f"{dot}{name}":
+                plain[owner] = tensor
+            else:
+                tied[f"{dot}{name}"] = owner
+    weights = {name: _weight(module, *settings.get(name, ("auto", "block"))) for name, module in modules.items()}
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
+    for name, tensor in plain.items():
+        what = tensor.is_floating_point() and non_finite(tensor, name, infinities=not isinstance(tensor, nn.Parameter))
+        if what:
+            raise ArgumentError(f"{what}, which `load` would refuse: repair the model before saving it")
+    with replacing(model_path(dir)) as staging:
+        writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
+        for name, tensor in plain.items():
+            writer.write(name, tensor)
+        for name, module in modules.items():
+            for part, tensor in to_dense(module.codes()).items():
+                writer.write(f"{name}.{part}", tensor)
+        if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
+            write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))
+        publish(staging, writer, _config_of(model), weights, tied, calibrated(model))
+
+
+def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
+    packed = module.packed
+    kernel = packed.sizes.kernel[-CONVOLUTIONS[module.kind] :] if isinstance(packed, PackedConv) else ()
+    settings = (packed.codes_format, module.codes_shape, module.dtype, module.error, compute, activation)
+    return Weight(module.kind, *settings, kernel=kernel, transposed=module.transposed)
+
+
+def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> dict[str, Spec]:
+    """All tensors of a checkpoint, by their names in the files."""
+    specs = dict(plain)
+    for name, weight in weights.items():
+        stored = weight.stored(name)
+        if taken := stored.keys() & specs.keys():
+            raise CheckpointError(f"{min(taken)} is the name of a tensor already: {name} cannot be quantized, skip it")
+        specs |= stored
+    return specs | dict.fromkeys(weights, Spec(guard().dtype, tuple(guard().shape)))
+
+
+def publish(
+    staging: Staging,
+    writer: Writer,
+    config: Mapping[str, object],
+    weights: Mapping[str, Weight],
+    tied: Mapping[str, str],
+    static: Calibrated | None = None,
+) -> None:
+    """Completes a checkpoint: guards, the index by which other readers find the weight files, the manifest, the commit."""
+    for name in weights:
+        writer.write(name, guard())
+    writer.finish()
+    if len(writer.files) > 1 or not staging.fresh:
+        size = sum(spec.nbytes for spec in writer.specs.values())
+        write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
+    sums = dict(writer.checksums)
+    weights = {
+        name: replace(weight, crc32={full.removeprefix(f"{name}."): sums.pop(full) for full in weight.stored(name)})
+        for name, weight in weights.items()
+    }
+    for name in weights:
+        del sums[name]
+    if weights:
+        ordered = {name.removesuffix(f".{ORDER}") for name in sums if name.endswith(f".{ORDER}")}
+        most = Counter(weight.dtype for weight in weights.values()).most_common(1)[0][0]
+        main = dtype_named(config.get("dtype", config.get("torch_dtype"))) or most
+        modules = {}
+        for name, weight in weights.items():
+            module, dtype = name.removesuffix(".weight"), None if weight.dtype == main else weight.dtype
+            modules[module] = Module(weight.format, weight.shape, weight.compute, weight.activation, module in ordered, dtype=dtype)
+        config = {**config, SETTINGS: describe(modules)}
+    staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """The config.json of a transformers model; empty for any other."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return {}
+    described: dict[str, Any] = json.loads(config.to_json_string())
+    present = {m.dtype for m in model.modules() if isinstance(m, QuantModule)} | {p.dtype for p in model.parameters()}
+    loaded = getattr(config, "dtype", None)
+    # The model's own is that of its first parameter, which may be one of those that stay in float32.
+    dtype = loaded if loaded in present else getattr(model, "dtype", torch.float32)
+    return described | {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}

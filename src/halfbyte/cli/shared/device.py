@@ -1,0 +1,93 @@
+"""The device and dtype that a command runs language models with."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from halfbyte.cli.shared.output import settling
+from halfbyte.errors import ArgumentError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the device and dtype of the computation."""
+    parser.add_argument("--device", help="cpu or cuda (default: the GPU where there is one that the kernels are for, else the CPU)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
+
+
+def asked_dtype(args: argparse.Namespace) -> Any:
+    """The requested torch.dtype, or None."""
+    import torch
+
+    return None if args.dtype is None else getattr(torch, args.dtype)
+
+
+@settling()
+def settle_device(args: argparse.Namespace) -> None:
+    """Checks `args.device`, or sets it where it was not given. Where there is a choice it says to stderr which device runs. Raises
+    ArgumentError for a device that is not here."""
+    import torch
+
+    why = ""
+    if args.device is None:
+        args.device, why = _default()
+    try:
+        kind = torch.device(args.device).type
+    except RuntimeError:
+        kind = ""
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        if torch.cuda.is_available():
+            raise ArgumentError(f"--device is cpu or cuda, got {args.device!r}")
+        why = "this torch is made for CPUs alone: install one for CUDA" if torch.version.cuda is None else "torch sees no GPU: use the CPU"
+        raise ArgumentError(f"--device is cpu, got {args.device!r}; {why}, or leave --device out")
+    if kind == "cpu":
+        args.device = kind  # which "cpu:0" is, too
+    if torch.cuda.is_available() and not args.quiet:
+        name = "" if kind == "cpu" else f", {torch.cuda.get_device_name(torch.device(args.device))}"
+        print(f"device: {args.device}{name}{why}", file=sys.stderr)
+
+
+@contextmanager
+def waking(device: str) -> Iterator[None]:
+    """A context in which another thread prepares the GPU for its first kernel: it starts CUDA and Triton, and finds out whether kernels can
+    be launched without Python's overhead. The block itself may import, but must not launch kernels."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    from halfbyte.dispatch.gpu import triton_trouble
+
+    def wake() -> None:
+        from halfbyte.kernels.gpu.runtime import tape
+
+        with torch.cuda.device(device):
+            tape.why_not_replayed(torch.device(device))
+
+    if triton_trouble() is not None:
+        yield
+        return
+    with ThreadPoolExecutor(1) as other:
+        woken = other.submit(wake)
+        yield
+        woken.result()
+
+
+def _default() -> tuple[str, str]:
+    """The default device, and, if there is a GPU that is not used, the reason."""
+    import torch
+
+    from halfbyte.language.device import best_device
+
+    device, why = best_device()
+    count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device != "cpu" and processes > count:
+        device, why = "cpu", f"torch sees {count} GPU{'s' * (count > 1)} for {processes} processes"
+    return device, f" ({why})" if why else ""

@@ -1,0 +1,226 @@
+"""peft: LoRA adapters on quantized linear layers and embeddings, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(hb.quantize_(model, "int4_g64"), LoraConfig(target_modules="all-linear"))
+
+The codes do not change; the adapters are trained, in the dtype of the float weight that was quantized. What peft trains besides adapters is
+in modules.py and prompts.py. This module is imported together with peft's LoRA (see on_import.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from peft.tuners import tuners_utils
+from peft.tuners.adaption_prompt import AdaptionPromptModel
+from peft.tuners.lora.layer import Embedding, Linear
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTuner, check_adapters_to_merge, check_target_module_exists
+from peft.utils import PeftType
+from peft.utils.constants import SEQ_CLS_HEAD_NAMES
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfbyte import ops
+from halfbyte.errors import HalfbyteError, UnsupportedError
+from halfbyte.integrations.peft import modules as peft_modules
+from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.modules.experts import QuantExperts
+from halfbyte.nn.modules.permuted import PermutedLinear
+from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.modules.weight_view import AnyPacked, pack_like
+
+_ALL_LINEAR = "all-linear"
+_ADAPTABLE = (QuantLinear, PermutedLinear, FusedLinear, QuantEmbedding)
+# Adapters that can be attached to quantized layers; XLORA is a mixture of LoRA adapters.
+_SERVED = (PeftType.LORA, PeftType.XLORA, PeftType.TRAINABLE_TOKENS)
+
+
+class _Requantized(nn.Module):
+    """Merges adapters into the codes of the base layer. Precedes a LoRA layer of peft."""
+
+    _before_merge: AnyPacked | None = None
+    get_base_layer: Callable[[], Any]
+    get_delta_weight: Callable[[str], Tensor]
+    merged_adapters: list[str]
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds adapters to the weight and quantizes it again to its format, which rounds the sum. `unmerge` restores the original."""
+        base: Any = self.get_base_layer()
+        if not isinstance(base, QuantModule):  # the model was dequantized
+            super().merge(safe_merge, adapter_names)  # type: ignore[misc]
+            return
+        names = [name for name in check_adapters_to_merge(cast(Any, self), adapter_names) if name in self._adapters_here()]
+        reasons = {
+            "its columns are permuted": isinstance(base, PermutedLinear),
+            "they are DoRA or similar": any(name in getattr(self, "lora_variant", ()) for name in names),
+            "they have biases": any(getattr(self, "lora_bias", {}).get(name) for name in names),
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            raise UnsupportedError(
+                f"adapters cannot be merged into a quantized weight if {reason}: keep them apart, or dequantize the model"
+            )
+        for name in names:
+            with torch.no_grad():
+                weight = base.weight.float() + self.get_delta_weight(name).float()
+            if safe_merge and not torch.isfinite(weight).all():
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+            codes = ops.quantize(weight, base.packed.codes_format, name=f"the weight with {name}")
+            if self._before_merge is None:
+                self._before_merge = base.packed
+            self._put(base, pack_like(base.packed, codes, base.packed.device))
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        """Removes all merged adapters."""
+        if not isinstance(self.get_base_layer(), QuantModule):
+            super().unmerge()  # type: ignore[misc]
+            return
+        if self._before_merge is not None:
+            self._put(self.get_base_layer(), self._before_merge)
+            self._before_merge = None
+        self.merged_adapters.clear()
+
+    def _adapters_here(self) -> Any:
+        """The names of the adapters that this layer has."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _put(base: Any, packed: AnyPacked) -> None:
+        base._set_packed(packed)
+        base.error = None
+        base.refresh()
+
+
+class QuantLoraLinear(_Requantized, Linear):
+    """y = QuantLinear(x) + scaling * B(A(dropout(x))), by peft's own `forward`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fan_in_fan_out = False  # for a Conv1D too, whose quantized weight is transposed
+
+    def _adapters_here(self) -> Any:
+        return self.lora_A
+
+
+class QuantLoraEmbedding(_Requantized, Embedding):
+    """y = QuantEmbedding(ids) + scaling * B(A[ids]), by peft's own `forward`."""
+
+    def _adapters_here(self) -> Any:
+        return self.lora_embedding_A
+
+    def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+        return functional.embedding(input, weight, self.get_base_layer().padding_idx)
+
+
+_lora: Any = LoraModel
+if not hasattr(_lora, "_create_new_module"):
+    raise ImportError("its LoraModel makes layers in another way", name="peft")
+_create_new_module = _lora._create_new_module
+
+
+def _create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+    lora_config._register_custom_module({QuantLinear: QuantLoraLinear, QuantEmbedding: QuantLoraEmbedding})
+    made: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
+    return made
+
+
+def _including(include: Any) -> Any:
+    """Of `_maybe_include_all_linear_layers`: quantized layers too, all but the head; targets that could not be trained are refused."""
+
+    @wraps(include)
+    def included(peft_config: Any, model: Any) -> Any:
+        asked = getattr(peft_config, "target_modules", None)
+        config: Any = include(peft_config, model)
+        if isinstance(asked, str) and asked.lower() == _ALL_LINEAR:
+            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            classifiers = {getattr(model, name, None) for name in SEQ_CLS_HEAD_NAMES} if head is None else set()
+            names = {n for n, m in model.named_modules() if isinstance(m, QuantLinear) and m is not head and m not in classifiers}
+            config.target_modules = {*config.target_modules, *names}
+        quantized = {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
+        if quantized and getattr(config, "target_modules", None):
+            _check_modules(config, quantized)
+        for parameter in getattr(config, "target_parameters", None) or ():
+            _check_parameter(parameter, quantized)
+        if quantized:
+            peft_modules.check_head(config, model)
+        return config
+
+    return included
+
+
+def _check_modules(config: Any, quantized: dict[str, QuantModule]) -> None:
+    """Raises UnsupportedError for target modules that are quantized, and get no adapters of this kind."""
+    for name, module in quantized.items():
+        if config.peft_type in _SERVED and type(module) in _ADAPTABLE:
+            continue
+        if not check_target_module_exists(config, name):
+            continue
+        kind, layer, last = config.peft_type.value, type(module).__name__, name.rpartition(".")[2]
+        if type(module).__bases__[0] is not QuantModule and isinstance(module, QuantLinear):
+            remedy = "attach adapters first, and call fuse_ or optimize_ then"
+        elif config.peft_type in _SERVED or not isinstance(module, QuantLinear | QuantEmbedding):
+            remedy = f'quantize the model with skip=["*{last}"]'
+        else:
+            remedy = f'take LoraConfig, or quantize the model with skip=["*{last}"]'
+        raise UnsupportedError(f"peft's {kind} cannot train {name}, a {layer}: {remedy}")
+
+
+def _check_parameter(target: str, quantized: dict[str, QuantModule]) -> None:
+    """Raises UnsupportedError for a name of `target_parameters` that is a quantized weight, which is no parameter."""
+    for name, module in quantized.items():
+        if any(f".{spelled}".endswith(f".{target}") for spelled in (name, f"{name}.weight")):
+            stack, last = isinstance(module, QuantExperts), name.rpartition(".")[2]  # experts have parameters where both stacks are float
+            raise UnsupportedError(
+                f"target_parameters has {target!r}, and the weight of {name} is quantized: name a linear layer in target_modules, or "
+                f'quantize the model with skip=["*{"experts*" if stack else last}"]'
+            )
+
+
+def _in_words(init: Any) -> Any:
+    """Decorates the `__init__` of a model of peft: what it raises where it finds no layer or parameter that it knows gets a remedy."""
+
+    @wraps(init)
+    def checked(self: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, model, config, *args, **kwargs)
+        except HalfbyteError:
+            raise
+        except Exception as e:
+            kinds = {c.peft_type for c in (config.values() if isinstance(config, dict) else [config])}
+            if kinds <= set(_SERVED) or not any(isinstance(module, QuantModule) for module in model.modules()):
+                raise
+            name, why = ", ".join(kind.value for kind in kinds), " ".join(str(e).split()) or type(e).__name__
+            raise UnsupportedError(
+                f"peft's {name} cannot be attached to this quantized model ({why}): take LoraConfig, or quantize the model with "
+                "skip=[...] for the layers that it changes"
+            ) from e
+
+    return checked
+
+
+def _knowing_sizes(features: Any) -> Any:
+    """Of `_get_in_out_features`, which warns of classes that it does not know."""
+
+    @wraps(features)
+    def sizes_of(module: nn.Module) -> tuple[int | None, int | None]:
+        if isinstance(module, QuantEmbedding):
+            return module.num_embeddings, module.embedding_dim
+        sizes: tuple[int | None, int | None]
+        sizes = (module.in_features, module.out_features) if isinstance(module, QuantLinear) else features(module)
+        return sizes
+
+    return sizes_of
+
+
+_lora._create_new_module = staticmethod(_create)
+peft_modules.rebind(tuners_utils._maybe_include_all_linear_layers, _including)
+peft_modules.rebind(tuners_utils._get_in_out_features, _knowing_sizes)
+_models: list[Any] = [BaseTuner, AdaptionPromptModel]
+for _model in _models:
+    _model.__init__ = _in_words(_model.__init__)
+peft_modules.register()

@@ -1,0 +1,11 @@
+"""halfbyte in transformers.
+
+quantizer.py         the quantizer of `from_pretrained`; tensor_parallel.py: for several processes
+vocabulary.py        embeddings get another size; training.py: the Trainer
+gguf.py, text.py     models are opened; text is generated and timed
+attention.py         an implementation of attention
+cache/               KV caches
+optimize/            `optimize_`, and what all forwards that it replaces share
+decoder/, encoder/   compiled stacks of layers
+generate/            the loop of `generate`
+"""

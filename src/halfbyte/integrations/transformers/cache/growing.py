@@ -1,0 +1,188 @@
+"""Layers of transformers' growing caches whose tokens lie in a larger buffer, so that a new token is written without copying.
+
+`keys` and `values` are views of the buffers, made when somebody asks. Whoever sets one of them (cropping, beams) gets an ordinary layer.
+Of attention to a window of W tokens they have what transformers keeps, the last W - 1: the views go along the buffers. Where these end, the
+layer gets new ones, so that a token that is in a buffer is never overwritten, and whoever has a view keeps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from halfbyte.integrations.transformers.cache.int8_cache import Int8Layer, Int8SlidingLayer
+
+_LEAST_ROOM = 64  # tokens
+_OWN = ("buffers", "length", "first", "stamp")
+
+
+class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base without which objects could not change their class
+    """Precedes the class of a layer.
+
+    buffers  of keys and of values, [B, Hkv, T, D]
+    length   tokens so far
+    first    which of them has the first place in the buffers
+    stamp    the number of these buffers, of all that there ever were
+    """
+
+    plain: type
+    buffers: tuple[Tensor, Tensor]
+    length: int
+    first: int
+    stamp: int
+
+    @property
+    def keys(self) -> Any:
+        return self._kept(self.buffers[0])
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._leave()
+        self.keys = value
+
+    @property
+    def values(self) -> Any:
+        return self._kept(self.buffers[1])
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._leave()
+        self.values = value
+
+    def _kept(self, buffer: Tensor) -> Tensor:
+        return buffer.narrow(2, 0, self.length)
+
+    def _leave(self) -> None:
+        plain = self._as_plain()
+        self.__class__ = self.plain
+        self.__dict__.clear()
+        self.__dict__.update(plain)
+
+    def _as_plain(self) -> dict[str, Any]:
+        """The attributes of an ordinary layer."""
+        kept = {name: value for name, value in vars(self).items() if name not in _OWN}
+        return {**kept, "keys": self.keys, "values": self.values}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copy is an ordinary layer: two that write to the same buffers would mix their tokens."""
+        return _made, (self.plain,), self._as_plain()
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+def _made(plain: Any) -> Any:
+    return plain.__new__(plain)
+
+
+class _GrowingLayer(Growing, DynamicLayer):  # type: ignore[no-untyped-call]
+    plain = DynamicLayer
+
+
+class _GrowingInt8Layer(Growing, Int8Layer):  # type: ignore[no-untyped-call]
+    plain = Int8Layer
+
+
+class _Window(Growing):  # type: ignore[no-untyped-call]
+    """The length is transformers' `cumulative_length`."""
+
+    sliding_window: int
+    record_past: bool = False  # older versions of transformers do not have it
+    cumulative_length: int
+
+    @property
+    def length(self) -> int:
+        return self.cumulative_length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self.cumulative_length = value
+
+    def _kept(self, buffer: Tensor) -> Tensor:
+        at = 0 if self.record_past else begin(self)
+        return buffer.narrow(2, at, self.length - self.first - at)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """transformers' own, which first changes the length."""
+        self._leave()
+        found: tuple[Tensor, Tensor] = self.update(*args, **kwargs)
+        return found
+
+    def activate_past_recording(self) -> None:
+        """From here on, not from what else the buffers have."""
+        self._leave()
+        self.activate_past_recording()
+
+
+class _GrowingWindow(_Window, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
+    plain = DynamicSlidingWindowLayer
+
+
+class _GrowingInt8Window(_Window, Int8SlidingLayer):  # type: ignore[no-untyped-call]
+    plain = Int8SlidingLayer
+
+
+_GROWING: dict[type, type] = {
+    DynamicLayer: _GrowingLayer,
+    Int8Layer: _GrowingInt8Layer,
+    DynamicSlidingWindowLayer: _GrowingWindow,
+    Int8SlidingLayer: _GrowingInt8Window,
+}
+LAYERS = (*_GROWING, *_GROWING.values())
+IN_8_BITS = tuple(layer for layer in LAYERS if issubclass(layer, (Int8Layer, Int8SlidingLayer)))
+_stamps = itertools.count()
+
+
+def seen_from(length: int, window: int) -> int:
+    """The first of `length` tokens that the next one sees, itself the last of a window."""
+    return max(0, length - window + 1)
+
+
+def window_of(layer: Any) -> int | None:
+    """The window of a cache's layer, None where it keeps all tokens."""
+    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+
+
+def begin(layer: Growing) -> int:
+    """The place in the buffers of the first token that the next one sees."""
+    window = window_of(layer)
+    return 0 if window is None else max(0, seen_from(layer.length, window) - layer.first)
+
+
+def is_whole(layer: Any) -> bool:
+    """Whether an initialized layer has all the tokens that the next one sees: some may be lost in cropping."""
+    window, length = window_of(layer), layer.get_seq_length()
+    return window is None or bool(layer.keys.shape[2] >= length - seen_from(length, window))
+
+
+def grow(layer: Any, tokens: int) -> Growing:
+    """The same layer, initialized and of one of the types LAYERS, with space for so many more tokens, for which it has none now only if
+    it gets new memory."""
+    if isinstance(layer, Growing):
+        if layer.length - layer.first + tokens <= layer.buffers[0].shape[2]:
+            return layer
+        layer._leave()
+    before: tuple[Tensor, Tensor] = layer.keys, layer.values
+    length: int = layer.get_seq_length()
+    b, heads, kept, dim = before[0].shape
+    size = kept + tokens + max(_LEAST_ROOM, (kept + tokens) // 4)
+    keys, values = (tensor.new_empty(b, heads, size, dim) for tensor in before)
+    for buffer, tensor in zip((keys, values), before, strict=True):
+        buffer[:, :, :kept] = tensor
+    del layer.keys, layer.values
+    layer.__class__ = _GROWING[type(layer)]
+    layer.buffers, layer.length, layer.first, layer.stamp = (keys, values), length, length - kept, next(_stamps)
+    grown: Growing = layer
+    return grown
+
+
+def entered(layer: Growing, tokens: int) -> None:
+    """So many tokens are in the buffers, behind those that were there. Of a long prompt what no window needs any more is freed."""
+    layer.length += tokens
+    window = window_of(layer)
+    if window is not None and layer.buffers[0].shape[2] > 2 * window + 2 * _LEAST_ROOM and layer.keys.shape[2] < window:
+        layer._leave()
+        grow(layer, 1)

@@ -1,0 +1,4 @@
+"""`generate` of optimized models.
+
+generating.py    writes tokens; steps.py: a model's call for each, without transformers' preparation; graphs.py: as a CUDA graph
+"""

@@ -1,0 +1,288 @@
+"""`generate` of optimized models, where transformers would sample or decode greedily: transformers prepares the cache, the
+logits processors and the stopping criteria and reads the prompt; then the tokens are written by a loop of this file, with the same result.
+
+On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
+before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone.
+
+The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers up to
+5.24 do not pass the streamer on to such a function, and forget the tokenizer that stop strings need.) What this loop does not do is
+transformers' own: beams, assistants, encoder-decoders, and calls that ask for scores, attentions or hidden states.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+
+from halfbyte.errors import ArgumentError
+from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
+from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
+from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
+from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
+from halfbyte.integrations.transformers.generate.steps import Choice, Step
+from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, cache_name, parameters_of
+from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
+from halfbyte.layouts.base import round_up
+from halfbyte.nn.parallel.parallelize import is_parallel
+from halfbyte.ops.library import in_mode
+
+_MADE = "_halfbyte_made_by_transformers"
+_LATER = 1024  # tokens for which a cache has room at first, at most
+_CACHE_STEP = 64  # tokens
+# These may be asked about ids in any memory.
+_ANYWHERE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_LAYERS = (StaticLayer, StaticSlidingWindowLayer, Ring, *IN_CODES)  # of caches of fixed size
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Methods of GenerationMixin that are called or replaced here, with the parameters that they have in all tested versions.
+_METHODS = {
+    "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"),
+    "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+    "_prepare_cache_for_generation": ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"),
+    "_optimize_model_for_decode": (),
+}
+_slow: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # models on GPUs, and why they are not captured
+
+
+def check_tokens(ids: Tensor) -> None:
+    """Raises ArgumentError for a prompt [B, t] without tokens, which transformers cannot read."""
+    if not ids.numel():
+        got = f"got input_ids {list(ids.shape)}"
+        raise ArgumentError(f"the prompt has no tokens, {got}: write some text, or begin with the tokenizer's bos token if it has one")
+
+
+def generate_fast(model: nn.Module) -> None:
+    """Puts the loop of this file into a model of transformers that generates text, in place; nothing for any other module."""
+    if isinstance(model, GenerationMixin) and not isinstance(model, _Generating):
+        replace_class(model, _Generating, "`generate` is transformers' own", _why_unknown_methods(type(model)))
+
+
+def _why_unknown_methods(cls: Any) -> str | None:
+    """Why the loop of this file does not fit a class: private methods of transformers have other parameters. None if it does."""
+    if "_sample" in {name for base in cls.__mro__ if base is not GenerationMixin for name in vars(base)}:
+        return f"{cls.__name__} has a _sample of its own"
+    changed = next((name for name, parameters in _METHODS.items() if parameters_of(getattr(cls, name)) != parameters), None)
+    return None if changed is None else f"this version of transformers has other parameters of {changed}"
+
+
+class _Generating(ReplacedForward):
+    """Mixin that precedes the class of a model."""
+
+    keeps_name = True  # config.json has it
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        given = _cache_of(model_kwargs)
+        answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        made = _cache_of(model_kwargs)
+        if made is not None and made is not given:
+            setattr(made, _MADE, True)
+        return answer
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        if model_kwargs.get("inputs_embeds") is None:
+            check_tokens(input_ids)
+        if synced_gpus or not _is_plain(self, input_ids, generation_config, model_kwargs):
+            return super()._sample(  # type: ignore[misc]
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+        return _decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+
+
+def _cache_of(arguments: dict[str, Any]) -> Any:
+    return arguments.get(cache_name(arguments))
+
+
+def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -> bool:
+    """Whether the loop of this file does what is asked for."""
+    cache = _cache_of(arguments)
+    plain = (
+        ids.device.type in ("cpu", "cuda")
+        and ids.device == model.device
+        and cache is not None
+        and arguments.get("use_cache", True)
+        and arguments.get("inputs_embeds") is None
+        and not model.config.is_encoder_decoder
+        and not getattr(config, "is_assistant", False)
+        and config.max_length is not None
+        and config.compile_config is None
+        and config.prefill_chunk_size is None
+        and not (config.return_dict_in_generate and any(getattr(config, name) for name in _OUTPUTS))
+    )
+    if not plain or not _on_gpu(ids.device):
+        return bool(plain)
+    made = getattr(cache, _MADE, False) and config.cache_implementation != "dynamic"
+    ours = _is_static(cache) or (type(cache) is DynamicCache and made) or (type(cache) is Int8Cache and not cache.get_seq_length())
+    if cache.offloading or not ours:
+        return False  # another kind of cache was asked for
+    if (reason := _why_not_captured(model, ids.device, cache)) is not None:
+        _tell(model, reason)
+        return False
+    # A static cache of the caller is made larger here only.
+    return model not in _slow or not made
+
+
+def _is_static(cache: Any) -> bool:
+    """Whether it has a fixed size; an Int8Cache has one on a GPU, from its first tokens on."""
+    return type(cache) is StaticCache or (type(cache) is Int8Cache and any(type(layer) in IN_CODES for layer in cache.layers))
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | None:
+    """Why no step of a model on a GPU is captured, or None."""
+    if in_mode():
+        return "autocast or forward-mode differentiation is on"
+    if is_parallel(model):
+        return "its weights are distributed over processes"
+    if any(parameter.device != device for parameter in model.parameters()):
+        return "it is on several devices"
+    layers = keeping(cache if _is_static(cache) else static_cache(model, 1))
+    other = next((type(layer).__name__ for layer in layers if type(layer) not in _LAYERS), None)
+    return None if other is None else f"its cache has a {other}"
+
+
+def new_cache(model: Any, tokens: int = _LATER, *, int8: bool = False) -> Cache:
+    """An empty cache of the best kind for a text that is continued, at first with room for so many tokens, perhaps in 8 bits:
+    `past_key_values` of several calls of `generate`, which makes it larger where needed."""
+    if _on_gpu(model.device) and _why_not_captured(model, model.device, None) is None:
+        return static_cache(model, tokens, int8=int8)
+    return Int8Cache(model.config) if int8 else DynamicCache(config=model.config)
+
+
+def first_size(known: int, most: int) -> int:
+    """Tokens for which a static cache has room at first, of which so many are known and so many may come to be in all."""
+    return round_up(min(most, known + _LATER), _CACHE_STEP)
+
+
+def _tell(model: Any, reason: str) -> None:
+    if model not in _slow:
+        _slow[model] = reason
+        name = type(model).__name__
+        warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
+
+
+def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, arguments: dict[str, Any]) -> Any:
+    """`_sample` of transformers: the prompt ids [B, t] and what follows, [B, n]."""
+    prompt = ids.shape[1]
+    mask = arguments.get("attention_mask")
+    known = max(prompt, 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0))  # the cache has them after the prompt
+    name = cache_name(arguments)
+    kept = config.return_dict_in_generate or not getattr(arguments[name], _MADE, False)
+    on_gpu = _on_gpu(ids.device)
+    if on_gpu:
+        size = first_size(known, known - prompt + config.max_length)
+        if type(arguments[name]) is DynamicCache:
+            arguments[name] = static_cache(model, size)
+        elif not _is_static(arguments[name]):
+            arguments[name].layers = static_cache(model, size, int8=True).layers
+        elif capacity(make_rings(arguments[name]), model) < known:
+            enlarge(arguments[name], model, size)
+    cache = arguments[name]
+    ends = any(hasattr(one, "eos_token_id") for one in criteria)
+    pad = int(config._pad_token_tensor) if ends else 0
+    anywhere = all(type(one) in _ANYWHERE for one in criteria)
+    choice = Choice(processors, config.do_sample)
+    told = _Text(ids.cpu())  # what the host knows, and is returned
+    seen = _Text(ids) if on_gpu else told  # what the device knows
+    outputs = model._prefill(ids, config, arguments)
+    tokens = choice(ids, outputs.logits[:, -1])
+    prepared = model, arguments, outputs, choice, known - prompt
+    step: Step = GraphStep(*prepared, cache) if on_gpu else Step(*prepared)
+    if isinstance(step, GraphStep) and model in _slow:
+        step.refuse(_slow[model])
+    del outputs, arguments, prepared
+    reader = _Reader(tokens)
+    unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
+    with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
+        while True:
+            reader.ask(tokens)
+            if on_gpu:
+                seen.append(tokens)
+            following = step(seen.ids, tokens) if step.ahead and seen.count < config.max_length else None
+            new = reader.answer()
+            if ends and not unfinished.all():
+                new = new.where(unfinished, pad)
+            told.append(new)
+            if streamer is not None:
+                streamer.put(new)
+            unfinished &= ~criteria((told if anywhere else seen).ids, None).cpu()
+            if not unfinished.any():
+                break
+            tokens = step(seen.ids, tokens if on_gpu else new) if following is None else following
+        if following is not None and kept:
+            step.undo()
+        if isinstance(step, GraphStep) and step.refused is not None:
+            _tell(model, step.refused)
+    if streamer is not None:
+        streamer.end()
+    found = told.ids.to(ids.device, copy=True)
+    return GenerateDecoderOnlyOutput(**{"sequences": found, KV_CACHE: cache}) if config.return_dict_in_generate else found
+
+
+class _Text:
+    """Tokens [B, t] that become more, with room for some: they are seldom copied."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.count = ids.shape[1]
+        self._places = torch.cat((ids, ids.new_empty(len(ids), _LATER)), 1)
+
+    @property
+    def ids(self) -> Tensor:
+        return self._places[:, : self.count]
+
+    def append(self, tokens: Tensor) -> None:
+        if self.count == self._places.shape[1]:
+            self._places = torch.cat((self._places, torch.empty_like(self._places)), 1)
+        self._places[:, self.count] = tokens
+        self.count += 1
+
+
+class _Reader:
+    """Reads tokens [B] of a device one after the other, without keeping it waiting."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._there = tokens
+        self._here = torch.empty_like(tokens, device="cpu", pin_memory=True) if tokens.is_cuda else tokens
+        self._done = torch.cuda.Event() if tokens.is_cuda else None
+
+    def ask(self, tokens: Tensor) -> None:
+        if self._done is None:
+            self._here = tokens.clone()
+        else:
+            self._here.copy_(tokens, non_blocking=True)
+            self._done.record()
+
+    def answer(self) -> Tensor:
+        """What was asked for last."""
+        if self._done is None:
+            return self._here
+        self._done.synchronize()
+        return self._here.clone()
+
+
+@contextmanager
+def _closing(step: Step) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        step.close()

@@ -1,0 +1,165 @@
+"""A decoding step as a CUDA graph: the model's call, and where it depends on scores alone the choice of the token and its way back.
+
+The first step is an ordinary one, the second is captured, which runs nothing, and then replayed, as are all later ones. What a step changes
+lies in tensors: the token, positions, masks, the entries of a static cache and their number. A cache layer with a window (`rings.py`) also
+counts in Python, and its mask changes in another way once it is full; a cache that is full is replaced by a larger one: there the graph
+ends, and the next two steps make another (`ops/graph_capture.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import StaticCache, cache_utils
+
+from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
+from halfbyte.integrations.transformers.cache.static_codes import IN_CODES, with_codes
+from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step
+from halfbyte.ops.graph_capture import CapturedGraph
+
+_LARGEST = 1 << 62  # tokens
+_EMPTY = getattr(cache_utils, "DummyLayer", None)  # older versions of transformers do not have it
+
+
+class GraphStep(Step):
+    """A step on a GPU with a static cache. `refused` tells why it is not captured, where it is not."""
+
+    refused: str | None = None
+
+    def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int, cache: StaticCache) -> None:
+        super().__init__(model, arguments, outputs, choice, more)
+        self._cache, self._capacity = cache, capacity(cache, model)
+        self._prepared = False
+        self._graph: CapturedGraph | None = None
+        self._tokens: Any = None  # that the graph reads, [B]
+        self._result: Any = None  # of the graph: the next tokens, in the same place, or logits
+        self._replays = 0
+        self._left = 0  # replays for which the graph is right
+
+    @property
+    def ahead(self) -> bool:
+        return self._graph is not None and self._left > 0
+
+    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        length = self._length(ids)
+        if self._graph is not None and not self._left:
+            self.close()
+            self._inputs = None
+        if length >= self._capacity:
+            enlarge(self._cache, self._model, 2 * length)
+            self._capacity = capacity(self._cache, self._model)
+            self._before = self._inputs = None
+        if self._graph is None:
+            return super().__call__(ids, tokens)
+        self._skipped += 1
+        return self._replayed(ids, tokens)
+
+    def _run(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        self._capture(self._length(ids), tokens)
+        if self._graph is not None:
+            return self._replayed(ids, tokens)
+        self._skipped -= 1
+        return super().__call__(ids, tokens)
+
+    def _replayed(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        assert self._graph is not None
+        if tokens is not self._tokens:
+            self._tokens.copy_(tokens)
+        self._graph.replay()
+        self._replays += 1
+        self._left -= 1
+        result: Tensor = self._result
+        return result if self._choice.alone else self._choice(ids, result)
+
+    def refuse(self, reason: str) -> None:
+        super().refuse(reason)
+        self.refused = reason
+
+    def _capture(self, length: int, tokens: Tensor) -> None:
+        inputs = self._inputs
+        assert inputs is not None
+        if not inputs.same_shapes:
+            self.refuse("its attention takes a mask that becomes longer from token to token")
+            return
+        counts = [(layer, layer.cumulative_length_int) for layer in _rings(self._cache)]
+        # Until a window is full. What is full stays so.
+        left = [self._capacity - length, *(layer.max_cache_len - n for layer, n in counts if n < layer.max_cache_len)]
+
+        mine = self._tokens = tokens.clone()
+
+        def step() -> Tensor:
+            scores = self._scores(mine)
+            return mine.copy_(self._choice(inputs.values[TOKEN], scores)) if self._choice.alone else scores
+
+        try:
+            self._graph = CapturedGraph(tokens.device)
+            self._result = self._graph.capture(step)
+        except RuntimeError as error:
+            self._graph = None
+            for layer, n in counts:
+                layer.cumulative_length_int = n
+            self.refuse(f"torch cannot capture its step ({' '.join(str(error).split())[:200]})")
+        else:
+            self._left, self._replays = min(left), 0
+
+    def close(self) -> None:
+        if self._graph is None:
+            return
+        self._graph.close()
+        self._graph = self._result = self._tokens = None
+        for layer in _rings(self._cache):
+            layer.cumulative_length_int += self._replays - 1  # one was counted by the capture
+
+    def undo(self) -> None:
+        """Takes the last token out of the cache."""
+        self.close()
+        for layer in keeping(self._cache):
+            if isinstance(layer, Ring):
+                layer.cumulative_length_int -= 1
+            layer.cumulative_length.sub_(1)
+
+
+def static_cache(model: Any, size: int, *, int8: bool = False) -> StaticCache:
+    """An empty cache for a model, with room for `size` tokens, perhaps in 8 bits; windows are rings."""
+    cache = make_rings(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size))
+    return with_codes(cache) if int8 else cache
+
+
+def keeping(cache: Any) -> list[Any]:
+    """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
+    return [layer for layer in cache.layers if type(layer) is not _EMPTY]
+
+
+def capacity(cache: StaticCache, model: Any) -> int:
+    """The number of tokens for which a cache has room. Layers with a window have it always, once they are as large as the window."""
+    pairs: Any = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
+    return min((layer.max_cache_len for layer, largest in pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
+
+
+def enlarge(cache: StaticCache, model: Any, size: int) -> None:
+    """Makes room for `size` tokens, in place."""
+    int8 = any(type(layer) in IN_CODES for layer in cache.layers)
+    pairs: Any = zip(cache.layers, static_cache(model, size, int8=int8).layers, strict=True)
+    for index, (old, new) in enumerate(pairs):
+        if type(new) is _EMPTY or new.max_cache_len <= old.max_cache_len:
+            continue
+        if old.is_initialized:
+            new.lazy_initialization(old.keys, old.values)
+            _copy(old, new)
+            if type(old) in IN_CODES:
+                new.floats = old.floats
+                _copy(old.scales, new.scales)
+            new.cumulative_length.copy_(old.cumulative_length)
+            if isinstance(old, Ring):
+                new.cumulative_length_int = old.cumulative_length_int
+        cache.layers[index] = new
+
+
+def _copy(old: Any, new: Any) -> None:
+    for mine, theirs in ((new.keys, old.keys), (new.values, old.values)):
+        mine[:, :, : old.max_cache_len] = theirs
+
+
+def _rings(cache: StaticCache) -> list[Ring]:
+    return [layer for layer in cache.layers if isinstance(layer, Ring)]

@@ -1,0 +1,202 @@
+"""Decoding steps: from the last token of each sequence to the scores of the next, with as little of Python as possible.
+
+transformers prepares the arguments of the first two steps as it always does (`prepare_inputs_for_generation`). What changes between them
+is found by comparison: the token, positions that grow by one, masks [B, 1, 1, T] that see one token more, masks [B, t] that become longer.
+The other arguments stay as they are, and from then on these few are advanced in place. A model whose arguments change in any other way
+takes transformers' preparation for each step.
+
+`Step` calls the model. `GraphStep` (graphs.py) replays a CUDA graph of that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from halfbyte.decoder.gpu_step import likeliest
+from halfbyte.errors import UnsupportedError
+from halfbyte.integrations.transformers.decoder.model_step import ModelStep
+from halfbyte.integrations.transformers.optimize.calls import cache_name
+
+TOKEN = "input_ids"
+# Of these, what they do follows from scores alone, without waiting for a GPU.
+_OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+class Choice:
+    """Chooses the next token of each sequence as transformers' `generate` does.
+
+    alone  whether the choice depends on nothing but the scores
+    """
+
+    def __init__(self, processors: Any, sample: bool) -> None:
+        self._processors, self._sample = processors, sample
+        self.alone = all(type(processor) in _OF_SCORES for processor in processors)
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """ids [B, t], logits [B, v] -> [B]."""
+        scores = logits.to(torch.float32, copy=bool(self._processors))  # processors may write to it
+        for processor in self._processors:
+            scores = processor(ids, scores)
+        if not self._sample:
+            return likeliest(scores)
+        chances = scores.softmax(-1)
+        if chances.is_cpu:
+            return torch.multinomial(chances, 1).squeeze(1)
+        # The same draw. torch.multinomial would wait for the GPU to check the chances.
+        return likeliest(chances / torch.empty_like(chances).exponential_())
+
+
+class Step:
+    """A model's decoding step.
+
+    arguments  those of the model's call that read the prompt
+    outputs    of that call
+    more       tokens in the cache that ids do not have
+    """
+
+    def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int = 0) -> None:
+        self._model, self._choice, self._more = model, choice, more
+        self._arguments: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments)
+        self._native = ModelStep.of(model) if model.device.type == "cpu" else None
+        self._skipped = 0  # steps of which the arguments know nothing
+        self._before: dict[str, Any] | None = None  # the last step's, where transformers prepared it
+        self._inputs: Inputs | None = None
+        # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
+        self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next step may be started before the host has seen the token of the last one."""
+        return False
+
+    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """ids [B, t]: everything so far, its last column are the tokens [B]. The next tokens [B]."""
+        if self._inputs is None:
+            self._prepare(ids)
+        if self._inputs is not None:
+            self._skipped += 1
+            return self._run(ids, tokens)
+        assert self._before is not None
+        outputs = self._model(**self._before, return_dict=True)
+        self._arguments = self._model._update_model_kwargs_for_generation(outputs, self._arguments)
+        return self._choice(ids, outputs.logits[:, -1])
+
+    def undo(self) -> None:
+        """Undoes the last step, where it was made ahead."""
+
+    def close(self) -> None:
+        """Frees what the step holds."""
+
+    def _length(self, ids: Tensor) -> int:
+        """Tokens in the cache before a step."""
+        return ids.shape[1] - 1 + self._more
+
+    def _prepare(self, ids: Tensor) -> None:
+        """Prepares a step as transformers does. The second time in a row it is found out what changes."""
+        if self._skipped:
+            self._arguments = self._model._update_model_kwargs_for_generation({}, self._arguments, num_new_tokens=self._skipped)
+            self._skipped = 0
+        before = self._before
+        self._before = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._arguments)
+        if before is None or self._prepared:
+            return
+        try:
+            self._inputs = Inputs(before, self._before, self._length(ids))
+        except UnsupportedError as error:
+            self.refuse(str(error))
+        else:
+            self._before = None
+
+    def refuse(self, reason: str) -> None:
+        """Leaves each step to transformers' preparation."""
+        self._prepared, self._inputs = True, None
+
+    def _run(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        return self._choice(ids, self._scores(tokens))
+
+    def _scores(self, tokens: Tensor) -> Tensor:
+        """The model's logits [B, v] for these tokens [B], with all that they change."""
+        assert self._inputs is not None
+        self._inputs.advance(tokens)
+        found = None if self._native is None else self._native(self._inputs.values)
+        logits: Tensor = self._model(**self._inputs.values, return_dict=True).logits if found is None else found
+        return logits[:, -1]
+
+
+class Inputs:
+    """Arguments of a model's call that are advanced from one token to the next, in place. Raises UnsupportedError if it is not known how.
+
+    before, after  arguments of two consecutive steps; `values` begin as those of the first
+    at             the place of the second one's token among all
+    """
+
+    def __init__(self, before: dict[str, Any], after: dict[str, Any], at: int) -> None:
+        if before.keys() != after.keys() or TOKEN not in after or tuple(after[TOKEN].shape[1:]) != (1,):
+            raise UnsupportedError("a step has other arguments than the one before")
+        self.values = dict(after)
+        self.same_shapes = True
+        self._place = torch.full((1,), at - 1, device=after[TOKEN].device)  # of the last token
+        self._advances: list[Callable[[], object]] = []
+        for name, value in after.items():
+            if name != TOKEN:
+                self._compare(self.values, name, before[name], value, at)
+        self.values[TOKEN] = torch.empty_like(after[TOKEN])
+
+    def advance(self, tokens: Tensor) -> None:
+        """To the next step, that of these tokens [B]."""
+        self.values[TOKEN].copy_(tokens[:, None])
+        self._place += 1
+        for advance in self._advances:
+            advance()
+
+    def _compare(self, place: dict[str, Any], name: str, before: Any, after: Any, at: int) -> None:
+        if isinstance(after, dict) and isinstance(before, dict) and before.keys() == after.keys():  # masks of several kinds of layers
+            inner = place[name] = dict(after)
+            for key, value in after.items():
+                self._compare(inner, key, before[key], value, at)
+        elif isinstance(after, Tensor) and isinstance(before, Tensor):
+            if before is not after:
+                self._compare_tensors(place, name, before, after, at)
+        elif before is not after and before != after:
+            raise UnsupportedError(f"its {name} changes from token to token")
+
+    def _compare_tensors(self, place: dict[str, Any], name: str, before: Tensor, after: Tensor, at: int) -> None:
+        longer = after.dim() == 2 and after.shape == (before.shape[0], before.shape[1] + 1) and torch.equal(before, after[:, :-1])
+        if before.shape == after.shape and torch.equal(before, after):
+            return
+        mine, last = before.clone(), self._place  # no `self` in what is kept: a cycle would keep the cache until garbage is collected
+        place[name] = mine
+        if longer and bool((after[:, -1] == 1).all()):
+            self.same_shapes = False
+            self._advances.append(lambda: place.update({name: torch.cat((place[name], torch.ones_like(mine[:, :1])), 1)}))
+        elif before.shape != after.shape:
+            raise UnsupportedError(f"its {name} changes its shape from token to token")
+        elif after.dtype in (torch.int64, torch.int32) and torch.equal(before + 1, after):
+            self._advances.append(lambda: mine.add_(1))
+        elif after.dim() == 4 and at < after.shape[-1] and torch.equal(_seen(before, at), after):
+            self._advances.append(lambda: mine.index_fill_(-1, last, _visible(mine)))
+        elif after.dim() == 4 and torch.equal(_rolled(before), after):
+            self._advances.append(lambda: mine.copy_(_rolled(mine)))
+        else:
+            raise UnsupportedError(f"its {name} changes from token to token in a way that is not known")
+
+
+def _visible(mask: Tensor) -> bool | int:
+    """Masks are bool, or are added to scores."""
+    return True if mask.dtype == torch.bool else 0
+
+
+def _seen(mask: Tensor, at: int) -> Tensor:
+    found = mask.clone()
+    found[..., at] = _visible(mask)
+    return found
+
+
+def _rolled(mask: Tensor) -> Tensor:
+    """Of a window that moved by one token."""
+    return torch.cat((mask[..., 1:], torch.full_like(mask[..., :1], _visible(mask))), -1)

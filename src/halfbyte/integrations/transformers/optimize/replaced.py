@@ -1,0 +1,119 @@
+"""Classes of modules with replaced forwards, made at run time: one of this package before one of transformers. They can be pickled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from halfbyte.integrations.transformers.optimize.calls import parameters_of
+from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.modules.quantized import QuantLinear
+from halfbyte.nn.report import REMARK
+
+_classes: dict[tuple[type, ...], Any] = {}
+
+
+class ReplacedForward:
+    """Comes before the class of a module, which goes on where this one has no shorter way."""
+
+    of_classes: tuple[type, ...]
+    original_name: str  # as `name_in_transformers` has it, which torch.compile can read here
+    argument_names: tuple[str, ...]  # of its forward, which torch.compile can read here
+    keeps_name = False  # the class is known by the name of what it comes before
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The class is made anew, where no module can name it."""
+        return _empty, self.of_classes, self.__getstate__()
+
+
+def replace_class(module: nn.Module, before: type[ReplacedForward], otherwise: str, reason: str | None) -> None:
+    """Puts `before` before the class of a module; with a reason not to, leaves it and notes both for the report."""
+    if reason is None:
+        module.__dict__.pop(REMARK, None)
+        module.__class__ = _class_of(before, *classes_of(module))
+    else:
+        setattr(module, REMARK, f"{otherwise}: {reason}")
+
+
+def restore_class(module: ReplacedForward) -> None:
+    """Gives a module back the class that it had."""
+    module.__class__ = original(module)
+    module.__dict__.pop(REMARK, None)
+
+
+def classes_of(module: Any) -> tuple[type, ...]:
+    """The classes that were put before a module's own, and that."""
+    return module.of_classes if isinstance(module, ReplacedForward) else (type(module),)
+
+
+def _class_of(*parts: type) -> Any:
+    """The class that has the methods of the first of some classes of this package, then of the next, and else those of the last."""
+    if parts not in _classes:
+        *before, last = parts
+        cls: Any = last
+        keeps = any(issubclass(one, ReplacedForward) and one.keeps_name for one in before)
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
+        about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
+        if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
+            about["forward"] = _with_signature(replaced, inspect.signature(cls.forward))
+        name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
+        _classes.setdefault(parts, type(name, parts, {**about, **names}))
+    return _classes[parts]
+
+
+def _with_signature(function: Any, signature: inspect.Signature) -> Any:
+    """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
+    made: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__, made.__signature__ = function.__kwdefaults__, signature
+    return made
+
+
+def why_not_fused(names: str, linears: Sequence[nn.Module]) -> str | None:
+    """Why these linear layers are not computed together, in this order, or None."""
+    parts = [linear for linear in linears if type(linear) is FusedLinear]
+    if [linear.index for linear in parts] == list(range(len(linears))) and len({id(linear.together[0]) for linear in parts}) == 1:
+        return None
+    return f"{names} are not computed together, which fuse_ does where their formats are the same"
+
+
+def products_of(names: str, linears: Sequence[nn.Module]) -> dict[str, QuantLinear] | None:
+    """The first layer of each product that these linear layers are computed in, alone or together with those after it, by their names; None
+    where one is of another kind, or lacks a layer that it was fused with."""
+    found: dict[str, QuantLinear] = {}
+    left = list(zip(names.split("+"), linears, strict=True))
+    while left:
+        first = left[0][1]
+        count = first.count if type(first) is FusedLinear else 1
+        some, left = left[:count], left[count:]
+        name = "+".join(name for name, _ in some)
+        fused = type(first) is QuantLinear or why_not_fused(name, [linear for _, linear in some]) is None
+        if not fused or not isinstance(first, QuantLinear):
+            return None
+        found[name] = first
+    return found
+
+
+def original(module: Any) -> type:
+    """The class that a module had before its forward was replaced, or has."""
+    return classes_of(module)[-1]
+
+
+def name_in_transformers(module: Any) -> str:
+    """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
+    if isinstance(module, ReplacedForward):
+        return module.original_name
+    cls: type = type(module)
+    return _name(cls)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models.")
+
+
+def _empty(*parts: type) -> Any:
+    made = _class_of(*parts)
+    return made.__new__(made)

@@ -1,0 +1,538 @@
+"""The quantizer for transformers: models are quantized while they load, and load again after `save_pretrained`.
+
+    import halfbyte
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=halfbyte.HalfbyteConfig("q4_0"))
+    model.save_pretrained("small")
+    model = AutoModelForCausalLM.from_pretrained("small")
+
+A float model is read tensor by tensor, and each weight is quantized and packed before the next is read. docs/engineering/checkpoint.md
+describes the files that are written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from halfbyte.checkpoint.mapping.architecture import keep_dtypes_
+from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe, parse
+from halfbyte.dispatch.packed import packed_format
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
+from halfbyte.formats.codes import Codes, stored_tensors
+from halfbyte.formats.dense import dense_tensors, from_dense, to_dense
+from halfbyte.formats.spec import Format
+from halfbyte.integrations.transformers import tensor_parallel
+from halfbyte.nn.calibration.calibrate import Calibration
+from halfbyte.nn.candidates import candidates
+from halfbyte.nn.config import Config, choose, formats_of, take_calibration, with_known_settings
+from halfbyte.nn.convert import finished, quantize_
+from halfbyte.nn.dequantized import dequantize_
+from halfbyte.nn.described import ORDER
+from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
+from halfbyte.nn.modules.expanded import collapse_, expand_, expanded
+from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
+from halfbyte.nn.modules.permuted import PermutedLinear
+from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
+from halfbyte.nn.modules.rescaled import as_trained
+from halfbyte.nn.modules.transposed import is_transposed
+from halfbyte.nn.modules.weight_view import AnyPacked
+from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
+from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
+from halfbyte.quantizers.check import non_finite
+
+NEW = "{} was in no file, and stays float: it is initialized at random and has to be trained"
+OLDEST = (5, 17)  # in older versions layers and configs of some families differ
+if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+    raise ImportError(f"this is {transformers.__version__}, the oldest that is taken {OLDEST[0]}.{OLDEST[1]}", name="transformers")
+
+_REMEDY = "use the transformers that saved them, and their config.json"
+
+
+@register_quantization_config(METHOD)
+@with_known_settings
+class HalfbyteConfig(QuantizationConfigMixin):
+    """The `quantization_config` of `from_pretrained`: the arguments of `Config`, or a Config.
+
+    calibration  as for `quantize_`. With it the float model is loaded whole, and quantized then
+    device       an attribute: where weights are quantized and packed as they are read, a GPU to which the rest of the model is moved then;
+                 None: where transformers has read them to
+    modules      the quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs
+    """
+
+    def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
+        if isinstance(format, Config) and settings:
+            raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} beside it: use dataclasses.replace")
+        self.quant_method = METHOD  # type: ignore[assignment]
+        config = format if isinstance(format, Config) else Config(format, **settings)
+        self.config: Config | None
+        self.config, self.calibration = take_calibration(config, calibration, in_memory=False)
+        self.device: torch.device | str | None = None
+        self.modules: dict[str, Module] = {}
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it is invalid."""
+        made = cls.of(parse(config_dict))
+        return (made, kwargs) if return_unused_kwargs else made
+
+    @classmethod
+    def of(cls, modules: dict[str, Module]) -> HalfbyteConfig:
+        """The config of a model with these quantized modules."""
+        made = cls.__new__(cls)
+        made.quant_method = METHOD  # type: ignore[assignment]
+        made.config, made.calibration, made.device, made.modules = None, None, None, modules
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        return describe(self.modules)
+
+    def __repr__(self) -> str:
+        return f"HalfbyteConfig({self.config or f'{len(self.modules)} modules'})"
+
+
+@register_quantizer(METHOD)
+class HalfbyteQuantizer(HfQuantizer):
+    """The hooks that transformers calls while it loads and saves a model.
+
+    While weights are read, quantized modules are not in their places yet: transformers would initialize packed weights, which look like
+    uninitialised buffers. They are inserted at the end, by `_process_model_after_weight_loading`.
+    """
+
+    quantization_config: HalfbyteConfig
+
+    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._decisions: dict[str, Format] = {}  # module -> format, of a float model
+        self._stacks: set[str] = set()  # those of these modules that are parameters in transformers: the weights of experts
+        self._packed: dict[str, tuple[AnyPacked, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
+        self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
+        self._failure: HalfbyteError | None = None
+        self.kept: dict[str, str] = {}  # modules whose weights their formats cannot hold -> the reason
+        self._shared: dict[str, str] | None = None  # the plan of tensor parallelism
+
+    # Properties that transformers queries
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # adapters: see peft/adapters.py
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises UnsupportedError for layers that would be offloaded to the disk."""
+        if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
+            raise UnsupportedError(f"packed weights cannot be offloaded to the disk, the device_map of {places[0]}: map it to a device")
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self._stacks or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions)
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes per element, scales included, for the computation of a device map."""
+        fmt = self._decisions.get(param_name.removesuffix(".weight"))
+        if fmt is None or not (param.dim() == 2 or param_name in self._stacks):
+            return param.element_size()
+        return packed_format(fmt, on_cpu=False).bits_per_weight(param.shape[-1]) / 8
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        if plan is model.tp_plan and tensor_parallel.is_asked(model):
+            self._shared = tensor_parallel.take_over(plan)
+
+    # Before the weights are read
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        tensor_parallel.check_asks(model, asks=hasattr(HfQuantizer, "update_parallel_plan"))
+        self._tied = _ties(model)
+        if self.pre_quantized:
+            self._expect_codes(model)
+        elif self.quantization_config.calibration is None:
+            self._decide(model)
+
+    def _decide(self, model: Any) -> None:
+        config = self.quantization_config.config
+        assert config is not None
+        with expanded(model):
+            found = candidates(model, without_data=True)
+        # At this point parameters are not tied yet: both still exist.
+        found = [replace(c, weight=self._tied.get(c.name, c.name)) for c in found]
+        self._decisions = formats_of(choose(found, config))
+        self._stacks = {c.name for c in found if c.kind == "Experts" and c.name in self._decisions}
+
+    def _expect_codes(self, model: Any) -> None:
+        """Creates placeholders for codes where the model has float weights: `weight` becomes a module, with the tensors as buffers."""
+        if hasattr(model.config, "halfbyte"):  # added to a config.json by `save`, it describes those files, not the model
+            del model.config.halfbyte
+        keep_dtypes_(model, model.dtype)
+        experts = expand_(model)
+        self.quantization_config.modules = wanted = self._resolve(model)
+        for name, settings in wanted.items():
+            module = model.get_submodule(name)
+            if not isinstance(module, FLOAT_MODULES) or not isinstance(module.weight, Tensor):
+                what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
+                raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: {_REMEDY}")
+            if (shape := codes_shape(kind_of(module), module.weight.shape, settings.format)) != settings.shape:
+                raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(shape)} in the model")
+            self._make_room(module, settings)
+        collapse_(model, experts, wanted.__contains__)
+        for target, source in list(model.all_tied_weights_keys.items()):
+            name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
+            if owner in wanted and name not in wanted:
+                head: Any = model.get_submodule(name)
+                like = torch.empty(head.weight.shape, device="meta")
+                del head.weight
+                head.weight = like  # modules that initialise their children or read sizes expect a weight
+                head.weight._is_hf_initialized = head._is_hf_initialized = True
+            if owner in wanted or name in wanted:
+                del model.all_tied_weights_keys[target]
+        self._tied = {name: owner for name, owner in self._tied.items() if owner in wanted and name not in wanted}
+        guards = {rf"(^|\.){re.escape(name)}\.weight$" for name in wanted}
+        ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
+        model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts.
+
+        Args:
+            weight_conversions: how transformers makes a model's tensors of those in the files.
+            model: the model, which older versions of transformers do not pass.
+        """
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
+        if not self.pre_quantized:
+            return conversions
+        names = [f"{name}.weight.data" for name in self.quantization_config.modules]
+        return [
+            entry
+            for entry in conversions
+            if not isinstance(entry, WeightConverter) or not any(re.search(p, name) for p in entry.source_patterns for name in names)
+        ]
+
+    def _resolve(self, model: Any) -> dict[str, Module]:
+        """The modules of the files by their names in the model, which may be the base of the saved model or built on top of it."""
+        prefix = f"{model.base_model_prefix}."
+        names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        found = {}
+        for name, settings in self.quantization_config.modules.items():
+            place = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+            if place is not None:
+                found[place] = settings
+            elif type(model).__name__ in (model.config.architectures or ()):
+                raise CheckpointError(f"{type(model).__name__} has no {name}, which is quantized in the files: {_REMEDY}")
+        return found
+
+    @staticmethod
+    def _make_room(module: Any, settings: Module) -> None:
+        dtype: torch.dtype = module.weight.dtype
+        if settings.dtype is not None and dtype != torch.float32:  # of a model that is asked for in float32 nothing stays in less
+            dtype = settings.dtype
+        room = _Room(settings, dtype)
+        del module.weight
+        module.add_module("weight", room)
+        if settings.ordered:
+            module.register_buffer(ORDER, torch.empty(settings.shape[-1], dtype=torch.int32, device="meta"))
+        module._is_hf_initialized = True
+
+    # While they are read
+
+    def quantize(self, name: str, module: nn.Module, weight: Tensor) -> None:
+        """Quantizes and packs the weight of a module; an error is kept until the end, where transformers does not intercept it."""
+        config = self.quantization_config.config
+        assert config is not None
+        if weight.shape != (shape := cast(Tensor, module.weight).shape):
+            what = f"{name}.weight is {list(weight.shape)} in the files, but config.json makes it {list(shape)}"
+            self._failure = self._failure or CheckpointError(f"{what}: one of them is damaged, or of another model")
+            return
+        weight = weight.to(self.quantization_config.device or weight.device)
+        weight = weight.mT if is_transposed(module) else weight
+        try:
+            codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight")
+            packed = pack_weight(module, codes, weight.device)
+        except HalfbyteError as e:
+            if isinstance(e, FormatError) and not config.strict:
+                self.kept[name] = str(e)
+            else:
+                self._failure = self._failure or e
+            return
+        self._packed[name] = packed, weight.dtype, relative_error(weight, codes, kind_of(module))
+
+    # After
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        tensor_parallel.check_asks(model, asks=self._shared is not None)
+        if self._failure is not None:
+            raise self._failure
+        if self.pre_quantized:
+            self._take_codes(model)
+        elif self.quantization_config.calibration is not None:
+            assert self.quantization_config.config is not None
+            new = [name for name, module in model.named_modules() if isinstance(module, FLOAT_MODULES) and _is_new(module.weight)]
+            config = replace(self.quantization_config.config, skip=(*self.quantization_config.config.skip, *new))
+            quantize_(model, config, self.quantization_config.calibration)
+            add_notes(model, [NEW.format(name) for name in new])
+            model.hf_quantizer, model.config.quantization_config = self, self.quantization_config
+        else:
+            self._take_packed(model)
+        self.quantization_config.modules = self._modules(model)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and (found := non_finite(parameter, name)) is not None:
+                raise CheckpointError(f"{found}: the file is damaged, or the model's training failed: use another copy of the model")
+        _untie(model)
+        if self._shared is not None:
+            tensor_parallel.share_(model, self._shared)
+
+    def _take_codes(self, model: Any) -> None:
+        for name in self.quantization_config.modules:
+            module = model.get_submodule(name)
+            if hasattr(module, "scalar_embed_scale"):  # transformers fills this buffer when it initializes weights
+                module.embed_scale.fill_(module.scalar_embed_scale)._is_hf_initialized = True
+            # transformers only warns of tensors that are in no file; without them a quantized module would compute nonsense.
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if not getattr(tensor, "_is_hf_initialized", False):
+                    raise CheckpointError(f"no file has {name}.{key}, which the quantized model needs: the checkpoint is damaged")
+            room = module.weight
+            try:
+                codes = room.codes()
+            except FormatError as e:
+                raise CheckpointError(f"{name}.weight: {e}") from e
+            self._put(model, name, pack_weight(module, codes, codes.data.device), room.dtype, None)
+
+    def _take_packed(self, model: Any) -> None:
+        self._leave_new(model)
+        for name in self._decisions:
+            owner = self._tied.get(name, name)
+            if name not in self._packed and owner not in self._packed and not self.kept.keys() & {name, owner}:
+                # A weight that was split from a fused tensor of the files.
+                if name in self._stacks:
+                    self.quantize(name, _experts(model, name), model.get_parameter(name))
+                else:
+                    self.quantize(name, module := model.get_submodule(name), module.weight)
+                if self._failure is not None:
+                    raise self._failure
+        if self.kept and not self._packed:
+            raise FormatError(next(iter(self.kept.values())))
+        stacks = self._stacks - self.kept.keys()
+        collapse_(model, expand_(model, stacks.__contains__), stacks.__contains__)
+        for name in self._decisions:
+            if name in self._packed:
+                self._put(model, name, *self._packed[name])
+        self._packed.clear()
+        setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
+        add_kept(model, self.kept)
+
+    def _leave_new(self, model: Any) -> None:
+        """Takes the modules out of the decisions whose weights were in no file: those of a new head, which has to be trained."""
+        read = {name for name in self._decisions if name in self._packed or self._tied.get(name, name) in self._packed}
+        for name in [name for name in self._decisions if name not in read]:
+            if _is_new(model.get_parameter(name if name in self._stacks else f"{name}.weight")):
+                del self._decisions[name]
+                add_notes(model, [NEW.format(name)])
+
+    def _put(self, model: Any, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
+        """Replaces the module `name`, and those that share its weight, by quantized ones with a packed weight."""
+        config = self.quantization_config
+        for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
+            settings = config.config or config.modules[name]
+            module = model.get_submodule(place)
+            made = quantized_module(module, packed, dtype, settings.compute, settings.activation, error)
+            if isinstance(made, QuantLinear) and (order := getattr(module, ORDER, None)) is not None:
+                made = PermutedLinear(made, order)
+            model.set_submodule(place, made)
+            model.all_tied_weights_keys.pop(f"{place}.weight", None)
+
+    # Saving
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors to write: tied codes once, and a guard for each weight. Updates the config."""
+        if is_parallel(model):
+            raise UnsupportedError(PARTS_ONLY)
+        self.quantization_config.modules = modules = self._modules(model)
+        with as_trained(model) as rescaled:
+            state = self._state(model, modules)
+            return {name: tensor.clone() for name, tensor in state.items()} if rescaled else state, {}
+
+    @staticmethod
+    def _state(model: Any, modules: Mapping[str, Module]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = model.state_dict()
+        if any(isinstance(module, QuantExperts) for module in model.modules()):
+            _keep_stacked(model)
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, QuantModule):
+                if name in modules:
+                    if module.packed.codes_format.packed_bits:
+                        state |= {f"{name}.weight.{part}": tensor for part, tensor in to_dense(module.codes()).items()}
+                else:
+                    del state[f"{name}.weight"]
+                    for part in stored_tensors(module.packed.codes_format, module.codes_shape):
+                        del state[f"{name}.weight.{part}"]
+        return state
+
+    def _modules(self, model: Any) -> dict[str, Module]:
+        """The quantized modules, without those whose weight is tied in transformers."""
+        quantized = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)}
+        shared = {n for n, owner in self._tied.items() if n in quantized and owner in quantized and _same(quantized[n], quantized[owner])}
+        found = {name: Module.of(module, model.dtype) for name, module in quantized.items() if name not in shared}
+        for name in shared:  # a head has settings of its product, the embedding whose weight it shares does not
+            if isinstance(module := quantized[name], QuantLinear):
+                owner = self._tied[name]
+                found[owner] = replace(found[owner], compute=module.compute, activation=module.activation)
+        return found
+
+    def adopt(self, model: Any) -> None:
+        """Prepares a model that was quantized otherwise for `save_pretrained`."""
+        self._tied = _ties(model)
+        self.quantization_config.modules = self._modules(model)
+        for place in [n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)]:
+            model.all_tied_weights_keys.pop(f"{place}.weight", None)
+        _untie(model)
+        model.hf_quantizer = self
+        _own_config(model).quantization_config = self.quantization_config
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dequantize_(model, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        for part in model.modules():
+            vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
+        return model
+
+
+class _Room(nn.Module):
+    """The placeholder of a weight that is read as codes: its buffers have the names of the stored tensors."""
+
+    def __init__(self, settings: Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.settings, self.dtype = settings, dtype
+        self.shape = settings.shape  # which transformers asks of Whisper's positions
+        self.stored = dense_tensors(settings.format, settings.shape, bytes_each=settings.bytes_each)
+        for part, (stored, shape) in self.stored.items():
+            self.register_buffer(part, torch.empty(shape, dtype=stored, device="meta"))
+
+    def codes(self) -> Codes:
+        """Raises FormatError where the tensors read are not as expected."""
+        # transformers may have cast scales to float32, where the architecture keeps the weight in that: casting back is exact.
+        tensors = {part: t.to(self.stored[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
+        codes = from_dense(self.settings.format, self.shape, tensors, bytes_each=self.settings.bytes_each)
+        codes.check_values()
+        return codes
+
+
+class _Quantize(ConversionOps):
+    """Takes over the float weights that transformers has read, except those that are not quantized."""
+
+    def __init__(self, quantizer: HalfbyteQuantizer) -> None:
+        self._quantizer = quantizer
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, missing_keys: set[str] | None = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        left = {}
+        for target, value in input_dict.items():
+            if not self._quantizer.param_needs_quantization(model, target):
+                left[target] = value
+                continue
+            name = target.removesuffix(".weight")
+            module = _experts(model, name) if target == name else model.get_submodule(name)
+            weight = value[0] if isinstance(value, list) else value
+            self._quantizer.quantize(name, module, weight)
+            if name in self._quantizer.kept:
+                left[target] = weight.to(model.get_parameter(target).dtype)
+                continue
+            model.get_parameter(target)._is_hf_initialized = True  # so that it is not initialised
+            if missing_keys is not None:
+                missing_keys.discard(target)
+        return left
+
+
+def _own_config(model: Any) -> Any:
+    """The model's config after it was replaced by a copy, in all its modules: other models may be built from the same object."""
+    shared = model.config
+    own = copy(shared)
+    hidden = [module.float_module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    for module in (*model.modules(), *hidden):
+        for name in [name for name, value in vars(module).items() if value is shared]:
+            setattr(module, name, own)
+    return own
+
+
+def _is_new(weight: Tensor) -> bool:
+    """Whether transformers has initialized the weight, as it was in no file."""
+    return not getattr(weight, "_is_hf_initialized", False)
+
+
+def _experts(model: Any, name: str) -> StackedExperts:
+    """The module that represents a stack of experts, by the name of its parameter; it knows whether that is transposed."""
+    return StackedExperts(model.get_parameter(name), model.get_submodule(name.rpartition(".")[0]).is_transposed)
+
+
+def _adopt(model: nn.Module) -> None:
+    """Adopts the model, or the transformers models that it contains, as with sentence-transformers."""
+    from transformers.modeling_utils import PreTrainedModel  # not at the top: it may be importing this file
+
+    if not isinstance(model, PreTrainedModel):
+        for part in model.children():
+            _adopt(part)
+    elif any(isinstance(module, QuantModule) for module in model.modules()):
+        HalfbyteQuantizer(HalfbyteConfig.of({})).adopt(model)
+
+
+finished.append(_adopt)
+
+
+_PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # missing in older releases
+
+
+def _keep_stacked(model: Any) -> None:
+    """Prevents `save_pretrained` from treating the codes of experts as float weights, which it writes expert by expert."""
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantExperts)]
+    conversions = getattr(model, "_weight_conversions", None)  # the conversions of loading, which saving inverts
+    if conversions is None:
+        conversions = [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, _PREFIX_CHANGE)]
+    model._weight_conversions = [
+        entry
+        for entry in conversions
+        if not isinstance(entry, WeightConverter) or not any(re.search(p, name) for p in entry.target_patterns for name in names)
+    ]
+
+
+def _ties(model: Any) -> dict[str, str]:
+    """Modules of a transformers model that share a weight: name -> name of the owner."""
+    return {target.removesuffix(".weight"): source.removesuffix(".weight") for target, source in model.all_tied_weights_keys.items()}
+
+
+def _untie(model: nn.Module) -> None:
+    """Prevents `tie_weights` from tying quantized weights, which are no parameters and share their codes already."""
+    part: Any
+    for part in model.modules():
+        keys = getattr(part, "_tied_weights_keys", None)
+        if isinstance(keys, dict):
+            quantized = {f"{name}.weight" for name, module in part.named_modules(remove_duplicate=False) if isinstance(module, QuantModule)}
+            part._tied_weights_keys = {target: source for target, source in keys.items() if target not in quantized}
+
+
+def tie_again(model: Any) -> None:
+    """Prepares a model whose embedding has become float for `tie_weights`: what is not quantized is tied as transformers does."""
+    for part in model.modules():
+        vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
+    _untie(model)
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _same(a: QuantModule, b: QuantModule) -> bool:
+    return a.packed.data.data_ptr() == b.packed.data.data_ptr()

@@ -1,0 +1,139 @@
+"""The blocks of memory through which Python hands arguments to generated code: one table a family of kernels.
+
+Python writes a block with one `struct` call; generated code reads a field at the offset that its name has here. Every field
+is 8 bytes but for the two halves of `clamp`. The header is the same for all: `runtime.py` reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from halfbyte.kernels.cpu.codegen.ir import Value
+
+Buffer = ctypes.Array[ctypes.c_char]
+_FLOATS, _INTEGER = struct.Struct("<2f"), struct.Struct("<q")
+_HEADER = ("first_phase", "second_phase", "openmp", "counter")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The fields of one kind of call. Those in `floats` are pairs of float32 that share 8 bytes."""
+
+    fields: tuple[str, ...]
+    floats: frozenset[str] = frozenset()
+    _offsets: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_offsets", {name: 8 * i for i, name in enumerate(self.fields)})
+
+    def struct(self, first: str | None = None, last: str | None = None) -> struct.Struct:
+        """The layout of all fields, or of those from `first` to `last`."""
+        start = 0 if first is None else self.fields.index(first)
+        stop = len(self.fields) if last is None else self.fields.index(last) + 1
+        return struct.Struct("<" + "".join("2f" if f in self.floats else "q" for f in self.fields[start:stop]))
+
+    def buffer(self, values: Mapping[str, int | tuple[float, float]]) -> Buffer:
+        """A block with these values, and 0 in all other fields."""
+        buffer = ctypes.create_string_buffer(8 * len(self.fields))
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                _FLOATS.pack_into(buffer, self._offsets[name], *value)
+            else:
+                _INTEGER.pack_into(buffer, self._offsets[name], value)
+        return buffer
+
+    def offset(self, field: str) -> int:
+        return self._offsets[field]
+
+    def load(self, args: Value, field: str, type_: str = "i64") -> Value:
+        return args.load(type_, self.offset(field), 8)
+
+    def load_floats(self, args: Value, field: str) -> tuple[Value, Value]:
+        """The two halves of a field."""
+        first, second = ((args + self.offset(field)).load("float", at, 4) for at in (0, 4))
+        return first, second
+
+    def known(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Those that the block has fields for."""
+        return {field: value for field, value in values.items() if field in self.fields}
+
+
+LINEAR = Block(
+    (
+        *_HEADER,
+        # what changes from call to call, `counter` included: activations [M, K], where their tiles go, weights, bias, outputs;
+        # `residual`: bytes from an output to what is added to it, 0 for nothing
+        "x",
+        "x_stride",
+        "scratch",
+        "weights",
+        "bias",
+        "out",
+        "residual",
+        "clamp",
+        # sizes along K: records, their real elements and their units, for all but the last record and for it
+        "k",
+        "blocks",
+        "block",
+        "last",
+        "units",
+        "last_units",
+        # row tiles: `tiles` of `tile_rows` rows, then `lesser_tiles` with one row less
+        "m",
+        "row_bytes",
+        "row_function",
+        "tile_rows",
+        "tiles",
+        "lesser_tiles",
+        "tile_function",
+        "lesser_tile_function",
+        # what passes all row tiles over a panel, the first of which expands its codes, so many blocks at a time; 0 where all are packed
+        "panel_function",
+        "expanding_tile_function",
+        "expanding_lesser_tile_function",
+        "expanded_blocks",
+        "bracketing_tile_function",
+        "bracketing_lesser_tile_function",
+        "chunks",  # of row tiles
+        # panels and outputs; `zeros` stands for a bias where there is none
+        "n",
+        "panel_bytes",
+        "panel_groups",
+        "at_once",  # panels that a tile takes
+        "together",  # panels that all row tiles pass over before the next ones
+        "in_turn",  # so many of the row tiles, the last ones, ask for the next ones in turn
+        "zeros",
+        "out_stride",
+        "out_bytes",
+        "table_stride",  # qlinear alone: bytes between the rows of its table
+    ),
+    frozenset({"clamp"}),
+)
+
+# blocks of LINEAR, one behind the other
+GROUPED = Block((*_HEADER, "blocks", "count"))
+
+DEQUANTIZE = Block(
+    (*_HEADER, "weights", "panel_bytes", "blocks", "block", "last", "units", "last_units", "ids", "rows", "out", "out_stride")
+)
+
+QUANTIZE = Block(
+    (*_HEADER, "weight", "stride", "rows", "k", "block", "blocks", "data", "data_stride", "scale", "zero", "scratch", "failed")
+)
+
+PROBE = Block((*_HEADER, "buffer", "out", "size"))
+
+PACK = Block(
+    (
+        *_HEADER,
+        *("data", "data_stride", "rows", "scale", "zero", "scale_stride"),
+        *("out", "panel_bytes", "blocks", "groups", "padded_groups", "last_groups", "last_padded_groups"),  # groups: of eight k
+    )
+)
+
+EXTRACT = Block((*_HEADER, "data", "out", "blocks"))
+
+PACK_SPARSE = Block((*_HEADER, "dense", "sparse", "panels", "blocks", "units", "last_units", "dense_bytes", "sparse_bytes"))

@@ -1,0 +1,139 @@
+"""x86-64 with AMX: products of 16 x 64 by 64 x 16 bytes, or of half as many bfloat16, in one instruction (Intel, from Sapphire Rapids on).
+
+Few rows of activations, and float32 compute, go as on AVX-512; `matrix` is the instruction set of the others, whose tiles are those
+of `linear/amx.py`. Weights stay packed as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from halfbyte.kernels.cpu.codegen.ir import Function, Value
+from halfbyte.kernels.cpu.codegen.isa import Tiling
+from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512BF16, affine_nibbles
+from halfbyte.kernels.cpu.linear.tile_spec import Inner
+from halfbyte.layouts.cpu_tiles import Geometry
+
+ROWS, COLUMN_BYTES = 16, 64  # of the largest tile register
+_FEATURES = "+amx-tile,+amx-int8,+amx-bf16,+fast-dpwssd"
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux: arch_prctl(2), Documentation/arch/x86/xstate.rst
+
+
+class Register(NamedTuple):
+    """The shape that a tile register is given: bytes of a row, and rows."""
+
+    column_bytes: int
+    rows: int
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Why this process may not use tile registers; None if it may. Linux wants to be asked, once for all threads."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "this operating system is not known to save the tile registers of AMX"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA):
+        return f"the kernel does not let this process use the tile registers of AMX ({os.strerror(ctypes.get_errno())})"
+    return None
+
+
+class AMXTiles(AVX512BF16):
+    """What `linear/amx.py` needs: tile registers, by number, and unpacking. Unit weights are the codes of 4 bits, and u of 8."""
+
+    name = "amx_int8"
+    needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "amx-bf16", "gfni"}
+    features = _FEATURES
+    register_totals = 0
+    chunk_bytes = 1 << 20
+    units_ahead = 1  # how far unpacking is ahead of multiplying
+
+    def __init__(self) -> None:
+        super().__init__("intel")
+        self.expands, self.spreads, self.ahead, self.asks_in_turn, self.bf16_pays = False, False, 8192, 0, True
+
+    def missing(self) -> str | None:
+        return super().missing() or refusal()
+
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
+        return Tiling(min(m, 2 * ROWS), 2)  # four products for four loads of tiles
+
+    def unit(self, geo: Geometry, inner: Inner) -> int:
+        """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""
+        return math.gcd(geo.padded, geo.last_padded, COLUMN_BYTES if inner == "int8" else COLUMN_BYTES // 2)
+
+    def correction(self, bits: int, signed: bool) -> int:
+        return 0 if bits == 4 else super().correction(bits, signed)
+
+    def apart(self, bits: int) -> bool:
+        return False
+
+    def nibbles(self, stored: Value, signed: bool) -> list[Value]:
+        """64 bytes with two 4-bit codes each -> the low ones and the high ones as signed bytes."""
+        return affine_nibbles(stored, signed=signed)
+
+    def byte_sums(self, f: Function, acc: Value, four: Value, signed: bool) -> Value:
+        """acc + the sum of the four bytes in each lane."""
+        ones = f.value(self.quads, 1)
+        return self.dot(f, acc, ones, four.bits(self.ints), 8) if signed else self.dot(f, acc, four, ones.bits(self.ints), 8)
+
+    # Tile registers
+
+    def configure(self, f: Function, registers: Sequence[Register]) -> None:
+        """Gives the registers 0, 1, … their shapes; all become zero."""
+        palette = bytearray(64)
+        palette[0] = 1
+        for i, register in enumerate(registers):
+            palette[16 + 2 * i : 18 + 2 * i] = register.column_bytes.to_bytes(2, "little")
+            palette[48 + i] = register.rows
+        memory = f.alloca("<64 x i8>", 1, 64)
+        memory.store(f.constant("<64 x i8>", list(palette)), align=64)
+        f.call("void", "llvm.x86.ldtilecfg", memory)
+
+    def release(self, f: Function) -> None:
+        f.call("void", "llvm.x86.tilerelease")
+
+    def tile_zero(self, f: Function, register: int) -> None:
+        f.call("void", "llvm.x86.tilezero", f.value("i8", register))
+
+    def tile_load(self, f: Function, register: int, at: Value, stride: Value | int) -> None:
+        f.call("void", "llvm.x86.tileloadd64", f.value("i8", register), at, f.value("i64", stride))
+
+    def tile_store(self, f: Function, register: int, at: Value, stride: int) -> None:
+        f.call("void", "llvm.x86.tilestored64", f.value("i8", register), at, f.value("i64", stride))
+
+    def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        """total += a · weights, both signed bytes; four along K lie side by side in each column of the weights."""
+        f.call("void", "llvm.x86.tdpbssd", *(f.value("i8", register) for register in (total, a, weights)))
+
+    def tile_unsigned_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        """The same for unsigned weights."""
+        f.call("void", "llvm.x86.tdpbsud", *(f.value("i8", register) for register in (total, a, weights)))
+
+    def tile_bf16_product(self, f: Function, total: int, a: int, weights: int) -> None:
+        """total += a · weights, both bfloat16, in float32; two along K lie side by side in each column of the weights."""
+        f.call("void", "llvm.x86.tdpbf16ps", *(f.value("i8", register) for register in (total, a, weights)))
+
+
+class AMXInt8(AVX512BF16):
+    """AVX-512, and AMX from `matrix_rows` rows on."""
+
+    name = "amx_int8"
+    needs = AMXTiles.needs
+    features = _FEATURES
+    matrix = AMXTiles()
+    matrix_rows = 9  # up to eight are one tile of dot products
+
+    def __init__(self) -> None:
+        super().__init__("intel")
+        # Sparse weights and codes of 5 or 6 bits are not unpacked for tile registers.
+        self.expands, self.spreads, self.reads_packed_bits, self.bf16_pays = False, False, False, True
+
+    def missing(self) -> str | None:
+        return super().missing() or refusal()

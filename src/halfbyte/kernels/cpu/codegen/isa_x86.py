@@ -1,0 +1,474 @@
+"""x86-64: AVX2, AVX-512 and their dot products. The names are Intel's; AMD's CPUs have the same instructions."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of
+from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit, Tiling
+from halfbyte.kernels.cpu.linear.prefetch import LONG_PANEL
+from halfbyte.kernels.cpu.linear.tile_spec import Inner
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
+from halfbyte.machine import machine
+
+_AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
+_SPREADS = frozenset({"avx512vbmi", "avx512vbmi2"})  # all from Ice Lake and Zen 4 on
+_LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
+_ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
+_ONE_TILE = 14  # rows whose sums fit in registers, on Zen 5: two tiles do not overlap with memory as one does
+Core = Literal["intel", "zen4", "zen5"]  # of CPUs with AVX-512 VNNI, as far as rules differ
+_WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
+
+
+class AVX2(ISA):
+    """256 bits without dot-product instructions.
+
+    4-bit weights: `vpmaddubsw` sums two products of bytes in an int16, exactly.
+
+    8-bit weights: two products of bytes need 17 bits, so factors are int16 and `vpmaddwd` sums two products in an int32. Activations are
+    laid out as int16, of each quad the even k before the odd ones, so that a mask and a shift unpack the weights. Where the layout has
+    sums of pairs there is one multiplication for two products (S. Winograd, "A new algorithm for inner product", 1968):
+
+        w0*a0 + w1*a1 = (a0 + w1) * (a1 + w0) - a0*a1 - w0*w1
+
+    a0*a1 is summed when activations are laid out, w0*w1 is in the layout. It takes as many instructions as two multiplications and two
+    additions, but multipliers are on two of Zen's four ports, and additions that meet them there make them wait.
+    All is exact modulo 2^32, and the result has less than 32 bits.
+    """
+
+    name = "avx2"
+    arch = "x86_64"
+    lanes = 8
+    cpu = "haswell"
+    needs: ClassVar[frozenset[str]] = frozenset({"avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"})
+    half_conversions = True
+    register_totals = 4
+    register = "v"
+    direct_tile = (4, 2)
+    multiplies_sums = True
+    narrows = True
+    minimal = 28, 22  # on Zen 3
+    arranges = True
+    expands = True
+
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
+        fmt = geo.format
+        # At a block's end float offsets take so many instructions that expanding is slower.
+        if inner == "int8" and expandable(self, geo) and fmt.code_bits == 4 and fmt.zero != "offset" and m >= 48 and not codes:
+            return Tiling(5, 2, expanded=True)
+        # One core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four. More rows of 8-bit weights
+        # do not wait for memory.
+        panels = 4 if fmt.bits == 4 or m <= 2 else 1
+        if inner == "int8" and has_pairs(fmt) and not 2 < m < 6:
+            return Tiling(*self.direct_tile, panels)
+        if m <= 2:
+            return Tiling(m, 4, panels)
+        return Tiling(5 if inner == "int8" and fmt.bits == 4 else 6, 2, panels)
+
+    def activation_bytes(self, inner: Inner, bits: int) -> int:
+        return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
+
+    def laid_out(self, codes: Value, bits: int) -> Value:
+        if bits == 4:
+            return super().laid_out(codes, bits)
+        quads = range(0, lanes_of(codes.type), 4)
+        return codes.to("i16").shuffle([at + k for at in quads for k in (0, 2, 1, 3)])
+
+    def code_sum(self, f: Function, total: Value, codes: Value, bits: int, paired: bool) -> Value:
+        if bits == 4:
+            return self.widen(f, self.byte_products(f, f.value(self.quads, 1), codes.bits(self.quads)), total, bits)
+        if not paired:
+            return self.dot(f, total, self.ones(f, bits).bits(self.shorts), codes, bits)
+        shorts = codes.bits(self.shorts)
+        return total + self._products(f, shorts, _neighbours(shorts) + 256)  # each pair twice, and 2 * 128 times each code
+
+    def row_start(self, total: Value, bits: int, paired: bool) -> Value:
+        return total.shift_signed(1) * -1 if paired else super().row_start(total, bits, paired)
+
+    def pair_sum(self, total: Value, codes: Value) -> Value:
+        count, width = lanes_of(codes.type), 2 * self.lanes
+        for at in range(0, count, width):
+            part = codes.shuffle([min(i, count) for i in range(at, at + width)], codes.fn.value(codes.type, 0))  # zeros beside a short unit
+            total = total + self._products(total.fn, part, _neighbours(part))
+        return total
+
+    def ones(self, f: Function, bits: int) -> Value:
+        return super().ones(f, bits) if bits == 4 else f.value("i32", 0x00010001).splat(self.lanes)
+
+    def unit_weights(self, stored: Value, bits: int) -> list[Value]:
+        if bits == 4:
+            return super().unit_weights(stored, bits)
+        both = stored.bits(self.shorts)
+        return [both & 255, both >> 8]  # u of k = 0 and 2, and of 1 and 3
+
+    def steps(self, row: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
+        if unit.table:
+            codes = [code + 128 for code in unit.table]
+            for step in super().steps(row, replace(unit, bits=4, table=())):
+                both = [self.looked_up(indices, codes).bits(self.shorts) for indices in step]
+                yield tuple(pair & 255 for pair in both)
+                yield tuple(pair >> 8 for pair in both)
+            return
+        # A step loads the stored bytes anew: the 16 registers are for accumulators.
+        if unit.bits == 4:
+            low = row.fn.value(self.quads, 15)
+            yield tuple(stored & low for stored in self.stored(row, unit.vectors))
+            yield tuple((stored.bits(self.shorts) >> 4).bits(self.quads) & low for stored in self.stored(row, unit.vectors))
+            return
+        mask = row.fn.pinned(row.fn.value(self.shorts, 255), self.register)
+        yield tuple(stored.bits(self.shorts) & mask for stored in self.stored(row, unit.vectors))
+        yield tuple(stored.bits(self.shorts) >> 8 for stored in self.stored(row, unit.vectors))
+
+    def int8_unit(
+        self, f: Function, unit: Int8Unit, weights: Value, a: Sequence[Value], totals: list[Value], weight_sums: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        if not unit.paired:
+            return super().int8_unit(f, unit, weights, a, totals, weight_sums)
+        accs, sums, ones = list(totals), list(weight_sums), self.ones(f, 8).bits(self.shorts)
+        together = 2  # vectors whose weights are in registers beside 8 accumulators
+        for t, first in itertools.product(range(unit.k // 4), range(0, unit.vectors, together)):
+            mask = f.pinned(f.value(self.shorts, 255), self.register)
+            stored = [s.bits(self.shorts) for s in self.stored(weights + (t * PANEL * 4 + first * 4 * self.lanes), together)]
+            quads = [(both & mask, both >> 8) for both in stored]
+            for i, row in enumerate(a):
+                even, odd = (self.spread(row, "i32", 8 * t + at).bits(self.shorts) for at in (0, 4))
+                sums_of_two = [(odd + even_w, even + odd_w) for even_w, odd_w in quads]
+                for v, factors in enumerate(sums_of_two):
+                    n = i * unit.vectors + first + v
+                    accs[n] = self.pinned(f, accs[n] + self._products(f, *factors))
+            for v, (even_w, odd_w) in enumerate(quads if sums else ()):
+                sums[first + v] = sums[first + v] + self._products(f, even_w + odd_w, ones)
+            f.fence()
+        return accs, sums
+
+    # Eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720). Two products of bytes do not: 8-bit weights and their
+    # activations are multiplied as int16, which takes as many multiplications (two for 32 products) as bytes that are then widened.
+
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
+        if bits == 4:
+            return acc + self.byte_products(f, weights, a.bits(self.quads))
+        return acc + self._products(f, weights, a.bits(self.shorts))
+
+    def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
+        return acc + self._products(f, a.bits(self.shorts), b.bits(self.shorts))
+
+    def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
+        return total + self._products(f, acc, f.value(self.shorts, 1)) if self.apart(bits) else acc
+
+    def picked(self, f: Function, codes: Value, picks: Value) -> Value:
+        return f.call(self.quads, "llvm.x86.avx2.pshuf.b", codes, picks)
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        return _picked_bytes(indices, table)
+
+    def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
+        return _narrowed(self, f, reals)
+
+    def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
+        """int16 sums of two products each."""
+        return f.call(self.shorts, "llvm.x86.avx2.pmadd.ub.sw", unsigned, signed)
+
+    def _products(self, f: Function, a: Value, b: Value) -> Value:
+        """int32 sums of two products of int16 each."""
+        return f.call(self.ints, "llvm.x86.avx2.pmadd.wd", a, b)
+
+
+def _neighbours(shorts: Value) -> Value:
+    """Of laid-out activations of each quad, the odd ones in the places of the even ones and the other way round."""
+    return shorts.shuffle([at + k for at in range(0, lanes_of(shorts.type), 4) for k in (2, 3, 0, 1)])
+
+
+class AVX512(AVX2):
+    """512 bits without dot-product instructions, as AVX2."""
+
+    name = "avx512"
+    lanes = 16
+    cpu = "skylake-avx512"
+    needs = AVX2.needs | _AVX512_NEEDS
+    attributes = _WHOLE_REGISTERS
+    register_totals = 12
+    direct_tile = (10, 2)
+    arranges = False  # not measured
+    expands = False  # not measured
+
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
+        return Tiling(*self.direct_tile) if inner == "int8" and has_pairs(geo.format) else Tiling(min(m, 6), 2)
+
+    def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
+        return f.call(self.shorts, "llvm.x86.avx512.pmaddubs.w.512", unsigned, signed)
+
+    def _products(self, f: Function, a: Value, b: Value) -> Value:
+        return f.call(self.ints, "llvm.x86.avx512.pmaddw.d.512", a, b)
+
+    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
+        return _looked_up(self, f, stored, _codes(signed)) if bits == 4 else super().float_codes(f, stored, bits, signed)
+
+    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
+        return _looked_up(self, f, stored, table)
+
+
+class AVXVNNI(ISA):
+    """256 bits with `vpdpbusd`: four products of unsigned and signed bytes summed into each int32 lane."""
+
+    name = "avx_vnni"
+    arch = "x86_64"
+    lanes = 8
+    cpu = "haswell"
+    features = "+avxvnni,+fast-dpwssd"
+    needs: ClassVar[frozenset[str]] = AVX2.needs | {"avxvnni"}
+    half_conversions = True
+    register_totals = 4
+    register = "v"
+    direct_tile = (5, 2)
+    sums_shorts = True
+    narrows = True
+    mixed_dot = True
+    biases = True
+
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
+        return Tiling(m, 4) if m <= 2 else Tiling(min(m, 5 if inner == "int8" else 6), 2)
+
+    def apart(self, bits: int) -> bool:
+        return False
+
+    def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
+        return dot_of_bytes(f, acc, weights, a)
+
+    def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
+        return f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", acc, a.bits(self.ints), b.bits(self.ints))
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        return _picked_bytes(indices, table)
+
+    def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
+        return _narrowed(self, f, reals)
+
+
+class AVX512VNNI(AVXVNNI):
+    """512 bits with `vpdpbusd`.
+
+    On Intel's CPUs masks and shifts take slots that dot products could have, so that it pays to unpack by one affine map of bits a
+    vector (GFNI, which all but the first of them have), and to have more rows share what is unpacked, with totals in memory. On AMD's
+    the former are free and stores are not. Zen 4 makes a product of 512 bits a cycle, half as many as Zen 5 and beside as much else; its
+    rules are those of Zen 5, but for how memory is read and for products of floats.
+
+    core   whose rules are followed; None for those of the CPU at hand, to which others that are not Intel's are like a Zen 5
+    """
+
+    name = "avx512_vnni"
+    lanes = 16
+    cpu = "cascadelake"
+    features = "+fast-dpwssd"  # or LLVM makes two instructions of one
+    needs = AVX512.needs | {"avx512vnni"}
+    attributes = _WHOLE_REGISTERS
+    register = ""
+    register_totals = 12
+    direct_tile = (12, 2)
+    minimal = 112, 58  # on Sapphire Rapids
+
+    def __init__(self, core: Core | None = None) -> None:
+        self.core = core or core_at_hand()
+        self.intel, zen4 = self.core == "intel", self.core == "zen4"
+        self.affine = self.intel and (core is not None or "gfni" in machine().features)
+        if self.affine:
+            self.features = f"{self.features},+gfni".lstrip(",")
+            self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 18 << 10, 3 << 18
+        self.spreads = core is not None or machine().features >= _SPREADS
+        if self.spreads:
+            self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
+        if self.intel:
+            self.ahead, self.streams_ahead, self.asks_in_turn, self.all_ask_near = 4096, 1024, 1, True
+        else:
+            self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
+            self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
+            self.once, self.brackets = 3, 48
+        if zen4:
+            self.ahead, self.chunk_bytes = 7 << 10, 1 << 20  # a distance of whole pages is up to a third slower
+        self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
+
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
+        block, few = geo.padded, m <= (3 if inner == "int8" else 2)
+        panels = 4 if self.intel and few and geo.panel_bytes >= LONG_PANEL else 1
+        if inner != "int8":
+            # Zen 4: products read activations themselves, for nothing, and their sums stay in registers.
+            if self.core == "zen4" and m >= (6 if inner == "bf16" else 4):
+                return Tiling(min(m, 12), 1)
+            # vdpbf16ps takes 6 cycles on Zen 5: 12 sums in turn keep its two ports just busy, if nothing else ever takes one.
+            most = 6 if self.intel else 10 if inner == "bf16" else 8 if m <= 8 else 6
+            return Tiling(min(m, most), 2, panels)
+        if expandable(self, geo) and m >= (25 if block < _LONG_BLOCK else 40) and not codes:
+            return Tiling(6 if block <= 32 else 12, 2, expanded=True)  # the former's totals are in registers
+        if m <= _ONE_TILE and block > 32 and geo.bits == 8 and not geo.sparse and not self.intel:
+            return Tiling(m, 2)
+        if block >= _LONG_BLOCK:
+            return Tiling(min(m, 12 if geo.format.bits == 8 and self.intel else 10), 2, panels)
+        if self.intel:
+            return Tiling(m, 1) if m in _ONE_PASS else Tiling(min(m, 12 if block > 32 else 8), 2, panels)
+        # Totals of more than 6 rows lie in memory, which takes stores at each block's end, and saves reading weights once more.
+        if m <= 24 and (block > 32 or (geo.format.bits == 8 and m <= 16)):
+            return Tiling(min(m, 10 if m <= 10 else 8), 2)
+        return Tiling(min(m, 8 if m <= 8 else 7 if m <= 24 else 6), 2)
+
+    def near(self, m: int, inner: Inner, geo: Geometry) -> int | None:
+        if self.core != "zen4":
+            return super().near(m, inner, geo)
+        four = geo.bits == 4
+        rows = m + (four and geo.format.zero == "point")  # to take points off is as much work as a row
+        if inner == "int8" and rows <= (2 if four else 5):
+            return None
+        return 0 if inner == "int8" and m <= 2 else 2
+
+    def settled(self, f: Function, total: Value) -> Value:
+        return f.pinned(total, "v")
+
+    def short_products(self, f: Function, a: Value, b: Value) -> Value:
+        """The sum of two products of int16 in each int32 lane."""
+        return f.call(self.ints, "llvm.x86.avx512.pmaddw.d.512", a.bits(self.shorts), b.bits(self.shorts))
+
+    def exponent(self, f: Function, x: Value) -> Value:
+        """floor(log2 |x|), as a float; infinite where x is."""
+        return self._masked(f, self.floats, "getexp.ps", x)
+
+    def nearest(self, f: Function, x: Value) -> Value:
+        """The nearest integers; of what is none of 32 bits, -2^31."""
+        return self._masked(f, self.ints, "cvtps2dq", x)
+
+    def times_power(self, f: Function, x: Value, exponent: Value) -> Value:
+        """x * 2^exponent."""
+        return self._masked(f, self.floats, "scalef.ps", x, exponent)
+
+    def _masked(self, f: Function, kind: str, name: str, *operands: Value) -> Value:
+        """An instruction of AVX-512 on all lanes, rounding as it is set."""
+        return f.call(kind, f"llvm.x86.avx512.mask.{name}.512", *operands, f.value(kind, 0), f.value("i16", -1), f.value("i32", 4))
+
+    def unit_weights(self, stored: Value, bits: int) -> list[Value]:
+        if bits == 8 or not self.affine:
+            return super().unit_weights(stored, bits)
+        return affine_nibbles(stored, signed=False)
+
+    def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
+        if not self.spreads:
+            return super().table_weights(stored, table)
+        # vpermb reads six bits of each byte: the table stands four times, and what is beside a nibble does not matter.
+        f, high = stored.fn, (stored.bits(self.shorts) >> 4).bits(stored.type)
+        codes = f.constant(stored.type, [code + 128 for code in table] * 4)
+        return [f.call(stored.type, "llvm.x86.avx512.permvar.qi.512", codes, indices) for indices in (stored, high)]
+
+    def kept_codes(self, stored: Value, bits: int) -> list[Value]:
+        return super().kept_codes(stored, bits) if bits == 8 or not self.affine else affine_nibbles(stored, signed=False)
+
+    def spread_kept(self, f: Function, kept: Value, places: Value, zeros: Value) -> Value:
+        low = kept.shuffle([*range(32), *[-1] * 32])
+        return f.call(self.quads, "llvm.x86.avx512.mask.expand.v64i8", low, zeros, places.bits("<64 x i1>"))
+
+    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
+        return _looked_up(self, f, stored, _codes(signed)) if bits == 4 else super().float_codes(f, stored, bits, signed)
+
+    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
+        return _looked_up(self, f, stored, table)
+
+
+class AVX512BF16(AVX512VNNI):
+    """AVX-512 with `vdpbf16ps`: products of bfloat16 pairs summed in float32."""
+
+    name = "avx512_bf16"
+    cpu = "cooperlake"
+    needs = AVX512VNNI.needs | {"avx512bf16"}
+    bf16_dot = True
+
+    def __init__(self, core: Core | None = None) -> None:
+        super().__init__(core)
+        self.bf16_pays = not self.intel  # on Emerald Rapids it takes 1.6 times as long as the products of float32 that it stands for
+
+    def bf16_order(self) -> tuple[tuple[int, int], ...]:
+        """The two k that each shift of a lane of eight nibbles delivers, in its low and its high half."""
+        return ((0, 2), (4, 6), (1, 3), (5, 7))
+
+    def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
+        values = [float(code) for code in table or _codes(signed)] * 2  # vpermw reads five bits: the table stands twice
+        numbers = f.constant("<32 x i16>", [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in values])
+        words = stored.bits("<32 x i16>")
+        return [f.call("<32 x i16>", "llvm.x86.avx512.permvar.hi.512", numbers, words >> (4 * s)) for s in range(4)]
+
+    def bf16_multiply(self, f: Function, acc: Value, weights: Value, pair: Value) -> Value:
+        both = [v.bits("<32 x bfloat>") for v in (weights, pair)]
+        return f.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", acc, *both)
+
+
+def core_at_hand() -> Core:
+    """By whose rules this machine multiplies."""
+    here = machine()
+    return "intel" if here.vendor == "Intel" else "zen4" if here.llvm_cpu == "znver4" else "zen5"
+
+
+def expandable(isa: ISA, geo: Geometry) -> bool:
+    """Whether tiles may gain by reading expanded codes: those of 8 bits, in blocks, by the numbers behind them and by being near."""
+    fmt = geo.format
+    gains = fmt.bits == 4 or (fmt.zero != "point" and (geo.sparse or isinstance(fmt.block, int)))
+    return isa.expands and gains and geo.padded <= isa.expanded_longest
+
+
+def dot_of_bytes(f: Function, acc: Value, unsigned: Value, signed: Value) -> Value:
+    """`vpdpbusd`, of vectors with as many bits as `acc`. LLVM up to 20 has its bytes as int32, which later versions accept, too."""
+    ints = acc.type
+    return f.call(ints, f"llvm.x86.avx512.vpdpbusd.{32 * lanes_of(ints)}", acc, unsigned.bits(ints), signed.bits(ints))
+
+
+def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:
+    """Bytes with two codes each -> the low codes and the high ones as bytes, u, or u - 8 if `signed`: an affine map of bits each."""
+    f, out, size = stored.fn, [], lanes_of(stored.type)
+    for first in (0, 4):
+        matrix, inverted = nibble_map(first, signed)
+        table = f.constant(f"<{size // 8} x i64>", [matrix] * (size // 8)).bits(stored.type)
+        out.append(f.call(stored.type, f"llvm.x86.vgf2p8affineqb.{8 * size}", stored, table, f.value("i8", inverted)))
+    return out
+
+
+def nibble_map(first: int, signed: bool) -> tuple[int, int]:
+    """The map of a byte to its four bits from `first` on, as u or u - 8: a matrix of bits, and the bits that are inverted after it.
+
+    Bit i of the result is bit first + i; if signed, the inverse of the last one from there on. The matrix has the row for bit i in
+    byte 7 - i (Intel SDM, GF2P8AFFINEQB).
+    """
+    rows = [1 << (first + min(i, 3)) if i < 4 or signed else 0 for i in range(8)]
+    return sum(row << 8 * (7 - i) for i, row in enumerate(rows)), -8 if signed else 0
+
+
+def _narrowed(isa: ISA, f: Function, reals: Sequence[Value]) -> Value:
+    """`ISA.narrowed` for registers of 256 or 512 bits: six instructions for four vectors, where each alone takes three."""
+    if isa.lanes == 16:
+        every, current = f.value("i16", -1), f.value("i32", 4)  # lanes; the rounding that is set
+        none = f.value(isa.ints, 0)
+        whole = [f.call(isa.ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, none, every, current) for real in reals]
+        to_shorts, to_bytes = "llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packsswb.512"
+    else:
+        whole = [f.call(isa.ints, "llvm.x86.avx.cvt.ps2dq.256", real) for real in reals]
+        to_shorts, to_bytes = "llvm.x86.avx2.packssdw", "llvm.x86.avx2.packsswb"
+    shorts = [f.call(isa.shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)]
+    quads = f.call(isa.quads, to_bytes, *shorts).bits(isa.ints)
+    # Each 128 bits of the registers were packed apart: there is a quad of each vector, side by side.
+    return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
+
+
+def _codes(signed: bool) -> tuple[int, ...]:
+    """Those of 4 bits, in the order of how they are stored."""
+    return tuple(range(-8, 8) if signed else range(16))
+
+
+def _looked_up(isa: ISA, f: Function, stored: Value, table: Sequence[int]) -> Iterator[tuple[int, Value]]:
+    """`ISA.float_codes` of 4-bit codes, one lookup a nibble: vpermps reads the low four bits of each lane."""
+    numbers = f.constant(isa.floats, [float(code) for code in table])
+    words = stored.bits(isa.ints)
+    for s in range(8):
+        yield (s >> 1) + 4 * (s & 1), f.call(isa.floats, "llvm.x86.avx512.permvar.sf.512", numbers, words >> (4 * s))
+
+
+def _picked_bytes(indices: Value, table: Sequence[int]) -> Value:
+    """`ISA.looked_up`, which vpshufb does in each 16 bytes."""
+    f, size = indices.fn, lanes_of(indices.type)
+    name = "avx512.pshuf.b.512" if size == 64 else "avx2.pshuf.b"
+    return f.call(indices.type, f"llvm.x86.{name}", f.constant(indices.type, [*table] * (size // 16)), indices)

@@ -1,0 +1,121 @@
+"""The largest code under each place of a window, or their mean: pools of int8 images.
+
+    y[b, c, oy, ox] = max over kh, kw that lie inside of the image of  x[b, c, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
+    y[b, c, oy, ox] = round(sum over kh, kw of (x[…] - zero) / (Kh * Kw)) + zero        where nothing is padded
+
+A mean is exact but for its one rounding, ties to even. Images and results have their channels together (channels_last). Threads share the
+lines of outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
+from halfbyte.kernels.cpu.conv.direct import power_of_two
+from halfbyte.kernels.cpu.linear.tile_spec import ROUND
+from halfbyte.kernels.cpu.plan_cache import PLANS, Call
+from halfbyte.kernels.cpu.steps import Step
+from halfbyte.kernels.problem import Window
+
+POOL = Block(
+    (
+        *(*LINEAR.fields[:4], "x", "out", "lines", "channels"),
+        *("height", "width", "out_height", "out_width", "kernel_h", "kernel_w"),
+        *("stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w", "zero"),
+    )
+)
+_TENSORS = POOL.offset("x")
+_pack_tensors = POOL.struct("x", "out").pack_into
+_WORK_A_THREAD = 1 << 18  # codes read
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """together: channels that are taken at a time; averages: means, not the largest."""
+
+    together: int
+    averages: bool = False
+
+
+@phase
+def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
+    args, thread, threads = f.parameters
+
+    def get(name: str) -> Value:
+        return POOL.load(args, name)
+
+    together = spec.together
+    kind, ints = vector("i8", together), vector("i32", together)
+    channels, out_width, lines = get("channels"), get("out_width"), get("lines")
+    line_bytes = get("width") * channels
+    for line in f.loop((thread + 1) * lines // threads, start=thread * lines // threads):
+        y = line % get("out_height") * get("stride_h") - get("top")
+        image = POOL.load(args, "x", "ptr") + line // get("out_height") * (get("height") * line_bytes)
+        for ox in f.loop(out_width):
+            x, out = ox * get("stride_w") - get("left"), POOL.load(args, "out", "ptr") + (line * out_width + ox) * channels
+            for c0 in f.loop(channels, step=together):
+                c = f.umin(c0, channels - together)  # the last ones may overlap those before
+                found = f.variable(f.value(ints, 0) if spec.averages else f.value(kind, -128))
+                for kh in f.loop(get("kernel_h")):
+                    iy = y + kh * get("dilation_h")
+                    with f.when(iy.below(get("height"))):
+                        for kw in f.loop(get("kernel_w")):
+                            ix = x + kw * get("dilation_w")
+                            with f.when(ix.below(get("width"))):
+                                codes = (image + iy * line_bytes + ix * channels + c).load(kind)
+                                if spec.averages:
+                                    found.value = found.value + codes.to("i32")
+                                else:
+                                    found.value = (codes > found.value).select(codes, found.value)
+                (out + c).store(_mean(f, found.value, get("kernel_h") * get("kernel_w"), get("zero")) if spec.averages else found.value)
+
+
+def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
+    """Codes; their mean lies between the least and the largest of them."""
+    lanes = lanes_of(total.type)
+    real = (total - (count * zero).to("i32").splat(lanes)).to("float") / count.to("float").splat(lanes)
+    return ((real + ROUND).bits(total.type) + zero.to("i32").splat(lanes)).to("i8")
+
+
+def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
+    """int8 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
+
+    window   its padding below and to the right is not looked at: `out_size` says how far the kernel goes
+    zero     the code that means 0: means are taken, and nothing is padded. None: the largest codes
+    """
+    batch, channels, _, _ = x.shape
+    out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
+    key = x.shape, kernel, window, out_size, zero, runtime.threads()
+    call = PLANS.pool.get(key)
+    if call is None:
+        call = PLANS.pool[key] = _prepare(x.shape, kernel, window, out_size, zero)
+    _pack_tensors(call.buffer, _TENSORS, x.data_ptr(), out.data_ptr())
+    runtime.runner()(call.address, call.threads)
+    return out
+
+
+def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Step:
+    """`pool` of images of these sizes."""
+    call = _prepare(x.shape, kernel, window, out_size, zero)
+    return Step(call.buffer, call.threads, x.shape[0] * x.shape[1] * out_size[0] * out_size[1], (_TENSORS,), POOL.offset("out"))
+
+
+def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> Call:
+    batch, channels, height, width = shape
+    isa, lines = current(), batch * out_size[0]
+    spec = PoolSpec(power_of_two(channels, 4 * isa.lanes), zero is not None)
+    fields = window.sizes((height, width), out_size, kernel) | {"lines": lines, "channels": channels, "zero": zero or 0}
+    buffer = arguments(POOL, compiled(build, spec, isa), fields)
+    codes = lines * out_size[1] * kernel[0] * kernel[1] * channels
+    return Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), codes // _WORK_A_THREAD, lines)))

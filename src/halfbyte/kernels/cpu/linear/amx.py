@@ -1,0 +1,222 @@
+"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel, with the arithmetic of `tile.py`.
+
+4-bit weights are unpacked to int8 or bfloat16 into a small ring of memory, a unit of k before they are multiplied; 8-bit weights are
+multiplied where they lie. The sums of a block leave the unit through memory. They are stored between the first products of the next block,
+since a store that waits for its product keeps other products waiting, and then scaled. What memory that takes should be small: the
+activations and weights that pass share the first-level cache with it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
+from halfbyte.kernels.cpu.codegen.ir import Function, Value
+from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
+from halfbyte.kernels.cpu.codegen.kernel import function
+from halfbyte.kernels.cpu.linear.tile import RequantizingTile, Tile
+from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND_BITS, TileSpec
+from halfbyte.layouts.cpu_tiles import PANEL
+
+_FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
+
+
+@function(*["ptr"] * 5, *["i64"] * 4)
+def build(spec: TileSpec, isa: AMXTiles, f: Function) -> None:
+    """As `tile.build`."""
+    tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
+    tile.configure()
+    for part in f.loop(PANEL // (isa.lanes * spec.vectors)):
+        tile.emit(part * (isa.lanes * spec.vectors))
+    isa.release(f)
+
+
+class MatrixTile(Tile):
+    isa: AMXTiles
+
+    def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
+        super().__init__(spec, isa, f)
+        self.asks = f.parameters[-2].equals(0)  # the first row tile does
+        self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
+        half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
+        self.parts = [range(start, min(start + half, spec.rows)) for start in range(0, spec.rows, half)]  # rows of each A
+        # Sums of blocks, and of their weights where activations have an offset.
+        self.block_bytes = 64 * (self.count + spec.vectors * spec.shifted)
+        self.slots = 1 + spec.shifted
+        self.sums = f.alloca("i8", self.slots * self.block_bytes, 64)
+        self.unpacked_bytes = self.row_unit_bytes * isa.lanes * spec.vectors
+        self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
+        self.blocks, self.units, self.last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
+        self.corrected = isa.correction(spec.bits, spec.signed) != 0
+        self.start: Value | None = None  # a row of what sums begin at
+        if spec.biased and not self.corrected:
+            self.start = f.alloca(isa.ints, 1, 64)
+            self.start.store(f.value(isa.ints, ROUND_BITS), align=64)
+        self.all_units = (self.blocks - 1) * self.units + self.last_units
+        self.scratch = f.pinned(self.scratch, "r")  # or LLVM makes registers of all totals, and spills them
+
+    def configure(self) -> None:
+        spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
+        for i, rows in enumerate(self.parts):
+            shapes[_FIRST_A + i] = Register(self.row_unit_bytes, len(rows))
+            for v in range(spec.vectors):
+                shapes[i * spec.vectors + v] = Register(COLUMN_BYTES, len(rows))
+        for v in range(spec.vectors):
+            shapes[_FIRST_W + v] = Register(COLUMN_BYTES, self.row_unit_bytes // 4)
+        self.isa.configure(self.f, shapes)
+
+    def emit(self, first: Value) -> None:
+        spec, isa, f = self.spec, self.isa, self.f
+        self._ask_for_outputs(first)
+        self._begin(first)
+        unpacking = _Unpacking(self, first) if self.int8.stored_bits == 4 else None
+        if unpacking is not None:
+            for _ in f.loop(isa.units_ahead):
+                unpacking.step()
+        for b in f.loop(self.blocks + 1):
+            with f.when(b < self.blocks):
+                self._multiply(b, first, unpacking)
+            with f.when(b.equals(self.blocks)):
+                for n in range(len(self.parts) * spec.vectors):
+                    self._store(n, b - 1)
+            with f.when(b > 0):
+                for rows in self.parts:
+                    self._scale_part(rows, b - 1, first)
+        *_, fields = self._record(self.blocks - 1)
+        self._end(first, fields + 4 * FIELDS * spec.rows)
+
+    def _record(self, b: Value) -> tuple[Value, Value, Value, Value, Value]:
+        """Where the weights and the activations of block b lie, its units, and where its scales and its fields lie."""
+        spec, f, row_bytes = self.spec, self.f, self.spec.rows * self.row_unit_bytes
+        n = f.value("i64", 1) if spec.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
+        w = self.weights + b * (self.units * self.unit_bytes + self.tail_bytes)
+        a = self.activations + b * (self.units * row_bytes + 4 * FIELDS * spec.rows)
+        return w, a, n, w + n * self.unit_bytes, a + n * row_bytes
+
+    def _slot(self, b: Value) -> Value:
+        """Where the sums of block b lie until they are scaled."""
+        return self.sums + (b & self.slots - 1) * self.block_bytes
+
+    def _store(self, n: int, b: Value) -> None:
+        i, v = divmod(n, self.spec.vectors)
+        self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.spec.vectors + v) * 64, 64 * self.spec.vectors)
+
+    def _multiply(self, b: Value, first: Value, unpacking: _Unpacking | None) -> None:
+        """The sums of block b; those of the block before are stored between its first products."""
+        spec, isa, f = self.spec, self.isa, self.f
+        product = isa.tile_bf16_product if spec.inner == "bf16" else isa.tile_product if spec.bits == 4 else isa.tile_unsigned_product
+        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(spec.vectors * spec.shifted)]
+        w, a, units, _, _ = self._record(b)
+
+        def unit(u: Value, begins: bool) -> None:
+            if unpacking is not None:
+                unpacking.step()
+                weights, stride = unpacking.taken(), 64 * spec.vectors
+            else:
+                weights, stride = w + u * self.unit_bytes + first * 4, 4 * PANEL
+                self.ask_for(w + u * self.unit_bytes)
+            for i, rows in enumerate(self.parts):
+                at = a + u * (spec.rows * self.row_unit_bytes) + rows.start * self.row_unit_bytes
+                isa.tile_load(f, _FIRST_A + i, at, self.row_unit_bytes)
+                for v in range(spec.vectors):
+                    n = i * spec.vectors + v
+                    if i == 0:
+                        isa.tile_load(f, _FIRST_W + v, weights + v * 64, stride)
+                    if begins:
+                        self._store(n, b - 1)
+                        if self.start is None:
+                            isa.tile_zero(f, n)
+                        else:
+                            isa.tile_load(f, n, self.start, 0)
+                    product(f, n, _FIRST_A + i, _FIRST_W + v)
+            for v, total in enumerate(weight_sums):
+                for quad in range(spec.unit // 4):
+                    four = weights.load(isa.quads, quad * stride + v * 64, 64)
+                    total.value = isa.byte_sums(f, total.value, four, signed=spec.bits == 4)
+
+        unit(f.value("i64", 0), True)
+        if not spec.single:
+            for u in f.loop(units, 1):
+                unit(u, False)
+        for v, total in enumerate(weight_sums):
+            self._slot(b).store(total.value, (self.count + v) * 64, 64)
+
+    def _scale_part(self, rows: range, b: Value, first: Value) -> None:
+        """Adds the sums of these rows in block b: 16 x 16 outputs at a time."""
+        spec, isa = self.spec, self.isa
+        _, _, units, tail, fields = self._record(b)
+        slot = self._slot(b)
+        weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
+        for v in range(spec.vectors):
+            self.scaled_rows, self.scaled_vectors = rows, range(v, v + 1)
+            self._scale(functools.partial(self._sum, slot, fields, tail, first), fields, tail, first, weight_sums, units)
+
+    def _sum(self, slot: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
+        spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
+        total = slot.load(self.sum_type, n * 64, 64)
+        if spec.inner == "int8":
+            return total + self._field(fields, 1, row, "i32") if self.corrected else total
+        zero = self._zero(tail, first, v) if spec.zero == "point" else None
+        return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(fields, 2, row, "float"), total)
+
+    def ask_for(self, unit: Value) -> None:
+        """Ask for the memory that the stream of weights comes to some time after this unit."""
+        f = self.f
+        with f.when(self.asks):
+            for line in range(0, self.unit_bytes + (self.tail_bytes if self.spec.single else 0), 64):
+                f.prefetch(unit + (self.isa.ahead + line))
+
+
+class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
+    def _total_sum(self, n: int, block_sum: Value) -> Value:
+        return self._total(n).bits(self.isa.ints) + block_sum
+
+
+class _Unpacking:
+    """The walk that unpacks 4-bit weights into the tile's ring."""
+
+    def __init__(self, tile: MatrixTile, first: Value) -> None:
+        f = tile.f
+        self.tile, self.first = tile, first
+        self.source, self.left = f.variable(tile.weights), f.variable(tile.units)
+        self.done, self.used = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0))
+
+    def step(self) -> None:
+        """The next unit, if there is one."""
+        tile, f, done = self.tile, self.tile.f, self.done.value
+        with f.when(done < tile.all_units):
+            unit, to = self.source.value, self._slot(done)
+            tile.ask_for(unit)
+            self._unpack(unit + self.first * 4, to)
+            left = self.left.value - 1
+            ends = left.equals(0)
+            self.source.value = unit + (ends.select(f.value("i64", tile.tail_bytes), 0) + tile.unit_bytes)
+            self.left.value = ends.select(tile.units, left)
+            self.done.value = done + 1
+
+    def taken(self) -> Value:
+        """Where the unit lies that comes after the one that was taken last."""
+        number = self.used.value
+        self.used.value = number + 1
+        return self._slot(number)
+
+    def _slot(self, number: Value) -> Value:
+        return self.tile.ring + (number & _power_of_two(self.tile.isa.units_ahead) - 1) * self.tile.unpacked_bytes
+
+    def _unpack(self, stored: Value, to: Value) -> None:
+        """The codes of four k (or two, as bfloat16) of an output side by side, as tile registers have them in their columns."""
+        spec, isa, f = self.tile.spec, self.tile.isa, self.tile.f
+        for row in range(spec.unit // 8):
+            for v in range(spec.vectors):
+                bytes_ = stored.load(isa.quads, row * 4 * PANEL + v * 64, 64)
+                if spec.inner == "bf16":
+                    codes = isa.bf16_codes(f, bytes_, spec.signed, self.tile.int8.table)
+                else:
+                    codes = isa.table_weights(bytes_, self.tile.int8.table) if spec.table else isa.nibbles(bytes_, spec.signed)
+                for i, code in enumerate(codes):
+                    to.store(code, ((row * len(codes) + i) * spec.vectors + v) * 64, 64)
+
+
+def _power_of_two(n: int) -> int:
+    """The least one above n."""
+    return 1 << n.bit_length()

@@ -1,0 +1,152 @@
+"""y [P, N]: y[p] = x[p / share] · W[id[p]]ᵀ + bias[id[p]] on the CPU: rows sorted by expert, and one parallel region for all experts.
+
+Each expert that has rows is a linear layer as `linear.py` plans it, with a block of arguments of its own. Threads go through the blocks
+one after the other and draw work from each; there is one barrier in all, between the phases of `driver.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu.codegen import jit, runtime
+from halfbyte.kernels.cpu.codegen.arguments import GROUPED, LINEAR
+from halfbyte.kernels.cpu.codegen.ir import Function, Module
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.linear import linear
+from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.plan_cache import PLANS
+
+_BLOCK_BYTES = 8 * len(LINEAR.fields)
+_CALL = GROUPED.struct()
+_INFINITE = float("inf")
+
+
+def build(isa: ISA) -> Module:
+    """A module with the two phases of many blocks of arguments."""
+    module = Module(isa.attributes)
+    for phase in ("first_phase", "second_phase"):
+        _each(module.function(phase, ["ptr", "i64", "i64"]), phase)
+    return module
+
+
+def _each(f: Function, phase: str) -> None:
+    args, thread, threads = f.parameters
+    for i in f.loop(GROUPED.load(args, "count")):
+        block = GROUPED.load(args, "blocks", "ptr") + i * _BLOCK_BYTES
+        # One row is always the same thread's: that each block begins with another thread shares the rows of many blocks.
+        f.call_pointer(LINEAR.load(block, phase, "ptr"), block, (thread + i) % threads, threads)
+
+
+class _Part(NamedTuple):
+    """So many rows, from these of x to these of the result, that one expert multiplies."""
+
+    expert: int
+    x_row: int
+    out_row: int
+    rows: int
+
+
+@functools.cache
+def _phases(isa: ISA) -> tuple[int, int]:
+    found = jit.load("grouped", build, isa)
+    return found["first_phase"], found["second_phase"]
+
+
+def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [P / share, K] contiguous, P ids of experts that there are, weight uint8 [E * bytes of a matrix], bias float32 [E, N] -> [P, N].
+
+    `kernel` is that of one expert, whose conditions hold.
+    """
+    pairs, share = len(ids), len(ids) // len(x)
+    out = torch.empty(pairs, kernel.geometry.n, dtype=kernel.out_dtype, device="cpu")
+    if len(set(ids)) == pairs:  # each row is a part: it stays where it is
+        parts = [_Part(expert, i // share, i, 1) for i, expert in enumerate(ids)]
+        _run(kernel, parts, (x, weight, bias, out))
+    else:
+        order = sorted(range(pairs), key=ids.__getitem__)
+        places, by_expert = torch.tensor(order, device="cpu"), torch.empty_like(out)
+        _run(kernel, _sorted_parts([ids[i] for i in order]), (x[places // share], weight, bias, by_expert))
+        out[places] = by_expert
+    return out if kernel.out_dtype == kernel.dtype else out.to(kernel.dtype)
+
+
+def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
+    """Of pairs in the order of their experts, which these are; none has more rows than one pass takes."""
+    parts, start = list[_Part](), 0
+    for expert, rows in Counter(experts).items():
+        for done in range(0, rows, linear.ROWS_A_PASS):
+            parts.append(_Part(expert, start + done, start + done, min(linear.ROWS_A_PASS, rows - done)))
+        start += rows
+    return parts
+
+
+def _run(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> None:
+    """`operands`: x, weight, bias, out."""
+    geo, pairs = kernel.geometry, len(operands[3])
+    threads = max(1, min(runtime.threads(), pairs * geo.n * geo.k // linear.WORK_A_THREAD))
+    for some in _passes(parts) if pairs > linear.ROWS_A_PASS else (parts,):
+        _pass(kernel, some, operands, threads)
+
+
+def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Parts that together have as many rows as one pass takes, so that scratch memory does not grow with the number of rows."""
+    some, rows = list[_Part](), 0
+    for part in parts:
+        if rows + part.rows > linear.ROWS_A_PASS:
+            yield some
+            some, rows = [], 0
+        some.append(part)
+        rows += part.rows
+    yield some
+
+
+def _planned(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
+    """`_plan`, once in each Python thread."""
+    key = kernel.number, rows, threads
+    plan = PLANS.experts.get(key)
+    if plan is None:
+        plan = PLANS.experts[key] = _plan(kernel, rows, threads)
+    return plan
+
+
+def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor], threads: int) -> None:
+    x, weight, bias, out = operands
+    plans = [_planned(kernel, part.rows, threads) for part in parts]
+    _memory, scratch = linear.thread.memory(sum(size for _, size in plans))
+    blocks = ctypes.create_string_buffer(b"".join(plan for plan, _ in plans), len(parts) * _BLOCK_BYTES)
+    row_bytes, out_bytes, n = x.shape[1] * x.element_size(), out.shape[1] * out.element_size(), out.shape[1]
+    px, pw, py, pb = x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()
+    for i, (part, (_, size)) in enumerate(zip(parts, plans, strict=True)):
+        linear.pack_call(
+            blocks,
+            i * _BLOCK_BYTES + linear.CALL,
+            0,
+            px + part.x_row * row_bytes,
+            row_bytes,
+            scratch,
+            pw + part.expert * kernel.nbytes,
+            pb and pb + part.expert * n * 4,
+            py + part.out_row * out_bytes,
+            0,
+            -_INFINITE,
+            _INFINITE,
+        )
+        scratch += size
+    arguments = ctypes.create_string_buffer(
+        _CALL.pack(*_phases(kernel.isa), runtime.openmp_address(), 0, ctypes.addressof(blocks), len(parts))
+    )
+    kernel.run(ctypes.addressof(arguments), threads)
+
+
+def _plan(kernel: LinearKernel, m: int, threads: int) -> tuple[bytes, int]:
+    """The arguments of one part, and the bytes of scratch memory that it takes."""
+    buffer, size = kernel.arguments(m, threads)
+    return buffer.raw, math.ceil(size / 64) * 64

@@ -1,0 +1,351 @@
+"""y = x · dequantize(W)ᵀ + bias + residual, clamped or through GELU, on the CPU: compiles what a call needs, plans its tiles, and runs it.
+
+Conditions that the caller has checked: x is [M, K] with contiguous rows in float32, bfloat16 or float16; the packed weight
+has layout `cpu_tiles` and its full size; a bias is contiguous float32 [N]; a residual is contiguous [M, N] in x's dtype; all are on
+the CPU.
+
+The same loops do yq = requantize(xq · codes(W)ᵀ): x is int8, and in the bias's place stands the table of `tile.RequantizingTile`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.bounded import Bounded
+from halfbyte.errors import KernelError
+from halfbyte.formats.spec import Format
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
+from halfbyte.kernels.cpu.codegen.elements import Kind, kind_of
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isa_amx import AMXTiles
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import compiled
+from halfbyte.kernels.cpu.linear import activations, amx, bracketed, driver, expanded, tile
+from halfbyte.kernels.cpu.linear.activations import RowSpec
+from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE, biasable, highest_point
+from halfbyte.kernels.cpu.linear.expanded import PanelSpec
+from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, Inner, TileSpec
+from halfbyte.kernels.problem import Activation, scaling_of
+from halfbyte.layouts.base import round_up
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry
+from halfbyte.memory import in_huge_pages
+
+_GROUP_BYTES = 1 << 18  # weights that stay in a core's second-level cache while the row tiles pass
+_READ_ONCE_BYTES = 1 << 20  # of a group whose panels all row tiles pass over one by one: where a group begins reading falters
+_GROUPS_A_THREAD = 4
+WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
+ROWS_A_PASS = 4096
+_MAPPED = 1 << 25  # bytes from which on glibc takes each block from the system anew (M_MMAP_THRESHOLD at its most)
+_KEPT_SCRATCH = 1 << 24
+_MOST_TEMPLATES = 64
+
+pack_call = LINEAR.struct("counter", "clamp").pack_into
+CALL = LINEAR.offset("counter")
+_ZEROS = torch.zeros(PANEL * 8, dtype=torch.float32, device="cpu")  # for as many panels as tiles take at once
+
+
+class _Call(NamedTuple):
+    """What a thread keeps for calls of one kernel with one M: the arguments, all but those of the call filled in."""
+
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
+    scratch_bytes: int
+    threads: int
+
+
+class _Thread(threading.local):
+    """Each Python thread has its own arguments and scratch memory, so that calls may run side by side."""
+
+    def __init__(self) -> None:
+        self.calls = Bounded[tuple[int, int, int], _Call](4096)
+        self.scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def memory(self, size: int) -> tuple[Tensor, int]:
+        """Memory for one call, and an address in it that is a multiple of 64 with `size` bytes behind it; small memory is kept."""
+        memory = self.scratch
+        if memory.numel() < size + 64:
+            memory = torch.empty(max(size + 64, 1 << 16), dtype=torch.uint8, device="cpu")
+            if size <= _KEPT_SCRATCH:
+                self.scratch = memory
+        return memory, memory.data_ptr() + 63 & ~63
+
+
+thread = _Thread()
+_numbers = itertools.count()
+
+
+class LinearKernel:
+    """The compiled product for one weight shape and format, activation dtype and arithmetic, for any M.
+
+    zeroed   rows of x have zeros behind them, up to whole units
+    gelu     outputs go through it, and are not clamped
+    sparse   the weight is in the layout of 2:4 sparse ones
+    isa      None for the one that is taken here
+    """
+
+    def __init__(
+        self,
+        fmt: Format,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        inner: Inner,
+        activation: Activation,
+        *,
+        zeroed: bool = False,
+        gelu: bool = False,
+        sparse: bool = False,
+        isa: ISA | None = None,
+    ) -> None:
+        self.isa, self.geometry = isa or current(), Geometry(fmt, n, k, sparse)
+        if sparse and not self.isa.spreads:
+            raise KernelError(f"{self.isa.name} has no kernels for 2:4 sparse weights: unpack the codes and pack them on this machine")
+        if fmt.packed_bits and not self.isa.reads_packed_bits:
+            raise KernelError(f"{self.isa.name} has no kernels for codes of 5 and 6 bits: unpack the codes and pack them on this machine")
+        geo = self.geometry
+        self.dtype = dtype
+        self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
+        self.tile_spec, row_spec = specs(
+            self.isa, geo, kind_of(dtype), kind_of(self.out_dtype), inner, activation, gelu=gelu, zeroed=zeroed
+        )
+        self.row_function = compiled(activations.build, row_spec, self.isa)
+        self.unit, self.paired = row_spec.unit, row_spec.paired
+        self.run = runtime.runner()
+        self.nbytes = geo.nbytes
+        self.element_bytes = dtype.itemsize
+        element = self.isa.activation_bytes(inner, fmt.code_bits)
+        self.row_bytes = ((geo.blocks - 1) * geo.padded + geo.last_padded) * element + geo.blocks * 4 * FIELDS
+        self.number = next(_numbers)
+        self._of, self._zeroed = (fmt, n, k, dtype, inner, activation), zeroed
+        self._templates: dict[tuple[int, int], tuple[bytes, int]] = {}
+
+    def taking(self, m: int) -> LinearKernel:
+        """The kernel that multiplies M rows: this one, or that of the matrix unit where it is faster."""
+        return self if self.isa.taking(m, self.tile_spec.inner) is self.isa else self._on_matrix_unit
+
+    @functools.cached_property
+    def _on_matrix_unit(self) -> LinearKernel:
+        return LinearKernel(*self._of, isa=self.isa.matrix, zeroed=self._zeroed, gelu=self.tile_spec.gelu)
+
+    def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
+        """x [..., K], or [M, K] with contiguous rows -> [..., N]; `weights` is the address of the packed bytes.
+
+        `residual` [..., N] is added before the clamp.
+        """
+        *lead, k = x.shape
+        m = math.prod(lead)
+        out = x.new_empty((*lead, self.geometry.n), dtype=self.out_dtype)
+        if out.nbytes >= _MAPPED:
+            in_huge_pages(out)
+        apart = 0
+        if residual is not None:
+            residual = residual.to(self.out_dtype)
+            apart = residual.data_ptr() - out.data_ptr()  # the rows of both are as long
+        if m <= ROWS_A_PASS:
+            self._pass(x, m, weights, bias, low, high, out, apart)
+        else:
+            rows = x if len(lead) == 1 else x.view(m, k)
+            for some, part in zip(rows.split(ROWS_A_PASS), out.view(m, -1).split(ROWS_A_PASS), strict=True):
+                self._pass(some, len(some), weights, bias, low, high, part, apart)
+        return out if self.out_dtype == self.dtype else out.to(self.dtype)
+
+    def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0) -> None:
+        """`residual`: bytes from `out` to what is added to it, 0 for nothing."""
+        kept, available = thread, runtime.threads()
+        call = kept.calls.get((self.number, m, available)) or self._prepare(m, available)
+        _memory, address = kept.memory(call.scratch_bytes)
+        # Asking for a stride costs three times what it costs to ask whether it is the usual one.
+        stride = self.geometry.k * self.element_bytes if x.is_contiguous() else x.stride(0) * self.element_bytes
+        pack_call(
+            call.buffer,
+            CALL,
+            0,
+            x.data_ptr(),
+            stride,
+            address,
+            weights,
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            residual,
+            low,
+            high,
+        )
+        self.run(call.address, call.threads)
+
+    def _prepare(self, m: int, available: int) -> _Call:
+        threads = self.threads(m, available)
+        buffer, scratch_bytes = self.arguments(m, threads)
+        call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
+        thread.calls[self.number, m, available] = call
+        return call
+
+    def threads(self, m: int, available: int) -> int:
+        """Of those available, how many are worth waking for M rows."""
+        geo = self.geometry
+        return max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
+
+    def arguments(self, m: int, threads: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
+        """The arguments for M rows on so many threads, all but those of the call, and how many bytes of scratch memory it takes."""
+        template, scratch_bytes = self._template(m, threads)
+        return ctypes.create_string_buffer(template, len(template)), scratch_bytes
+
+    def scratch_bytes(self, m: int) -> int:
+        """Bytes of scratch memory that M rows take."""
+        return m * self.taking(m).row_bytes
+
+    def _template(self, m: int, threads: int) -> tuple[bytes, int]:
+        """What all calls of so many rows begin with: every layer of a model takes a copy."""
+        found = self._templates.get((m, threads))
+        if found is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            found = self._templates[m, threads] = self._filled(m, threads).raw, self.scratch_bytes(m)
+        return found
+
+    def _filled(self, m: int, threads: int) -> ctypes.Array[ctypes.c_char]:
+        geo, taken = self.geometry, self.taking(m)
+        share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
+        fields = taken.fields(m, share)
+        tiles = fields["tiles"] + fields["lesser_tiles"]
+        in_turn = taken.asking(m, tiles)
+        group_bytes = _READ_ONCE_BYTES if in_turn or tiles == 1 or "panel_function" in fields else _GROUP_BYTES
+        group = round_up(max(1, min(group_bytes // geo.panel_bytes, share)), fields["at_once"])
+        groups = round_up(-(-geo.panels // group), threads)  # as many for each
+        if in_turn:
+            fields |= {"in_turn": in_turn if fields["at_once"] == 1 else 0, "together": fields["at_once"]}
+        phases = driver.phases(self.isa)
+        near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
+        chunks = max(1, min(m * taken.row_bytes // near, tiles))
+        fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "panel_groups": groups, "chunks": chunks}
+        return LINEAR.buffer(fields)
+
+    def asking(self, m: int, tiles: int) -> int:
+        """How many of so many row tiles, the last ones, ask in turn for the next panel, where all pass over one before it; 0: none do."""
+        isa, geo, size = self.isa, self.geometry, self.geometry.panel_bytes
+        near = m * self.row_bytes + 2 * size <= isa.asking_bytes
+        # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.
+        alone = self.tile_spec.inner == "int8" and geo.bits == 8 and not geo.sparse and 2 * size > _GROUP_BYTES
+        return min(tiles, isa.asking_tiles) if 0 < isa.asks_in_turn <= tiles and (near or alone or self._brackets(m)) else 0
+
+    def _brackets(self, m: int) -> bool:
+        """Whether M rows go through tiles of `bracketed.py`."""
+        return self.tile_spec.bracketed and m >= self.isa.brackets and self.geometry.blocks <= bracketed.MOST_BLOCKS
+
+    def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
+        """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need.
+
+        most_at_once   panels that a tile may take
+        """
+        geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
+        most, vectors, panels, expands = self.isa.tile(m, spec.inner, geo, codes=spec.out == "i8")
+        count = -(-m // most)
+        rows, more = divmod(m, count)
+        at_once = min(panels, most_at_once) if count == 1 else 1
+        in_turn = at_once == 1 and self.asking(m, count) > 0
+        near = self.isa.near(m, spec.inner, geo)
+        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, in_turn=in_turn, near=near)
+        build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
+        tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
+        return {
+            **{name: compiled(build, one, self.isa) for name, one in tiles.items()},
+            **(self._expansion(tiles) if expands else {}),
+            **(self._bracketing(tiles) if self._brackets(m) else {}),
+            "openmp": runtime.openmp_address(),
+            "k": geo.k,
+            "blocks": geo.blocks,
+            "block": geo.block,
+            "last": geo.last,
+            "units": geo.padded // self.unit,
+            "last_units": geo.last_padded // self.unit,
+            "m": m,
+            "row_bytes": self.row_bytes,
+            "row_function": self.row_function,
+            "tile_rows": rows + (more > 0),
+            "tiles": more or count,
+            "lesser_tiles": count - more if more else 0,
+            "n": geo.n,
+            "at_once": at_once,
+            "together": geo.panels,
+            "panel_bytes": geo.panel_bytes,
+            "zeros": _ZEROS.data_ptr(),
+            "out_stride": geo.n * element,
+            "out_bytes": element,
+            "table_stride": 4 * PANEL * geo.panels,
+        }
+
+    def _bracketing(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
+        functions = {f"bracketing_{name}": compiled(bracketed.build, one, self.isa) for name, one in tiles.items()}
+        panel = replace(self.tile_spec, vectors=tiles["tile_function"].vectors, out="f32", gelu=False)
+        return {**functions, "panel_function": compiled(bracketed.build_panel, panel, self.isa)}
+
+    def _expansion(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
+        panel = PanelSpec.of(tiles["tile_function"])
+        return {
+            **{f"expanding_{name}": compiled(expanded.build, replace(one, expands=True), self.isa) for name, one in tiles.items()},
+            "panel_function": compiled(expanded.build_panel, panel, self.isa),
+            "expanded_blocks": max(1, self.isa.expanded_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
+        }
+
+
+def specs(
+    isa: ISA, geo: Geometry, source: Kind, out: Kind, inner: Inner, activation: Activation, *, gelu: bool = False, zeroed: bool = False
+) -> tuple[TileSpec, RowSpec]:
+    """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for."""
+    fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
+    bits = fmt.code_bits
+    # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
+    whole_row, shifted = scaling_of(activation) if integers else (False, False)
+    if shifted and fmt.codebook and fmt.codebook[fmt.pad_index] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
+        what = f"blocks of {geo.block} in rows of {geo.k} are padded, and {fmt} has no code for 0"
+        raise KernelError(f"activation={activation!r} is not for this weight: {what}: use 'block' or 'row'")
+    by_row = whole_row and not shifted
+    by_block = integers and source != "i8" and not by_row and not shifted
+    # A block's sums begin at their correction, with the bits added that make floats of them. Where they are made apart, nothing is gained
+    # by that: of 4 bits it is taken off, as a float, when they are scaled. That of 8 bits may be far larger than what is left when it is
+    # taken off: it stays an integer.
+    biased = by_block and isa.biases and biasable(fmt, geo.padded)
+    points_off = integers and fmt.zero == "point" and bits == 4 and geo.padded <= isa.points_off
+    points_off &= not (shifted or geo.sparse or source == "i8")
+    highest = HIGHEST_CODE if points_off else highest_point(isa, bits, fmt.zero, biased)
+    brackets = integers and isa.brackets > 0 and bracketed.fits(geo) and source != "i8" and not shifted
+    correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
+    folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
+    single = geo.padded == geo.last_padded == unit and unit % 32 == 0
+    weight: dict[str, Any] = {"scale": kind_of(fmt.scale), "zero": fmt.zero, "packed_bits": fmt.packed_bits}
+    weight |= {"pairs": geo.pairs, "sparse": geo.sparse}
+    weight |= {"table": fmt.family if fmt.codebook else ""}
+    shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
+    shared |= {"folded": folded, "biased": biased, "bracketed": brackets}
+    row = RowSpec(
+        **shared,
+        source=source,
+        paired=geo.pairs and integers and isa.multiplies_sums,
+        by_row=whole_row or (integers and geo.blocks == 1),
+        correction=correction,
+        sums="none"
+        if fmt.zero == "none" or points_off
+        else "codes"
+        if integers and (fmt.zero == "point" or by_row or brackets)
+        else "values",
+        zeroed=zeroed and (geo.blocks == 1 or geo.block % unit == 0),
+    )
+    weight |= {"points_off": points_off}
+    return TileSpec(**shared, **weight, by_row=by_row, rows=1, vectors=1, out=out, gelu=gelu), row
+
+
+@functools.lru_cache(maxsize=1024)
+def linear_kernel(
+    fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, gelu: bool = False, sparse: bool = False
+) -> LinearKernel:
+    return LinearKernel(fmt, n, k, dtype, inner, activation, gelu=gelu, sparse=sparse)

@@ -1,0 +1,5 @@
+"""Weights on CPUs, at the speed of memory.
+
+quantize.py      float weights to codes; dequantize.py: and back
+pack.py          codes into the layout of tiles; extract.py: codes out of llama.cpp's blocks
+"""

@@ -1,0 +1,282 @@
+"""New tokens through a whole Llama-like model in one call: ids [M] -> logits [M, N], float32.
+
+The tokens are one of each of B sequences, or the next 1 … FEW of one sequence. Each row is computed in the same order of operations
+whatever M is: the logits after a token are the same, bit by bit, whether it is alone or among others of its sequence.
+
+    x  = factor * table[ids]     rows of a quantized table; of any other, whoever calls writes table[ids] to x
+    e  = s * (factor * table[ids] + norm(x · Wᵀ))    where layers have inputs of their own: with a table, factor and norm for these
+    x  = layer(x)                each of the layers, as in `decoder.py`, in place; with its part of e, if it has one
+    y  = f(norm(x) · Wᵀ + bias)  the head, a product as in `chain.py`; norm(x) [B, K] where it is none that is packed
+
+From token to token all arguments stay but the ids, the rotary positions, the length of the cache and where y goes: what a program does
+between two tokens runs with caches that are full of weights, some three times as long as otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
+from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
+from halfbyte.kernels.cpu.quantize import dequantize
+from halfbyte.kernels.cpu.transformer import decoder
+from halfbyte.kernels.cpu.transformer.attend import ATTEND, CACHES
+from halfbyte.kernels.cpu.transformer.attention_half import Size
+from halfbyte.kernels.cpu.transformer.decoder import Entry, Layer, Plan
+from halfbyte.kernels.cpu.transformer.halves import Fields, Laid, Norm, product_steps, shared
+from halfbyte.kernels.layer_kinds import LogitsFunction
+from halfbyte.layouts.cpu_tiles import Geometry
+
+_INFINITE = float("inf")
+_pack = struct.Struct("<q").pack_into
+_pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
+_WHERE, _QKV = ATTEND.struct("qkv", "out_stride"), ATTEND.offset("qkv")
+_ROTARY = ATTEND.struct("cos", "sin")
+_KEYS, _VALUES, _MASK, _LENGTH = (ATTEND.offset(field) for field in ("keys", "values", "mask", "length"))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Inputs:
+    """What layers' own inputs are made of, of P elements for each layer, as addresses.
+
+    table, factor  as a Model's, rows of all layers' P elements
+    projection     from x to these
+    norm           of each P of them
+    scale          the address of s
+    """
+
+    table: tuple[Geometry, int] | None
+    factor: float
+    projection: Product
+    norm: Norm
+    scale: int
+
+    def steps(self, rows: int, layers: int, threads: int, ids: int, x: int, beside: int) -> tuple[list[Buffer], object]:
+        """From so many rows x, of a model of so many layers, to e [rows, layers * P]; and what these steps read, to be kept."""
+        product = self.projection
+        wide, width = 4 * product.n, product.n // layers
+        memory = shared("per_layer_inputs", (*Laid.sizes((product,), rows, threads), rows * wide))
+        laid, projected = Laid.of((product,), rows, threads, memory.starts), memory.starts[2]
+        first = laid.steps(product, x, projected)
+        fields: Fields = {"x": projected, "x_stride": 4 * width, "out": beside, "out_stride": 4 * width, "rows": rows * layers, "k": width}
+        fields |= {"weight": self.norm.weight, "shift": self.scale, "eps": (self.norm.eps, 0.0)}
+        added = arguments(NORM, phase(self.norm.step("norm", added=True, scaled=True)), fields)
+        return [*_looked_up(self.table, self.factor, rows, product.n, ids, beside), *first.blocks, added], (memory, first)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Model:
+    """Its weights, by their addresses: whoever calls sees to it that they are there.
+
+    table    the shape of the embedding and the address of its packed bytes, or None
+    factor   of its rows
+    norm     the last one
+    head     None: there is none, or none that is packed
+    logits   f, one of `chain.EACH`, and its constant, if any
+    windows  of each layer, how many tokens a new one sees, itself the last; None: all
+    turns    of each layer, the number of its rotary positions
+    inputs   what its layers' own inputs are made of, if they have any
+    """
+
+    layers: tuple[Layer, ...]
+    table: tuple[Geometry, int] | None
+    factor: float
+    norm: Norm
+    head: Product | None
+    logits: tuple[LogitsFunction, float] | None
+    windows: tuple[int | None, ...]
+    turns: tuple[int, ...]
+    inputs: Inputs | None = None
+
+
+class _Windowed(NamedTuple):
+    """The attention of a layer with a window, a step for each token of a sequence: where the first of all tokens would be, lost or not, and
+    bytes from one to the next."""
+
+    blocks: Sequence[Buffer]
+    window: int
+    keys: int
+    key_bytes: int
+    values: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[Buffer], entry: Entry, length: int, window: int) -> _Windowed:
+        keys, _, _, key_bytes, values, _, _, value_bytes = decoder.places(entry.keys, entry.values)
+        lost = length - entry.length
+        return cls(blocks, window, keys - lost * key_bytes, key_bytes, values - lost * value_bytes, value_bytes)
+
+
+class Steps:
+    """Steps of B sequences with one cache, `entries` for each layer, by one Python thread, on as many threads as there are now: of one
+    token of each, or of `tokens` of one sequence.
+
+    x       [M, K], the tokens' rows: to be written where the model has no table
+    beside  the same of layers' own inputs, [M, layers * P], or of none
+    ids     of the tokens, each a row of the table
+    cache   the type of keys and values
+    """
+
+    def __init__(self, model: Model, entries: Sequence[Entry], length: int, *, masked: bool, tokens: int = 1) -> None:
+        first, batch = model.layers[0], len(entries[0].keys)
+        rows = batch * tokens
+        self.cache = entries[0].keys.dtype
+        self.threads = decoder.threads_of(first, rows)
+        turns, turned = 1 + max(model.turns), max(layer.rotary for layer in model.layers)
+        with torch.inference_mode(False):  # written again and again, and not always in that mode
+            self.x = torch.zeros(rows, first.k, dtype=torch.float32, device="cpu")
+            self._turns = torch.zeros(rows, turns, 2, turned, dtype=torch.float32, device="cpu")
+            width = 0 if model.inputs is None else model.inputs.projection.n
+            self.beside = torch.zeros(rows, width, dtype=torch.float32, device="cpu")
+        self.ids = (ctypes.c_int64 * rows)()
+        self._model, self._batch, self._rows, self._sines, self._width = model, batch, rows, 4 * turned, 8 * turned * turns
+        size = Size(batch, tokens, CACHES[self.cache], masked, self.threads)
+        self._plans = [Plan(layer, size) for layer in model.layers]
+        kinds = list(zip(self._plans, model.windows, strict=True))
+        self._attention = [plan.attention[0] for plan, window in kinds if window is None]
+        # Each token of a sequence has a window that begins elsewhere, and so a step of attention of its own.
+        self._of_tokens = [[plan.attention[0]] if window is None else _a_token_each(plan.attention[0], tokens) for plan, window in kinds]
+        self._windowed: list[_Windowed]
+        self._last: list[tuple[Buffer, int]]  # the blocks that have the place of y, and where
+        of_layers = (block for plan, attention in zip(self._plans, self._of_tokens, strict=True) for block in _with(plan, attention))
+        blocks = [*self._begin(), *of_layers, *self._end()]
+        self._chain = Chain(blocks, self.threads)
+        self.point(entries, length)
+
+    def _begin(self) -> list[Buffer]:
+        model, ids, x = self._model, ctypes.addressof(self.ids), self.x.data_ptr()
+        blocks = _looked_up(model.table, model.factor, self._rows, self.x.shape[1], ids, x)
+        if model.inputs is None:
+            return blocks
+        layers = len(model.layers)
+        more, self._inputs = model.inputs.steps(self._rows, layers, self.threads, ids, x, self.beside.data_ptr())
+        return [*blocks, *more]
+
+    def _end(self) -> list[Buffer]:
+        norm, head, k = self._model.norm, self._model.head, self.x.shape[1]
+        if head is None:
+            sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._rows, "k": k}
+            of_norm: Fields = {"weight": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
+            block = arguments(NORM, phase(norm.step("norm")), {**sizes, **of_norm})
+            self._last = [(block, NORM.offset("out"))]
+            return [block]
+        alone = self._rows == 1
+        buffer, private = head.kernel.arguments(self._rows, self.threads)
+        private = private + 63 & ~63
+        with torch.inference_mode(False):
+            self._memory = torch.empty(self.threads * (private + 4 * k) + 64, dtype=torch.uint8, device="cpu")
+        laid_out = self._memory.data_ptr() + 63 & ~63
+        pack_call(buffer, CALL, 0, self.x.data_ptr(), 4 * k, laid_out, head.weight, head.bias, 0, 0, -_INFINITE, _INFINITE)
+        self._last = [(buffer, LINEAR.offset("out"))]
+        fields: Fields = {
+            "normed": laid_out + self.threads * private,
+            "normed_thread": 4 * k,
+            "private": private if alone else 0,
+            "norm": norm.weight,
+            "shift": norm.bias,
+            "eps": (norm.eps, 0.0),
+        }
+        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=norm.step(""))
+        if self._model.logits is not None:
+            function, constant = self._model.logits
+            steps.append(_each(function, self._rows * head.n, constant))
+            self._last.append((steps[-1], NORM.offset("x")))
+        return steps
+
+    def point(self, entries: Sequence[Entry], length: int) -> None:
+        """From now on to these, of the same type and batch, the last of `length` tokens."""
+        at, turns = self.x.data_ptr(), self._turns.data_ptr()
+        of_one, row = (4 * n for n in (self.beside.shape[1] // len(self._plans), self.beside.shape[1]))
+        for index, (plan, entry, number) in enumerate(zip(self._plans, entries, self._model.turns, strict=True)):
+            cosines = turns + 2 * number * self._sines
+            apart = (self._width, 0) if self._batch > 1 else (0, self._width)  # of sequences, or of the tokens of one
+            rotary = cosines, cosines + self._sines, *apart
+            beside = self.beside.data_ptr() + index * of_one, row
+            plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length), beside)
+        layers = zip(self._plans, self._of_tokens, entries, self._model.windows, strict=True)
+        self._windowed = []
+        for plan, blocks, entry, window in layers:
+            if window is not None:
+                _point_each(blocks, plan.attention[0], self._width)
+                self._windowed.append(_Windowed.of(blocks, entry, length, window))
+
+    def turn(self, b: int, rotary: int) -> None:
+        """Row b by the cosines and sines, [turns, 2, R] float32, at an address."""
+        ctypes.memmove(self._turns.data_ptr() + b * self._width, rotary, self._width)
+
+    def run(self, length: int, out: int, mask: Tensor | None) -> None:
+        """length: of the cache before; out: the address of y; mask: bool [B, length + 1], contiguous, which tokens each may see."""
+        for block in self._attention:
+            _pack(block, _LENGTH, length)
+        for layer in self._windowed:
+            for before, block in enumerate(layer.blocks, length):
+                begin = max(0, before + 1 - layer.window)
+                _pack(block, _KEYS, layer.keys + begin * layer.key_bytes)
+                _pack(block, _VALUES, layer.values + begin * layer.value_bytes)
+                _pack(block, _LENGTH, before - begin)
+                if mask is not None:
+                    _pack_mask(block, _MASK, mask.data_ptr() + begin, mask.stride(0))
+        if mask is not None:
+            at, stride = mask.data_ptr(), mask.stride(0)
+            for block in self._attention:
+                _pack_mask(block, _MASK, at, stride)
+        for block, place in self._last:
+            _pack(block, place, out)
+        self._chain.run()
+
+
+def _a_token_each(block: Buffer, tokens: int) -> list[Buffer]:
+    """The step of attention of each of a sequence's new tokens, from that of all: the same one where there is but one."""
+    if tokens == 1:
+        return [block]
+    (qkv, qkv_stride, out, out_stride) = _WHERE.unpack_from(block, _QKV)
+    steps = []
+    for token in range(tokens):
+        steps.append(ctypes.create_string_buffer(block.raw, len(block)))
+        _WHERE.pack_into(steps[-1], _QKV, qkv + token * qkv_stride, qkv_stride, out + token * out_stride, out_stride)
+        _pack(steps[-1], ATTEND.offset("tokens"), 1)
+    return steps
+
+
+def _point_each(blocks: Sequence[Buffer], block: Buffer, width: int) -> None:
+    """Point the steps of attention of single tokens to where that of all is pointed to; width: bytes from a token's cosines to the next."""
+    if len(blocks) == 1:
+        return
+    first, last = ATTEND.offset("cos"), ATTEND.offset("length")
+    changing = block.raw[first:last]
+    for token, one in enumerate(blocks):
+        ctypes.memmove(ctypes.addressof(one) + first, changing, len(changing))
+        _ROTARY.pack_into(one, first, *(at + token * width for at in _ROTARY.unpack_from(block, first)))
+
+
+def _with(plan: Plan, attention: Sequence[Buffer]) -> Iterator[Buffer]:
+    """A layer's steps, with these in the place of its attention."""
+    for block in plan.blocks:
+        yield from attention if block is plan.attention[0] else (block,)
+
+
+def _looked_up(table: tuple[Geometry, int] | None, factor: float, rows: int, width: int, ids: int, out: int) -> list[Buffer]:
+    """So many rows of a table, each of `width` elements, times `factor`; without a table, of what is at `out`."""
+    scaled = [] if factor == 1.0 else [_each("times", rows * width, factor, out)]
+    if table is None:
+        return scaled
+    geo, weights = table
+    fields = dequantize.weight_fields(weights, geo)
+    fields |= {"ids": ids, "rows": rows, "out": out, "out_stride": 4 * geo.k}
+    function = compiled(dequantize.build, dequantize.spec_of(geo, "f32"), current())
+    return [arguments(DEQUANTIZE, function, fields), *scaled]
+
+
+def _each(function: LogitsFunction, count: int, constant: float, x: int = 0) -> Buffer:
+    """One of `chain.EACH` of so many floats in place, from the address x on."""
+    return arguments(NORM, phase(Step(function)), {"x": x, "k": count, "eps": (0.0, constant)})

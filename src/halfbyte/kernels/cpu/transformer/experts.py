@@ -1,0 +1,541 @@
+"""The feed-forward half of a mixture of experts, for few rows: h [m, K] -> y [m, K], float32.
+
+    x      = norm(h)
+    l      = x · Wrouterᵀ + bias                         a logit for each of E experts
+    id, w  = the T largest of a row's, and softmax of them, or their share of the softmax of all; of equal ones the first. Or, where a row
+             chooses by scores, s = sigmoid(l) or softmax(l): the T largest of s + correction, and s of them, or their share of these
+    g[t]   = x · Wgate_up[id[t]]ᵀ + bias[id[t]]          silu(gate) * up where the gates were; or `Clamped` gates
+    y      = h + factor * sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]])
+               + sigmoid(x · wgate) * shared(x)          where there is an expert that all rows share, which may have no gate
+
+Which experts there are is known in the chain alone, so its steps find their weights by the ids that a step before has written. Where ids
+and weights are given, there are neither norm, router nor h: y is the sum.
+
+Each row times an expert is a product of one row, with the tiles of `linear.py`, whose panels are cut into groups over all experts of a row,
+or, of several rows, of all of them in the order of experts: those that share one find its weights in the caches. All else is float32; sums
+over t are in the order of ids, those over K of the router lane by lane, by fused multiply-adds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import KernelError, unreachable
+from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, drawn_shares, phase, prepare, shares, through_gates
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block, Buffer
+from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
+from halfbyte.kernels.cpu.codegen.exponential import exp
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled
+from halfbyte.kernels.cpu.codegen.kernel import phase as emitted
+from halfbyte.kernels.cpu.linear import driver
+from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.transformer.halves import Fields, Laid, Norm, shared
+from halfbyte.kernels.layer_kinds import RouterScores
+from halfbyte.layouts.cpu_tiles import PANEL
+
+_INFINITE = float("inf")
+_LEAST = 1e-20  # beside the sum of scores, which may be 0, as transformers' routers have it
+_pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
+EXPERTS = Block(
+    (
+        *PRODUCT.fields,
+        *("rows", "experts", "chosen"),  # m, E, T
+        # weights [E, K], biases float32 [E] or 0; of the shared expert's gate, [K], or 0; logits [m, E + 1], the last one of that gate;
+        # what is added to scores, float32 [E]
+        *("router", "router_bias", "shared_gate", "logits", "correction"),
+        # of row r in places r * T … r * T + T - 1: ids, int64, and weights, float32; places in the order of experts; and memory for E int64
+        *("ids", "weights", "order", "counts"),
+        *("expert_bytes", "expert_bias"),  # of one's weights, and of its biases
+        *("gated", "gated_stride"),  # where rows go through clamped gates, and bytes between them
+        *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
+        *("alpha_limit", "factor"),  # of clamped gates, and of weights
+    ),
+    PRODUCT.floats | {"alpha_limit", "factor"},
+)
+
+
+class Clamped(NamedTuple):
+    """Gates of gpt-oss: (u + 1) * g * sigmoid(alpha * g), g = min(gate, limit), u = up between -limit and limit. A gate and its up are
+    outputs side by side."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsStep:
+    """kind     "logits", "choose", "sort", "up" or "down"
+    alone       there is one row, which each thread prepares for itself
+    prepares    before it multiplies by the router, or its experts
+    router      "f32", "bf16" or "f16", its weights
+    normalized  weights of a row add up to 1, before their factor
+    scores      "sigmoid" or "softmax" of logits, where a row chooses by these and a correction
+    clamped     gates are `Clamped`
+    """
+
+    kind: Literal["logits", "choose", "sort", "up", "down"]
+    alone: bool = False
+    prepares: bool = False
+    router: Kind | Literal[""] = ""
+    normalized: bool = False
+    scores: RouterScores = ""
+    clamped: bool = False
+
+
+@emitted
+def build(step: ExpertsStep, isa: ISA, f: Function) -> None:
+    getattr(_Experts(step, isa, f), step.kind)()
+
+
+class _Experts(Emitter):
+    block = EXPERTS
+    spec: ExpertsStep
+
+    def __init__(self, spec: ExpertsStep, isa: ISA, f: Function) -> None:
+        super().__init__(spec, isa, f)
+        _, self.thread, self.threads = f.parameters
+        self.rows, self.experts, self.chosen = (self.get(name) for name in ("rows", "experts", "chosen"))
+
+    @property
+    def _router(self) -> Kind:
+        assert self.spec.router
+        return self.spec.router
+
+    def _prepare(self) -> Value:
+        """All rows by this thread for itself, if it prepares any; the arguments of the product."""
+        linear = self.pointer("linear")
+        if self.spec.prepares:
+            prepare(self.f, self.isa, linear, (self.f.value("i64", 0), LINEAR.load(linear, "m")))
+        return linear
+
+    def logits(self) -> None:
+        """Threads share the experts."""
+        f, linear = self.f, self._prepare()
+        k, router, element = LINEAR.load(linear, "k"), self.pointer("router"), element_of(self._router).size
+        normed = self.pointer("normed") + self.thread * self.get("normed_thread")
+        bias, gate = self.pointer("router_bias"), self.pointer("shared_gate")
+        count = self.experts + gate.is_null().select(f.value("i64", 0), f.value("i64", 1))
+        for e in f.loop((self.thread + 1) * count // self.threads, self.thread * count // self.threads):
+            of_expert = e < self.experts
+            weights = of_expert.select(router + e * k * element, gate)
+            biased = of_expert & bias.is_null().equals(0)
+            for r in f.loop(self.rows):
+                logit = f.variable(self._dot(weights, normed + r * self.get("normed_row"), k))
+                with f.when(biased):
+                    logit.value = logit.value + (bias + e * 4).load("float", 0, 4)
+                (self._logits(r) + e * 4).store(logit.value, 0, 4)
+
+    def _logits(self, row: Value) -> Value:
+        return self.pointer("logits") + row * (self.experts + 1) * 4
+
+    def _dot(self, weights: Value, x: Value, k: Value) -> Value:
+        f, isa, kind = self.f, self.isa, self._router
+        _, element, size = element_of(kind)
+        lanes, step = isa.lanes, 4 * isa.lanes
+        sums, whole = [f.variable(f.value(isa.floats, 0.0)) for _ in range(4)], k // step * step
+        for i in f.loop(whole, step=step):
+            for v, total in enumerate(sums):
+                w = isa.to_float((weights + i * size).load(vector(element, lanes), v * lanes * size, size), kind)
+                total.value = f.fma(w, (x + i * 4).load(isa.floats, v * lanes * 4, 4), total.value)
+        total = f.variable(((sums[0].value + sums[1].value) + (sums[2].value + sums[3].value)).fold(lambda a, b: a + b))
+        for i in f.loop(k, start=whole):
+            w = isa.to_float((weights + i * size).load(element, 0, size), kind)
+            total.value = f.fma(w, (x + i * 4).load("float", 0, 4), total.value)
+        return total.value
+
+    def choose(self) -> None:
+        """One thread: it takes less time than to meet once more."""
+        with self.f.when(self.thread.equals(0)):
+            for r in self.f.loop(self.rows):
+                self._choose(r)
+            if not self.spec.alone:
+                self._sort()
+
+    def sort(self) -> None:
+        with self.f.when(self.thread.equals(0)):
+            self._sort()
+
+    def _choose(self, row: Value) -> None:
+        """Weights hold the largest logits, or corrected scores, so far, in falling order."""
+        f, logits, one = self.f, self._logits(row), self.f.value("float", 1.0)
+        ids, weights = self.pointer("ids") + row * self.chosen * 8, self.pointer("weights") + row * self.chosen * 4
+        scored, correction = self.spec.scores != "", self.pointer("correction")
+        if scored:
+            self._score(logits)
+        for j in f.loop(self.chosen):
+            (ids + j * 8).store(j, 0, 8)
+            (weights + j * 4).store(f.value("float", -_INFINITE), 0, 4)
+        for e in f.loop(self.experts):
+            logit = (logits + e * 4).load("float", 0, 4)
+            if scored:
+                logit = logit + (correction + e * 4).load("float", 0, 4)
+            with f.when(_larger(logit, (weights + (self.chosen - 1) * 4).load("float", 0, 4))):
+                carried, number = f.variable(logit), f.variable(e)
+                for j in f.loop(self.chosen):
+                    here, own = (weights + j * 4).load("float", 0, 4), (ids + j * 8).load("i64", 0, 8)
+                    larger = _larger(carried.value, here)
+                    (weights + j * 4).store(larger.select(carried.value, here), 0, 4)
+                    (ids + j * 8).store(larger.select(number.value, own), 0, 8)
+                    carried.value, number.value = larger.select(here, carried.value), larger.select(own, number.value)
+        if scored:
+            total = one
+            if self.spec.normalized:
+                total = self._sum(self.chosen, lambda j: _score_of(logits, ids, j)) + _LEAST
+            for j in f.loop(self.chosen):
+                self._weigh(weights + j * 4, _score_of(logits, ids, j) / total)
+        else:
+            most, (values, count) = weights.load("float", 0, 4), (weights, self.chosen) if self.spec.normalized else (logits, self.experts)
+            total = self._sum(count, lambda j: exp(f, (values + j * 4).load("float", 0, 4) - most))
+            for j in f.loop(self.chosen):
+                at = weights + j * 4
+                self._weigh(at, exp(f, at.load("float", 0, 4) - most) / total)
+        gate, gated = logits + self.experts * 4, f.variable(one)
+        with f.when(self.pointer("shared_gate").is_null().equals(0)):
+            gated.value = self._sigmoid(gate.load("float", 0, 4))
+        gate.store(gated.value, 0, 4)
+
+    def _score(self, logits: Value) -> None:
+        """Those of a row in the place of its logits."""
+        f = self.f
+        match self.spec.scores:
+            case "sigmoid":
+                for e in f.loop(self.experts):
+                    at = logits + e * 4
+                    at.store(self._sigmoid(at.load("float", 0, 4)), 0, 4)
+            case "softmax":
+                self._softmax(logits)
+            case "":
+                raise KernelError("a row that chooses by logits has no scores: this is a fault in halfbyte, please report it")
+            case _:
+                raise unreachable(self.spec.scores, "the scores of a router,")
+
+    def _softmax(self, logits: Value) -> None:
+        f = self.f
+        most = f.variable(f.value("float", -_INFINITE))
+        for e in f.loop(self.experts):
+            logit = (logits + e * 4).load("float", 0, 4)
+            most.value = _larger(logit, most.value).select(logit, most.value)
+        total = self._sum(self.experts, lambda e: exp(f, (logits + e * 4).load("float", 0, 4) - most.value))
+        for e in f.loop(self.experts):
+            at = logits + e * 4
+            at.store(exp(f, at.load("float", 0, 4) - most.value) / total, 0, 4)
+
+    def _sum(self, count: Value, part: Callable[[Value], Value]) -> Value:
+        total = self.f.variable(self.f.value("float", 0.0))
+        for i in self.f.loop(count):
+            total.value = total.value + part(i)
+        return total.value
+
+    def _sigmoid(self, x: Value) -> Value:
+        f = self.f
+        return f.value("float", 1.0) / (exp(f, f.value("float", -0.0) - x) + 1.0)
+
+    def _weigh(self, at: Value, share: Value) -> None:
+        factor, _ = EXPERTS.load_floats(self.args, "factor")
+        at.store(share * factor, 0, 4)
+
+    def _sort(self) -> None:
+        """Places by counting, those of an expert in the order of rows."""
+        f, pairs = self.f, self.rows * self.chosen
+        ids, order, counts = (self.pointer(name) for name in ("ids", "order", "counts"))
+        none = f.value("i64", 0)
+        for e in f.loop(self.experts):
+            (counts + e * 8).store(none, 0, 8)
+        for i in f.loop(pairs):
+            at = counts + (ids + i * 8).load("i64", 0, 8) * 8
+            at.store(at.load("i64", 0, 8) + 1, 0, 8)
+        before = f.variable(none)
+        for e in f.loop(self.experts):
+            at, first = counts + e * 8, before.value
+            before.value = first + at.load("i64", 0, 8)
+            at.store(first, 0, 8)
+        for i in f.loop(pairs):
+            at = counts + (ids + i * 8).load("i64", 0, 8) * 8
+            to = at.load("i64", 0, 8)
+            (order + to * 8).store(i, 0, 8)
+            at.store(to + 1, 0, 8)
+
+    def _place(self, pair: Value) -> Value:
+        return pair if self.spec.alone else (self.pointer("order") + pair * 8).load("i64", 0, 8)
+
+    def _of_expert(self, linear: Value, place: Value) -> tuple[Value, Value]:
+        """Weights and bias."""
+        expert = (self.pointer("ids") + place * 8).load("i64", 0, 8)
+        weights, bias = (LINEAR.load(linear, name, "ptr") for name in ("weights", "bias"))
+        of_expert = bias + expert * self.get("expert_bias")
+        return weights + expert * self.get("expert_bytes"), bias.is_null().select(bias, of_expert)
+
+    def _laid_out(self, linear: Value, row: Value) -> Value:
+        laid_out = LINEAR.load(linear, "scratch", "ptr") + self.thread * self.get("private")
+        return laid_out + row * LINEAR.load(linear, "row_bytes")
+
+    def up(self) -> None:
+        """Groups are of the panels of all pairs of a row and an expert, which are pairs of panels: of gates and what they are for."""
+        f, linear, gate = self.f, self._prepare(), self.get("gate")
+        tile, apart = (f.value("i64", 0), f.value("i64", 1)), gate * (4 * PANEL)
+        for start, stop in drawn_shares(f):
+            at = f.variable(start)
+            for i in f.draw(lambda at=at: at.value, stop):  # type: ignore[misc]
+                place, first = self._place(i // gate), i % gate
+                last = f.umin(gate, first + (stop - i))
+                weights, bias = self._of_expert(linear, place)
+                a = self._laid_out(linear, f.value("i64", 0) if self.spec.alone else place // self.chosen)
+                out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
+                if self.spec.clamped:
+                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias)
+                    gated = self.pointer("gated") + place * self.get("gated_stride")
+                    self._clamped(out + first * (8 * PANEL), gated + first * (4 * PANEL), (last - first) * PANEL)
+                else:
+                    driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
+                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias)
+                    begin = out + first * (4 * PANEL)
+                    through_gates(f, self.isa, begin, (last - first) * PANEL, begin + apart)
+                at.value = i + (last - first)
+
+    def _clamped(self, pairs: Value, to: Value, count: Value) -> None:
+        """So many pairs of a gate and its up to one number each."""
+        f, isa, n = self.f, self.isa, self.isa.lanes
+        alpha, limit = (part.splat(n) for part in EXPERTS.load_floats(self.args, "alpha_limit"))
+        lowest = f.value(isa.floats, -0.0) - limit
+        for i in f.loop(count, step=n):
+            first, second = ((pairs + i * 8).load(isa.floats, at, 4) for at in (0, 4 * n))
+            gate, up = (first.shuffle(range(at, 2 * n, 2), second) for at in (0, 1))
+            gate, up = gate.min_or(limit), up.min_or(limit).max_or(lowest)
+            sigmoid = f.value(isa.floats, 1.0) / (exp(f, (f.value(isa.floats, -0.0) - gate) * alpha) + 1.0)
+            (to + i * 4).store((up + 1.0) * (gate * sigmoid), 0, 4)
+
+    def down(self) -> None:
+        f, linear = self.f, self._prepare()
+        tile, stride, n = (f.value("i64", 0), f.value("i64", 1)), LINEAR.load(linear, "out_stride"), LINEAR.load(linear, "n")
+        for start, stop in drawn_shares(f):
+            for pair in f.loop(self.rows * self.chosen):
+                place = self._place(pair)
+                weights, bias = self._of_expert(linear, place)
+                out = LINEAR.load(linear, "out", "ptr") + place * stride
+                driver.multiply(f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias)
+            columns = start * PANEL, f.umin(n, stop * PANEL)
+            for r in f.loop(self.rows):
+                self._add(linear, r, columns)
+
+    def _add(self, linear: Value, row: Value, columns: tuple[Value, Value]) -> None:
+        """Some columns of a row of y."""
+        f, isa, (start, stop) = self.f, self.isa, columns
+        stride = LINEAR.load(linear, "out_stride")
+        products = LINEAR.load(linear, "out", "ptr") + row * self.chosen * stride
+        hidden, of_all, out = (self.pointer(name) for name in ("hidden", "shared", "out"))
+        weights, gate = self.pointer("weights") + row * self.chosen * 4, self._logits(row) + self.experts * 4
+        with_hidden, with_all = (part.is_null().equals(0) for part in (hidden, of_all))
+        places = [part + row * stride for part in (hidden, of_all, out)]
+
+        def columns_from(at: Value, type_: str, lanes: int) -> None:
+            total = f.variable(f.value(type_, 0.0))
+            with f.when(with_hidden):
+                total.value = (places[0] + at).load(type_, 0, 4)
+            for j in f.loop(self.chosen):
+                y, weight = (products + j * stride + at).load(type_, 0, 4), (weights + j * 4).load("float", 0, 4)
+                total.value = f.fma(y, weight.splat(lanes), total.value)
+            with f.when(with_all):
+                total.value = f.fma((places[1] + at).load(type_, 0, 4), gate.load("float", 0, 4).splat(lanes), total.value)
+            (places[2] + at).store(total.value, 0, 4)
+
+        whole = start + (stop - start) // isa.lanes * isa.lanes
+        for i in f.loop(whole, start, isa.lanes):
+            columns_from(i * 4, isa.floats, isa.lanes)
+        for i in f.loop(stop, whole):
+            columns_from(i * 4, "float", 1)
+
+
+def _score_of(scores: Value, ids: Value, j: Value) -> Value:
+    """Of the j-th chosen expert."""
+    return (scores + (ids + j * 8).load("i64", 0, 8) * 4).load("float", 0, 4)
+
+
+def _larger(a: Value, b: Value) -> Value:
+    """a > b, where NaN is the largest, as torch's topk has it: so it becomes all weights of its row."""
+    return (a > b) | (a.is_nan() & b.equals(b))
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """before      the norm of h
+    weight      the address of [E, K], of `kind`
+    bias        that of float32 [E], or 0
+    normalized  weights of a row add up to 1, before their factor
+    scores      as in ExpertsStep
+    correction  the address of float32 [E], where there are scores
+    factor      of weights
+    """
+
+    before: Norm
+    weight: int
+    kind: Kind
+    bias: int
+    normalized: bool
+    scores: RouterScores = ""
+    correction: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """gate: the address of a weight [K] of the router's kind, or 0."""
+
+    gate_up: Product
+    down: Product
+    gate: int
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """E experts, of which a row has T, by addresses: products are those of the first one, the others' weights and biases follow. Without a
+    router ids and weights are given. clamped: what gates are, where they are not silu(gate) * up."""
+
+    gate_up: Product
+    down: Product
+    experts: int
+    chosen: int
+    router: Router | None = None
+    shared: SharedExpert | None = None
+    clamped: Clamped | None = None
+
+    @property
+    def k(self) -> int:
+        return self.down.n
+
+    @property
+    def work(self) -> int:
+        common = 0 if self.shared is None else self.shared.gate_up.n
+        return (self.chosen * self.gate_up.n + common) * self.k
+
+    def plan(self, m: int, threads: int, hidden: int) -> ExpertsPlan:
+        return ExpertsPlan(self, m, threads, hidden)
+
+
+class ExpertsPlan:
+    """Steps for m rows, with all arguments but where y goes, or those that `point_all` takes."""
+
+    def __init__(self, half: Experts, m: int, threads: int, hidden: int) -> None:
+        alone, pairs, router, panels = m == 1, m * half.chosen, half.router, half.gate_up.n // PANEL // 2
+        copies, normed = threads if alone else 1, 4 * m * half.k
+        (up, up_row), (down, down_row) = (product.kernel.arguments(1, threads) for product in (half.gate_up, half.down))
+        up_all, down_all = (rows * row + 63 & ~63 for rows, row in ((m, up_row), (pairs, down_row)))
+        sizes = copies * normed, copies * up_all, copies * down_all, 4 * pairs * half.gate_up.n, 4 * pairs * half.k
+        of_clamped = 0 if half.clamped is None else 4 * pairs * half.down.k
+        memory = shared("experts", (*sizes, of_clamped, 4 * m * (half.experts + 1), 8 * pairs, 4 * pairs, 8 * pairs, 8 * half.experts))
+        normed_at, up_at, down_at, gates, products, gated, logits, ids, weights, order, counts = memory.starts
+        inner, stride = (gates, 4 * half.gate_up.n) if half.clamped is None else (gated, 4 * half.down.k)
+        _fill(up, half.gate_up, m, (hidden, 4 * half.k, up_at, gates))
+        _fill(down, half.down, pairs, (inner, stride, down_at, products))
+        cuts = shares(pairs * panels, threads), shares(-(-half.k // PANEL), threads)
+        tables = [(ctypes.c_int64 * len(cut))(*cut) for cut in cuts]
+        common = {"rows": m, "experts": half.experts, "chosen": half.chosen}
+        common |= {"logits": logits, "ids": ids, "weights": weights, "order": order, "counts": counts}
+        of_up: Fields = {
+            **common,
+            "linear": ctypes.addressof(up),
+            "private": up_all if alone else 0,
+            "normed": normed_at,
+            "normed_row": 4 * half.k,
+            "normed_thread": normed if alone else 0,
+            "gate": panels,
+            "groups": len(cuts[0]) - 1,
+            "shares": ctypes.addressof(tables[0]),
+            "expert_bytes": half.gate_up.kernel.nbytes,
+            "expert_bias": 4 * half.gate_up.n,
+            "gated": gated,
+            "gated_stride": stride,
+            "alpha_limit": half.clamped or (0.0, 0.0),
+        }
+        of_down: Fields = {
+            **common,
+            "linear": ctypes.addressof(down),
+            "private": down_all if alone else 0,
+            "hidden": hidden,
+            "groups": len(cuts[1]) - 1,
+            "shares": ctypes.addressof(tables[1]),
+            "expert_bytes": half.down.kernel.nbytes,
+            "expert_bias": 4 * half.k,
+        }
+        self._up, self._kept, of_all = up, [memory, tables, up, down], list[Buffer]()
+        if router is not None:
+            of_up |= {"norm": router.before.weight, "eps": (router.before.eps, 0.0), "router": router.weight, "router_bias": router.bias}
+            of_up |= {"correction": router.correction, "factor": (router.factor, 0.0)}
+        if router is not None and half.shared is not None:
+            of_all, of_down["shared"] = self._of_all(half.shared, router, m, threads, hidden)
+            of_up["shared_gate"] = half.shared.gate
+        self._down = _block(ExpertsStep("down", alone, alone), of_down)
+        self._ups = [_block(ExpertsStep("up", alone, alone and router is None, clamped=half.clamped is not None), of_up)]
+        choosing = [_block(ExpertsStep("sort"), of_up)] * (not alone)
+        if router is not None:
+            choosing = [_block(ExpertsStep("logits", alone, alone, router.kind), of_up)]
+            choosing += [_block(ExpertsStep("choose", alone, normalized=router.normalized, scores=router.scores), of_up)]
+        rows_up, rows_down = ([] if alone else [arguments(EXPERTS, phase(Step("rows")), of)] for of in (of_up, of_down))
+        self.blocks = [*rows_up, *choosing, *of_all, *self._ups, *rows_down, self._down]
+        self._given = [*choosing, *self._ups, self._down] if router is None else []
+
+    def _of_all(self, half: SharedExpert, router: Router, m: int, threads: int, hidden: int) -> tuple[list[Buffer], int]:
+        """The steps of the shared expert, and where its rows are."""
+        products = half.gate_up, half.down
+        memory = shared("shared expert", (*Laid.sizes(products, m, threads), 4 * m * half.gate_up.n, 4 * m * half.down.n))
+        laid, (gates, out) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
+        first = laid.steps(half.gate_up, hidden, gates, norm=router.before, gates="silu")
+        last = laid.steps(half.down, gates, out, stride=4 * half.gate_up.n)
+        self._kept += [memory, first, last]
+        return [*first.blocks, *last.blocks], out
+
+    def point(self, out: int, _x: int = 0) -> None:
+        """From now on y, contiguous float32, goes to that address."""
+        _pack_one(self._down, EXPERTS.offset("out"), out)
+
+    def point_all(self, x: int, ids: int, weights: int, out: int) -> None:
+        """What is given where there is no router: the addresses of x, float32 [m, K], ids, int64 [m, T], weights, float32 [m, T], and y."""
+        _pack_one(self._up, LINEAR.offset("x"), x)
+        for block in self._given:
+            _pack_two(block, EXPERTS.offset("ids"), ids, weights)
+        self.point(out)
+
+
+class Mixture:
+    """E experts whose ids and weights are given: y [m, K] is the weighted sum of theirs."""
+
+    def __init__(self, gate_up: Product, down: Product, experts: int, clamped: Clamped | None = None) -> None:
+        self._stacks, self._work, self._clamped = (gate_up, down, experts), gate_up.n * gate_up.k, clamped
+        self._plans: PlanCache[tuple[ExpertsPlan, Chain]] = PlanCache()
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [m, K], ids [m, T] in 0 … E - 1, int64, weights [m, T], the others float32, all contiguous -> y, float32."""
+        m, chosen = ids.shape
+        threads = max(1, min(runtime.threads(), m * chosen * self._work // WORK_A_THREAD))
+        plan, chain = self._plans.get((m, chosen, threads), lambda: self._plan(m, chosen, threads))
+        out = torch.empty_like(x)
+        plan.point_all(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
+        chain.run()
+        return out
+
+    def _plan(self, m: int, chosen: int, threads: int) -> tuple[ExpertsPlan, Chain]:
+        plan = Experts(*self._stacks, chosen, clamped=self._clamped).plan(m, threads, 0)
+        return plan, Chain(plan.blocks, threads)
+
+
+def _fill(linear: Buffer, product: Product, rows: int, places: tuple[int, int, int, int]) -> None:
+    """The arguments of a product of so many rows, each a tile; places: of rows, bytes between them, where they are laid out, of outputs."""
+    x, stride, laid_out, out = places
+    pack_call(linear, CALL, 0, x, stride, laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
+    for field in ("m", "tiles"):
+        _pack_one(linear, LINEAR.offset(field), rows)
+
+
+def _block(step: ExpertsStep, fields: Fields) -> Buffer:
+    return arguments(EXPERTS, compiled(build, step, current()), fields)

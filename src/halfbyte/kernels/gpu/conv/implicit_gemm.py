@@ -1,0 +1,360 @@
+"""y = x * W, a convolution, as a product of patches that are never written out (implicit GEMM).
+
+    y[m, n] = sum over tap, c of  w[n, tap, c] * x[pixel(m) + tap, c]        m = (image, row, column) of y; x and y channels_last
+
+W is the matrix of `layouts/convolution.py` in the order of `layouts/gpu_tiles.py`, one for each group. K runs over (tap, channel):
+columns k of patches are gathered by pointers, 16 bytes at a time, asynchronously and several steps ahead. Where a step lies inside
+one tap its place is a number, otherwise a vector. Yᵀ = W · Xᵀ, so that weights may be made in registers, where tensor cores take them.
+
+    float    x float16, bfloat16 or float32; weights are made in x's type (for float32: in float32). What lies outside of the image is 0
+    int8     x int8, `table` of `ops.conv.cuda`: exact sums, requantized as `qlinear.py` has it. Outside of the image lies in_zero, which
+             is read from the table, so that no correction is needed
+    image    x int8 of images that have a scale each (`image.py`), y floating point: exact sums, times both scales. Outside is 0
+
+Arithmetic: one scale per channel: the matrix unit sums (q - point) * x in float32, and the sum is multiplied by the scale. Otherwise a
+weight is rounded to x's type (the scale, then the product or the fused multiply-add). K may be split over programs: the last to arrive
+adds up in order, so that results do not vary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu import decode
+from halfbyte.kernels.gpu.arithmetic import added as with_others
+from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization, requantized
+from halfbyte.kernels.gpu.conv.tile import (
+    Config,
+    Convolution,
+    Mode,
+    distance,
+    finish,
+    of_y,
+    padded_channels,
+    patches,
+    places,
+    rows_and_patches,
+    static_of,
+    weight_at,
+    words_of,
+)
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, Epilogue
+from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.machine import Gpu
+
+_LARGEST = 1 << 31
+
+
+def supports(problem: Convolution, gpu: Gpu) -> str | None:
+    """Why `problem` is not for this kernel, or None."""
+    sizes = problem.sizes
+    if not problem.m or not sizes.out or not sizes.k:
+        return "there is nothing to multiply"
+    if problem.image[0] * problem.image[1] * sizes.channels * sizes.groups >= _LARGEST:
+        return f"an image of {problem.image[0]} x {problem.image[1]} x {sizes.channels * sizes.groups} has 2^31 elements or more"
+    if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
+        return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
+    if problem.dtype == torch.int8 and sizes.k > LONGEST_INTEGER_SUM:
+        return f"sums of {sizes.k} products may overflow an int32"
+    return None
+
+
+def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+    """The best guess first."""
+    geo, bits = convolution.gpu_geometry(problem.sizes), problem.sizes.format.bits
+    integer, wide = problem.dtype == torch.int8, problem.dtype == torch.float32
+    whole = geo.block_rows == 1
+    largest = 32 if wide else 128 if integer else 64
+    step = 128 if bits == 4 else largest if whole else min(largest, geo.padded)
+    channels = padded_channels(problem.sizes)
+    while bits == 8 and step > 32 and channels % step and (channels >= 32 or problem.sizes.taps == 1):
+        step //= 2
+    few = channels < 16  # in pieces of less than 16 bytes, which takes registers
+    if few and bits == 8:
+        step = 32
+    n, m = problem.n, problem.m
+    block_n = 64 if n <= 64 or wide else 128
+    block_m = 128 if block_n * m > 64 * 128 * gpu.sms and not wide else 64
+    if few:
+        block_m = 64
+    if wide or (few and bits == 4):
+        block_n, block_m = 64, 32
+    elif bits == 4 and not integer and gpu.capability < (9, 0):
+        block_n = 64
+    if -(-n // 64) * -(-m // 64) * problem.sizes.groups <= gpu.sms:  # few tiles: as small as they can be
+        block_n, block_m = 64, 32
+        thin = -(-n // 64) * -(-m // 16) * problem.sizes.groups
+        if bits == 8 and not wide and not few and gpu.sms < 2 * thin <= 2 * gpu.sms:  # as many as fit at once: nobody shares K
+            block_m, step = 16, 128 if whole and channels % 128 == 0 else step
+    tiles = -(-n // block_n) * -(-m // block_m) * problem.sizes.groups
+    # To share K takes time of its own; 4 bits, made floats in registers, are worth more of it.
+    slow = bits == 4 and not integer
+    steps, least, most = geo.k_padded // step, 6 if slow else 16, 2 * gpu.sms if slow else gpu.sms
+    split = 1
+    while 2 * tiles * split <= most and steps >= least * split and split < 16:
+        split *= 2
+    ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
+    stages = 1 if gpu.backend == "hip" else 2 if wide else 4 if gpu.shared > 120 << 10 else 3
+    warps = 8 if block_n * block_m >= 128 * 128 else 4
+    # Floats took longer so, and integers whose blocks are more (H100).
+    early = integer and 2 * tiles * split <= gpu.sms and launcher.starts_early(gpu)
+    return (Config(block_n, block_m, step, stages, warps, split, ptx, gpu.backend == "cuda", early),)
+
+
+def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Mode:
+    if geo.block_rows == 1 and geo.format.zero != "offset":
+        return "sums"
+    return "exact" if dtype == torch.float32 or (dtype == torch.float16 and geo.format.scale != dtype) else "weights"
+
+
+def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    _start(problem, config, x, weight, out, epilogue, None, 0)
+
+
+def launch_integer(
+    problem: Convolution,
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    out: Tensor,
+    in_zero: int,
+    clamp: tuple[int, int],
+    addition: Addition | None = None,
+) -> None:
+    """The same of int8, with the table [groups, 4 + taps, at least Co/groups] of `ops.conv.cuda`."""
+    _start(problem, config, x, weight, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table, in_zero, addition=addition)
+
+
+def launch_images(
+    problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
+) -> None:
+    """x int8 [B, H, W, C] of images with the scales float32 [B] -> floating point out, with `beside(problem, config)` bytes of memory."""
+    _start(problem, config, x, weight, out, epilogue, scales, 0, memory)
+
+
+def beside(problem: Convolution, config: Config) -> int:
+    """Bytes that the product needs besides its operands: for the sums of programs that share K."""
+    return 4 * config.split * _tiles(problem, config) * problem.sizes.groups * config.block_n * config.block_m if config.split > 1 else 0
+
+
+def _tiles(problem: Convolution, config: Config) -> int:
+    """Of one group."""
+    return -(-problem.n // config.block_n) * -(-problem.m // config.block_m)
+
+
+def _start(
+    problem: Convolution,
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    table: Tensor | None,
+    in_zero: int,
+    memory: Tensor | None = None,
+    addition: Addition | None = None,
+) -> None:
+    """table: for int8 x, of requantization [groups, rows, outputs], or the images' scales [B]."""
+    sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
+    n, integer = problem.n, x.dtype == torch.int8
+    tiles = _tiles(problem, config)
+    mode = _mode(geo, problem.dtype)
+    if integer:
+        mode = "int8" if out.dtype == torch.int8 else "image"
+    static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps, leads=addition is not None and addition.leads)
+    scratch: tuple[Tensor, Tensor] | None = None
+    if config.split > 1:
+        memory = workspace(out.device, beside(problem, config)) if memory is None else memory
+        sums = memory.view(torch.int32 if integer else torch.float32)
+        scratch = sums, locks(out.device, tiles * sizes.groups)
+    image, window = places(problem, x)
+    launcher.run(
+        _conv,
+        (tiles, config.split, sizes.groups),
+        x,
+        tuple(gpu_tiles.views(weight[: geo.nbytes], geo)),
+        table,
+        out,
+        (epilogue.bias, epilogue.residual if addition is None else addition.other),
+        scratch,
+        problem.m,
+        n,
+        (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.record)),
+        image,
+        window,
+        (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),
+        (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0),
+        static,
+        num_warps=config.warps,
+        early=config.pdl,
+    )
+
+
+# The kernel. `S` is a Static.
+
+
+@triton.jit
+def _tails(values, t, rn, n_padded, S: tl.constexpr):
+    """Scales (or zeros) of step t: [block_n, groups]."""
+    at = (t * S.record // S.padded + tl.arange(0, S.groups))[None, :]
+    return tl.load(values + at * n_padded + rn[:, None])
+
+
+@triton.jit
+def _weights(codes, scale, zero, DTYPE: tl.constexpr, S: tl.constexpr):
+    """What was read -> the A operand [block_n, record], in "sums" without its scale."""
+    if S.bits == 4:
+        values = decode.nibbles(words_of(codes, S)[:, None, :], DTYPE, S.ptx)
+    else:
+        values = decode.int8_values(codes, DTYPE, S.ptx)
+    if S.zero == "point":
+        values = decode.minus(values, _spread(zero, S), S.bits, S.ptx)
+    elif S.zero == "offset":
+        values = decode.minus(values, _spread(tl.full((S.block_n, S.groups), 0, tl.int16), S), S.bits, S.ptx)
+    elif S.bits == 4 or DTYPE == tl.float16:
+        values = decode.minus(values, None, S.bits, S.ptx)
+    if S.mode == "weights":
+        scale = _spread(scale, S).to(DTYPE)
+        offset = tl.full(scale.shape, -0.0, tl.float32).to(DTYPE)
+        if S.zero == "offset":
+            offset = _spread(zero, S).to(DTYPE)
+        values = decode.fma(values, scale, offset, S.ptx)
+    return _joined(values, S)
+
+
+@triton.jit
+def _weights_exact(codes, scale, zero, S: tl.constexpr):
+    """The same in float32."""
+    if S.bits == 4:
+        values = (words_of(codes, S).to(tl.int32)[:, None, :] >> (tl.arange(0, 4) * 4)[None, :, None]) & 15
+        least = 8
+    else:
+        values = codes.to(tl.int32) + 128
+        least = 128
+    if S.zero == "none":
+        values -= least
+    elif S.zero == "point":
+        values -= _spread(zero, S).to(tl.int32)
+    values = values.to(tl.float32)
+    if S.mode == "exact":
+        values *= _spread(scale, S).to(tl.float32)
+        if S.zero == "offset":
+            values += _spread(zero, S).to(tl.float32)
+    return _joined(values, S)
+
+
+@triton.jit
+def _joined(values, S: tl.constexpr):
+    if S.bits == 4:
+        return tl.reshape(values, (S.block_n, 128))
+    else:
+        return values
+
+
+@triton.jit
+def _spread(values, S: tl.constexpr):
+    """[block_n, groups] -> what broadcasts to weights: 8 bits [block_n, 1]; 4 bits [block_n, planes or 1, 1]."""
+    if S.bits == 8:
+        return values
+    elif S.groups == 1:
+        return values[:, :, None]
+    else:
+        EACH: tl.constexpr = S.record // 32 // S.groups
+        wide = tl.broadcast_to(values[:, :, None], (S.block_n, S.groups, EACH))
+        return tl.reshape(wide, (S.block_n, S.record // 32))[:, :, None]
+
+
+@triton.jit(do_not_specialize=["M"])
+def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, rows, S: tl.constexpr):
+    BN: tl.constexpr = S.block_n
+    BM: tl.constexpr = S.block_m
+    tl.static_assert(S.integer or S.scaled or S.mode == "sums", "a mode that has no code")
+    if S.pdl:
+        gdc_launch_dependents()
+    n_padded, _k_padded, _group_bytes, steps = packed
+    height, width, _ho, _wo, _pixel, channels = image
+    group = tl.program_id(2)
+    pn, rn, rni, rm, b, y0, x0, reached = rows_and_patches(M, N, n_padded, image, window, S)
+    xp = x + b[None, :] * (height * width * distance(image, S))
+    if S.pixel == 0:
+        xp += group * channels
+    fill = x
+    if S.fill:
+        fill = (table + group * rows[1] + 3 * rows[0]).to(tl.pointer_type(tl.int8))
+    first, end = 0, steps
+    if S.split > 1:
+        share = tl.cdiv(steps, tl.num_programs(1))
+        first = tl.program_id(1) * share
+        end = tl.minimum(first + share, steps)
+    wp, scale, zero = weight_at(weight, group, pn, rni, packed, S)
+    # What sums are finished with is on its way before there are any.
+    told = rn
+    if S.mode == "int8":
+        told = requantization(table + group * rows[1], tl.minimum(rn, N - 1), rows[0])
+    elif S.sums_scaled:
+        told = tl.load(scale + rni)
+    if S.pdl:
+        gdc_wait()
+    if S.integer:
+        acc = tl.zeros([BN, BM], tl.int32)
+        for t in tl.range(first, end, num_stages=S.stages):
+            w = tl.load(wp + t * S.apart)
+            if S.bits == 4:
+                words = words_of(w, S)
+                for j in tl.static_range(4):
+                    q = ((words >> 4 * j & 15) - 8).to(tl.int8)
+                    acc = tl.dot(q, patches(xp, fill, y0, x0, reached, t * 4 + j, image, window, S, 32), acc, out_dtype=tl.int32)
+            else:
+                acc = tl.dot(w, patches(xp, fill, y0, x0, reached, t, image, window, S, S.step), acc, out_dtype=tl.int32)
+    else:
+        acc = tl.zeros([BN, BM], tl.float32)
+        s = rn
+        z = rn
+        if S.scaled:
+            s = _tails(scale, first, rni, n_padded, S)
+        if S.zero != "none":
+            z = _tails(zero, first, rni, n_padded, S)
+        for t in tl.range(first, end, num_stages=S.stages):
+            # The next step's scales are fetched while this one is multiplied: they are too short for Triton to copy ahead.
+            s_next = s
+            z_next = z
+            if not S.whole:
+                s_next = _tails(scale, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
+                if S.zero != "none":
+                    z_next = _tails(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
+            w = tl.load(wp + t * S.apart)
+            xs = patches(xp, fill, y0, x0, reached, t, image, window, S, S.step)
+            if x.dtype.element_ty == tl.float32 or S.mode == "exact":
+                acc = dot(_weights_exact(w, s, z, S).to(xs.dtype), xs, acc)
+            else:
+                acc = dot(_weights(w, s, z, xs.dtype, S), xs, acc)
+            s = s_next
+            z = z_next
+    if S.split > 1:
+        tile = group * tl.num_programs(0) + tl.program_id(0)
+        place = scratch[0] + tile.to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        apart = (tl.num_programs(2) * tl.num_programs(0)).to(tl.int64) * (BN * BM)
+        if leave(acc, place, apart, scratch[1] + tile) != tl.num_programs(1) - 1:
+            return
+        acc = collect(acc, place, apart)
+        tl.store(scratch[1] + tile, 0)
+    if S.mode == "int8":
+        y = requantized(acc, told, bounds[0], bounds[1], 8)
+        at, mask = of_y(rn, rm, M, N, group)
+        if added[1] is not None:
+            y = with_others(y, tl.load(added[1] + at, mask=mask, other=0), bounds[2:], S.leads)
+        tl.store(out + at, y, mask=mask)
+    else:
+        if S.mode == "sums":
+            acc *= told.to(tl.float32)[:, None]
+        elif S.mode == "image":
+            acc = acc.to(tl.float32) * (told.to(tl.float32)[:, None] * tl.load(table + b)[None, :])
+        finish(acc, out, added, rn, rm, M, N, group, bounds, S)

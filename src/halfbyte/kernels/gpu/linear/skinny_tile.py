@@ -1,0 +1,457 @@
+"""float32 sums [outputs, columns] of a few rows of x with a weight in 4 or 8 bits: the tile that `skinny.py` and `experts/grouped.py` are
+made of.
+
+A block of threads computes `bands` * 16 rows of the weight by `columns` rows of x. Where x has few rows, the 8 columns that a matrix
+instruction has at least are filled with `slices` of K: tile row (band, slice, row) reads its own slice of the weight, tile column
+(slice, column) holds that slice of x, and of the product the parts where both slices are the same are summed at the end, inside the
+block. Where rows of x fill the columns, each warp of a block may still have a part of K of its own (`batch`): a product for each part,
+summed at the end.
+
+8 bits: a lane multiplies the 16 bytes that it read, which follow each other in a row of the weight. So k is in another order than
+memory's, and x's is changed to it while x goes through shared memory, as it has to anyway, whatever the order of these bytes is. (Several
+stages without Hopper's instructions for four warps: bytes change lanes.)
+
+Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
+
+    sums      the matrix unit sums (q - point) * x of a block in float32, and the sum is multiplied by the block's scale in float32
+    weights   the weight is made in x's type, from a scale (and offset) rounded to it: one multiplication, or fused multiply-add
+    exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
+              pieces that hold all of their bits, and the six products of pieces that matter are summed
+
+A norm of one row of x takes no pass of its own: x times the norm's weight, rounded to x's type, is multiplied, and the sums are divided
+by the root of the mean of its squares at the end. Gates take none either: half of a tile's rows are from the upper half of the weight
+and half from the lower, so that a gate and what it gates meet in one block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from halfbyte.kernels.gpu import decode
+from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.conv.tile import of_patches
+from halfbyte.kernels.gpu.epilogue import squares_of
+
+# `S` is a `skinny_config.Static`; rows are (batch, band, slice, row of 16), columns (slice, row of x).
+
+
+@triton.jit
+def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.constexpr):
+    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns, or of a
+    convolution's patches (S.taps) the places that `conv_tile.of_patches` takes.
+
+    norm      None, or (its weight [K], eps): that of x is multiplied
+    residual  None, or (pointers, mask) of what is added at the end: it is read with x, not after the sums
+    """
+    if S.block > 0:
+        full = (K - 1) // S.block
+        records = tl.cdiv(full * S.padded + K - full * S.block, 128)
+    else:
+        records = tl.cdiv(K, 128)
+    ROWS: tl.constexpr = S.rows
+    WIDTH: tl.constexpr = S.width
+    BATCH: tl.constexpr = S.batch
+    RECORDS: tl.constexpr = S.records
+    row = tl.arange(0, BATCH * ROWS)
+    row_record = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
+    n_padded = tl.cdiv(N, 64) * 64
+    row_n = tl.minimum(_row(row % ROWS // (16 * S.slices) * 16 + row % 16, pn, N, S), n_padded - 1)
+    column = tl.arange(0, WIDTH)
+    column_record = first + column // S.columns * per
+    if S.taps:
+        xp = rows
+    else:
+        xp = x + rows.to(tl.int64) * stride
+    if BATCH > 1:
+        column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
+        if not S.taps:
+            xp = xp[None, None, :]
+    else:
+        column_record = column_record[None, :]
+        xp = xp[None, :]
+    if S.bits == 4:
+        codes, codes_record = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
+    elif S.turned:
+        codes, codes_record = _bytes_at(weight[0], pn, N, n_padded, records, per, first, S)
+    else:
+        codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
+        codes_record = row_record[:, None]
+    if S.ahead > 0:
+        if S.gated:
+            _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs // 2, S)
+            _fetch_weight(weight, n_padded, records, per, first, _row(S.outputs // 2, pn, N, S), S.outputs // 2, S)
+        else:
+            _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs, S)
+    scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
+    if norm is not None:
+        fp = norm[0] + tl.zeros_like(rows)[None, :]
+        if S.early:
+            factors = _load_xs(fp, column_record, records, K, S)
+    PIPE: tl.constexpr = S.pipe and norm is None
+    if S.early:
+        loaded = _load_codes(codes, codes_record, 0, records, S)
+        if PIPE:
+            following = _load_codes(codes, codes_record, RECORDS, records, S)
+    if S.taps and S.mode == "sums" and S.whole:
+        channel = tl.load(weight[1] + row_n)
+    if S.pdl:
+        gdc_wait()
+    if residual is not None:
+        added = tl.load(residual[0], mask=residual[1], other=0.0)
+    total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
+    start = 0
+    if S.early:
+        xs = _load_xs(xp, column_record, records, K, S)
+    if norm is not None:
+        squares = squares_of(x, rows, K, stride, S)
+        if not S.late:
+            squares = tl.sum(squares, axis=1)[:, None]
+    if S.early:
+        if norm is not None:
+            xs = _times(xs, factors, S)
+        if PIPE:
+            xs_next = _load_xs(xp, column_record + RECORDS, records, K, S)
+        total = _records(loaded, xs, scales, zeros, total, S)
+        start += RECORDS
+        scales, zeros = _tails(weight, row_record + RECORDS, row_n, n_padded, records, S)
+    if PIPE:
+        for t in tl.range(start, per, RECORDS, num_stages=1):
+            loaded, xs, scales_now, zeros_now = following, xs_next, scales, zeros
+            then = tl.minimum(t + RECORDS, per - RECORDS)
+            following = _load_codes(codes, codes_record, then, records, S)
+            xs_next = _load_xs(xp, column_record + then, records, K, S)
+            scales, zeros = _tails(weight, row_record + then, row_n, n_padded, records, S)
+            total = _records(loaded, xs, scales_now, zeros_now, total, S)
+    elif not S.once:
+        for t in tl.range(start, per, RECORDS, num_stages=S.stages):
+            scales_now, zeros_now = scales, zeros
+            loaded = _load_codes(codes, codes_record, t, records, S)
+            xs = _load_xs(xp, column_record + t, records, K, S)
+            if norm is not None:
+                xs = _times(xs, _load_xs(fp, column_record + t, records, K, S), S)
+            scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
+            total = _records(loaded, xs, scales_now, zeros_now, total, S)
+    if S.mode == "sums" and S.whole:
+        total *= _per_row(channel if S.taps else tl.load(weight[1] + row_n), S)
+    if BATCH > 1:
+        total = tl.sum(total, axis=0)
+    if S.slices > 1:
+        total = _same_slices(total, S)
+    if norm is not None:
+        total *= tl.rsqrt(tl.sum(squares, axis=1) / K + norm[1])[None, :]
+    if residual is not None:
+        total += added.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _load_codes(codes, codes_record, t, records, S: tl.constexpr):
+    """The codes of a step's records, from t on."""
+    RECORDS: tl.constexpr = S.records
+    loaded = ()
+    for r in tl.static_range(RECORDS):
+        loaded += (_masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def _times(xs, factors, S: tl.constexpr):
+    """x times the norm's weight, rounded to x's type, before both change lanes: the compiler would have each do so by itself otherwise."""
+    RECORDS: tl.constexpr = S.records
+    found = ()
+    for r in tl.static_range(RECORDS):
+        if S.ptx and xs[r].dtype == tl.bfloat16:
+            added = xs[r] if S.plus_one else tl.full(xs[r].shape, -0.0, tl.bfloat16)
+            y = tl.inline_asm_elementwise(
+                "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [xs[r], factors[r], added], dtype=tl.bfloat16, is_pure=False, pack=2
+            )
+        else:
+            factor = factors[r].to(tl.float32)
+            y = (xs[r].to(tl.float32) * (factor + 1 if S.plus_one else factor)).to(xs[r].dtype)
+        found += (y,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _load_xs(xp, column_record, records, K, S: tl.constexpr):
+    """x of a step's records."""
+    RECORDS: tl.constexpr = S.records
+    loaded = ()
+    for r in tl.static_range(RECORDS):
+        loaded += (_load_x(xp, column_record + r, records, K, S),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def _records(codes, xs, scales, zeros, total, S: tl.constexpr):
+    """total + the products of a step."""
+    RECORDS: tl.constexpr = S.records
+    for r in tl.static_range(RECORDS):
+        tails = (scales[r * S.groups : (r + 1) * S.groups], zeros[r * S.groups : (r + 1) * S.groups])
+        total = _record(codes[r], xs[r], tails[0], tails[1], total, S)
+    return total
+
+
+@triton.jit
+def _row(i, pn, N, S: tl.constexpr):
+    """The row of the weight that is the tile's row i, or would be, were there more."""
+    if S.gated:
+        return i // (S.outputs // 2) * (N // 2) + pn * (S.outputs // 2) + i % (S.outputs // 2)
+    else:
+        return pn * S.outputs + i
+
+
+@triton.jit
+def _per_row(values, S: tl.constexpr):
+    """[rows of all batches] -> float32 that broadcasts to the sums."""
+    values = values.to(tl.float32)
+    if S.batch > 1:
+        return tl.reshape(values, (S.batch, S.bands * S.slices * 16))[:, :, None]
+    else:
+        return values[:, None]
+
+
+@triton.jit
+def _words_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
+    """Pointers to the words of the tile's first records [batch, slices, bands, kt 2, 256], and the record of each batch and slice.
+
+    Triton gives warps to the first dimensions first: so each has the rows that the matrix instruction wants it to have.
+    """
+    SLICES: tl.constexpr = S.slices
+    BANDS: tl.constexpr = S.bands
+    BATCH: tl.constexpr = S.batch
+    TILE: tl.constexpr = BANDS // 2 if S.gated else BANDS  # of them follow each other
+    i = tl.arange(0, BANDS)
+    band = pn * TILE % 4 + i % TILE
+    if TILE > 4:
+        end = N // 32 if S.gated else n_padded // 16
+        band = tl.minimum(band, end - 1 - pn * TILE // 4 * 4)  # the last tile may reach over the last panel
+    if S.gated:
+        band += i // TILE * (N // 32)  # whole panels
+    band = band[None, None, :, None, None]
+    kt = tl.arange(0, 2)[None, None, None, :, None]
+    word = tl.arange(0, 256)[None, None, None, None, :]
+    slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
+    record = first + slice_ * per
+    base = codes + (pn * TILE // 4).to(tl.int64) * records * 2048
+    return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
+
+
+@triton.jit
+def _bytes_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
+    """Pointers to pairs of bytes of the tile's first records [batch, slices, bands, half of a record and of the rows 4, 8 rows of 64
+    bytes], and the record of each batch and slice. A lane reads 16 bytes that follow each other: see `_record`."""
+    SLICES: tl.constexpr = S.slices
+    BANDS: tl.constexpr = S.bands
+    BATCH: tl.constexpr = S.batch
+    slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
+    record = first + slice_ * per
+    band = tl.arange(0, BANDS)[None, None, :, None, None] * 16
+    half = tl.arange(0, 4)[None, None, None, :, None]
+    i = tl.arange(0, 256)[None, None, None, None, :]
+    row = tl.minimum(_row(band + half % 2 * 8 + i // 32, pn, N, S), n_padded - 1)
+    at = row.to(tl.int64) * (records * 64) + record * 64 + (half // 2 * 32 + i % 32)
+    return codes.to(tl.pointer_type(tl.int16)) + at, record
+
+
+@triton.jit
+def _fetch_weight(weight, n_padded, records, per, first, n, ROWS: tl.constexpr, S: tl.constexpr):
+    """Bring what this block reads first of ROWS rows of the weight, from row n on, to the L2 cache, while the kernel before is still
+    running. Rows that are not in one panel are whole panels."""
+    PARTS: tl.constexpr = S.batch * S.slices
+    WORDS: tl.constexpr = S.bits == 4
+    CHUNKS: tl.constexpr = PARTS * (2 * S.ahead * (ROWS // 64 if ROWS > 64 else 1) if WORDS else ROWS)
+    i = tl.arange(0, _power_of_two(CHUNKS, S.threads))
+    if WORDS:
+        record = first + i // 2 % PARTS * per + i // (2 * PARTS) % S.ahead
+        panel = n // 64 + i // (2 * PARTS * S.ahead)
+        at = (panel.to(tl.int64) * records + record) * 2048 + i % 2 * 1024 + n % 64 * 16
+        inside = (i < CHUNKS) & (record < records) & (panel < n_padded // 64)
+        _fetch(weight[0] + at, tl.where(inside, 32 * (ROWS if ROWS < 64 else 64), 0))
+    else:
+        record = first + i % PARTS * per
+        row = n + i // PARTS
+        inside = (i < CHUNKS) & (row < n_padded)
+        _fetch(weight[0] + (row.to(tl.int64) * records + record) * 128, tl.where(inside, 128 * tl.minimum(records - record, S.ahead), 0))
+    if S.mode != "sums" or not S.whole:
+        BLOCKS: tl.constexpr = PARTS * S.scales_ahead * S.groups
+        i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
+        record = first + i % PARTS * per + i // PARTS % S.scales_ahead
+        block = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.scales_ahead)
+        rows = tl.where((i < BLOCKS) & (record < records), tl.minimum(n_padded - n, ROWS), 0)
+        at = block.to(tl.int64) * n_padded + n
+        _fetch(weight[1] + at, rows * (weight[1].dtype.element_ty.primitive_bitwidth // 8))
+        if S.zero != "none":
+            _fetch(weight[2] + at, rows * (weight[2].dtype.element_ty.primitive_bitwidth // 8))
+
+
+@triton.constexpr_function
+def _power_of_two(count, least):
+    return max(triton.next_power_of_2(count), least)
+
+
+@triton.jit
+def _fetch(pointers, nbytes):
+    """Nothing is read, so that it does not matter if the bytes are still being written. nbytes: a multiple of 16, or 0."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
+        "=r,l,r", [pointers.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tails(weight, record, row_n, n_padded, records, S: tl.constexpr):
+    """Scales and zeros of the groups of the next records: two tuples of [rows]. What nothing reads is the number 0."""
+    RECORDS: tl.constexpr = S.records
+    GROUPS: tl.constexpr = S.groups
+    scales, zeros = (), ()
+    for r in tl.static_range(RECORDS):
+        at = tl.minimum(record + r, records - 1)
+        block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS
+        offset = block_row * n_padded + row_n
+        for g in tl.static_range(GROUPS):
+            scales += (tl.load(weight[1] + offset + g * n_padded) if S.mode != "sums" or not S.whole else 0,)  # type: ignore[assignment]
+            zeros += (tl.load(weight[2] + offset + g * n_padded) if S.zero != "none" else 0,)  # type: ignore[assignment]
+    return scales, zeros
+
+
+@triton.jit
+def _masked(pointers, mask, S: tl.constexpr):
+    if S.even:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def _load_x(xp, record, records, K, S: tl.constexpr):
+    """x [128, width], with a batch before it if there is one, of a record of each slice."""
+    at = record * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
+    if S.taps:
+        x = of_patches(xp, at, at < K, S)
+    elif S.even:
+        x = tl.load(xp + at)
+    else:
+        inside = record < records
+        if S.block > 0:
+            within = at % S.padded
+            inside &= within < S.block
+            at = at // S.padded * S.block + within
+        x = tl.load(xp + at, mask=inside & (at < K), other=0.0)
+    if S.paired:  # …, khalf, k4, k -> as the bytes lie
+        SIZES: tl.constexpr = x.shape
+        x = tl.reshape(tl.permute(tl.reshape(x, (S.batch * 8, 2, 4, 2 * S.width)), (0, 2, 1, 3)), SIZES)
+    if S.turned:  # khalf, k4, step, and the four bytes of a register, of which the even and the odd ones are together
+        SHAPE: tl.constexpr = x.shape
+        x = tl.permute(tl.reshape(x, (S.batch, 2, 4, 4, 2, 2, S.width)), (0, 1, 3, 5, 2, 4, 6))
+        x = tl.reshape(x, SHAPE)
+    return x
+
+
+@triton.jit
+def _record(codes, x, scales, zeros, total, S: tl.constexpr):
+    """total + the products of one record."""
+    ALL: tl.constexpr = S.batch * S.rows
+    DTYPE: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
+    if S.bits == 4:
+        codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
+        codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
+        values = decode.e2m1(codes, DTYPE, S.ptx) if S.table else decode.nibbles(codes, DTYPE, S.ptx)
+    elif S.turned:  # a lane multiplies what it read, so k is in another order here and in `_load_x`
+        codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 2, 8, 4, 4, 2))  # batch, slice, band, khalf, rowhalf, row, k4, step, word
+        codes = tl.reshape(tl.permute(codes, (0, 2, 1, 4, 5, 3, 7, 6, 8)), (ALL * 8, 1, 8))
+        values = tl.reshape(decode.int8_pairs(codes, DTYPE, S.ptx), (ALL, 8, 16))
+    else:
+        values = tl.reshape(decode.int8_values(codes, DTYPE, S.ptx), (ALL, 4, 32))
+    if S.zero == "point":
+        values = decode.minus(values, _spread(zeros, S), S.bits, S.ptx)
+    elif S.zero == "offset":
+        values = decode.minus(values, tl.full((1, 1, 1), 0, tl.int16), S.bits, S.ptx)
+    elif (S.bits == 4 or DTYPE == tl.float16) and not S.table:
+        values = decode.minus(values, None, S.bits, S.ptx)
+    if S.mode == "sums":
+        w = _operand(values, S)
+        if S.whole:
+            return dot(w, x, total)
+        else:
+            return total + dot(w, x, tl.zeros_like(total)) * _per_row(scales[0], S)
+    elif S.mode == "weights":
+        offset = tl.full((1, 1, 1), -0.0, tl.float32).to(DTYPE)
+        if S.zero == "offset":
+            offset = _spread(zeros, S).to(DTYPE)
+        return dot(_operand(decode.fma(values, _spread(scales, S).to(DTYPE), offset, S.ptx), S), x, total)
+    else:
+        tl.static_assert(S.mode == "exact", "a mode that has no code")
+        w = values.to(tl.float32) * _spread(scales, S).to(tl.float32)
+        if S.zero == "offset":
+            w += _spread(zeros, S).to(tl.float32)
+        w = _operand(w, S)
+        if x.dtype == tl.float32:
+            return _dot_pieces(w, x, total)
+        else:
+            return dot(w.to(DTYPE), x, total)
+
+
+@triton.jit
+def _operand(values, S: tl.constexpr):
+    """[rows of all batches, 4, 32] -> what is multiplied by x."""
+    if S.batch > 1:
+        return tl.reshape(values, (S.batch, S.bands * S.slices * 16, 128))
+    else:
+        return tl.reshape(values, (S.bands * S.slices * 16, 128))
+
+
+@triton.jit
+def _spread(values, S: tl.constexpr):
+    """What each group has, [rows] -> what broadcasts to the weights of a record as `_record` has them, [rows, 8 or 4, 16 or 32]."""
+    PLANES: tl.constexpr = 8 if S.turned else 4
+    upper = tl.arange(0, PLANES)[None, :, None] >= PLANES // 2
+    if S.groups == 1:
+        return values[0][:, None, None]
+    elif S.groups == 2:
+        return tl.where(upper, values[1][:, None, None], values[0][:, None, None])
+    else:
+        if PLANES == 8:
+            odd = tl.arange(0, 16)[None, None, :] % 8 >= 4
+        else:
+            odd = tl.arange(0, 4)[None, :, None] % 2 == 1
+        low = tl.where(odd, values[1][:, None, None], values[0][:, None, None])
+        high = tl.where(odd, values[3][:, None, None], values[2][:, None, None])
+        return tl.where(upper, high, low)
+
+
+@triton.jit
+def _dot_pieces(a, b, total):
+    """total + a · b of float32, by the six products of bfloat16 pieces that matter; the small ones are summed apart."""
+    b0 = b.to(tl.bfloat16)
+    b -= b0.to(tl.float32)
+    b1 = b.to(tl.bfloat16)
+    b2 = (b - b1.to(tl.float32)).to(tl.bfloat16)
+    piece = a.to(tl.bfloat16)
+    large = dot(piece, b0, tl.zeros_like(total))
+    small = dot(piece, b1, dot(piece, b2, tl.zeros_like(total)))
+    a -= piece.to(tl.float32)
+    piece = a.to(tl.bfloat16)
+    small = dot(piece, b0, dot(piece, b1, small))
+    a -= piece.to(tl.float32)
+    small = dot(a.to(tl.bfloat16), b0, small)
+    return total + (large + small)
+
+
+@triton.jit
+def _same_slices(total, S: tl.constexpr):
+    """[rows, width] -> [outputs, columns]: the sum over slices where the slices of row and column are the same."""
+    ROWS: tl.constexpr = S.rows
+    WIDTH: tl.constexpr = S.width
+    BANDS: tl.constexpr = S.bands
+    SLICES: tl.constexpr = S.slices
+    COLUMNS: tl.constexpr = S.columns
+    OUTPUTS: tl.constexpr = S.outputs
+    row_slice = tl.arange(0, ROWS) // 16 % SLICES
+    column_slice = tl.arange(0, WIDTH) // COLUMNS
+    total = tl.where(row_slice[:, None] == column_slice[None, :], total, 0.0)
+    total = tl.sum(tl.reshape(total, (ROWS, SLICES, COLUMNS)), axis=1)
+    total = tl.sum(tl.reshape(total, (BANDS, SLICES, 16, COLUMNS)), axis=1)
+    return tl.reshape(total, (OUTPUTS, COLUMNS))

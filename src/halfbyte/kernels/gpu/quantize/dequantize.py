@@ -1,0 +1,190 @@
+"""The weight itself, or some rows of it: packed codes -> scale * (q - point) or scale * q + offset.
+
+Computed in float32 with one rounding (products of a code and a scale of 11 bits are exact, sums are fused), then rounded to the
+result's type. Layout: `layouts/gpu_tiles.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED
+from halfbyte.kernels.gpu.decode import e2m1_codes
+from halfbyte.kernels.gpu.quantize import spread
+from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_number
+from halfbyte.layouts import gpu_tiles
+from halfbyte.layouts.gpu_tiles import RECORD
+
+
+def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The weight [n, k] that `data`, uint8 [geo.nbytes], stands for."""
+    out = torch.empty(geo.n, geo.k, dtype=dtype, device=data.device) if out is None else out
+    if out.numel():
+        write(spread.sections(data, geo), geo, out)
+    return out
+
+
+def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1, early: bool = False) -> None:
+    """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k].
+
+    early: this starts before the kernel before has ended and writes meanwhile, to memory of `scratch.double_buffer`.
+    """
+    early = early and not INTERPRETED
+    run(
+        _whole,
+        (geo.records, geo.panels, experts),
+        *sections,
+        out,
+        *_sizes(geo),
+        geo.n,
+        tuple(0 if t is None else geo.nbytes // t.element_size() for t in sections),
+        BITS=geo.format.bits,
+        ZERO=zero_number(geo.format),
+        TABLE=has_floats(geo.format),
+        G=min(geo.padded, RECORD),
+        PAIRED=geo.paired,
+        CONTIGUOUS=geo.contiguous,
+        EARLY=early,
+        num_warps=4,
+        early=early,
+    )
+
+
+def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
+    """Rows `ids`, int64 or int32 [count], of the weight: [count, k]. A row that the weight does not have is NaN."""
+    out = torch.empty(len(ids), geo.k, dtype=dtype, device=data.device)
+    if out.numel():
+        codes, scale, zero = spread.sections(data, geo) if geo.nbytes else (None, None, None)
+        held = min(8, triton.next_power_of_2(geo.records))
+        run(
+            _rows,
+            (len(ids), -(-geo.records // held)),
+            ids,
+            codes,
+            scale,
+            zero,
+            out,
+            *_sizes(geo),
+            geo.n,
+            BITS=geo.format.bits,
+            ZERO=zero_number(geo.format),
+            TABLE=has_floats(geo.format),
+            PAIRED=geo.paired,
+            G=min(geo.padded, RECORD),
+            HELD=held,
+            num_warps=max(1, held // 2),
+        )
+    return out
+
+
+def _sizes(geo: gpu_tiles.Geometry) -> tuple[int, ...]:
+    """K, N padded, records, elements of a block without and with its padding."""
+    return geo.k, geo.n_padded, geo.records, geo.block, geo.padded
+
+
+@triton.jit
+def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr):
+    """Codes as stored (int32) -> float32; s and z broadcast to u. TABLE: they are 4-bit floats."""
+    if TABLE:
+        return e2m1_codes(u).to(tl.float32) * s.to(tl.float32)
+    elif ZERO == 0:
+        return (u - 8 if BITS == 4 else u).to(tl.float32) * s.to(tl.float32)
+    q = u if BITS == 4 else u + 128
+    if ZERO == 1:
+        return (q - z.to(tl.int32)).to(tl.float32) * s.to(tl.float32)
+    elif INTERPRETED:  # whose fma rounds twice
+        return (q.to(tl.float64) * s.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(q.to(tl.float32), tl.broadcast_to(s.to(tl.float32), q.shape), tl.broadcast_to(z.to(tl.float32), q.shape))
+
+
+@triton.jit
+def _place(start, i, k, block, padded):
+    """Of i elements after padded k `start` of one block: the k of each, and whether there is one."""
+    within = start % padded + i
+    at = start // padded * block + within
+    return at, (within < block) & (at < k)
+
+
+@triton.jit
+def _whole(
+    codes, scale, zero, out, k, NP, R, block, padded, N, steps,
+    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A panel's record."""
+    if EARLY:
+        gdc_launch_dependents()
+    r = tl.program_id(0)
+    panel = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(2).to(tl.int64)
+    codes += expert * steps[0]
+    scale += expert * steps[1]
+    if ZERO != 0:
+        zero += expert * steps[2]
+    out += expert * N * k
+    PIECES: tl.constexpr = 128 // G
+    if BITS == 4:
+        words = tl.load(codes + (panel * R + r) * 2048 + tl.arange(0, 2048)).to(tl.int32)
+        u = tl.join(tl.join(words & 15, words >> 8 & 15), tl.join(words >> 4 & 15, words >> 12 & 15))
+        # kt, nt, row, k4, khalf, rowhalf, k, plane // 2, plane % 2 -> nt, rowhalf, row, planes, kt, khalf, k4, k
+        u = tl.reshape(u, (2, 4, 8, 4, 2, 2, 2, 2, 2))
+        u = tl.permute(u, (1, 5, 2, 7, 8, 0, 4, 3, 6))
+        u = tl.reshape(u, (64, 128))
+    else:
+        rows = (panel * 64 + tl.arange(0, 64))[:, None] * (R * 128)
+        u = tl.load(codes + rows + r * 128 + tl.arange(0, 128)[None, :]).to(tl.int32)
+        if PAIRED:  # …, k4, khalf, k -> …, khalf, k4, k
+            u = tl.reshape(tl.permute(tl.reshape(u, (64, 8, 4, 2, 2)), (0, 1, 3, 2, 4)), (64, 128))
+    piece = r * PIECES + tl.arange(0, PIECES)
+    rn = panel * 64 + tl.arange(0, 64)
+    at = (piece * G // padded)[None, :] * NP + rn[:, None]
+    s = tl.load(scale + at)[:, :, None]
+    z = tl.load(zero + at)[:, :, None] if ZERO != 0 else s
+    v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO, TABLE)
+    if CONTIGUOUS:  # the compiler sees that elements are neighbours, and stores 16 bytes at a time
+        column = r * 128 + tl.arange(0, 128)
+        real = column < k
+    else:
+        column, real = _place((piece * G)[:, None], tl.arange(0, G)[None, :], k, block, padded)
+        column = tl.reshape(column, (128,))
+        real = tl.reshape(real, (128,))
+    v = tl.reshape(v, (64, 128)).to(out.dtype.element_ty)
+    tl.store(out + rn[:, None] * k + column[None, :], v, mask=(rn < N)[:, None] & real[None, :])
+    if EARLY:
+        gdc_wait()  # who waits for this one waits for those before, too
+
+
+@triton.jit
+def _rows(
+    ids, codes, scale, zero, out, k, NP, R, block, padded, N,
+    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """HELD records of one row."""
+    number = tl.program_id(0).to(tl.int64)
+    n = tl.load(ids + number).to(tl.int64)
+    known = (n >= 0) & (n < N)
+    n = tl.where(known, n, 0)
+    r = (tl.program_id(1) * HELD + tl.arange(0, HELD))[:, None, None]
+    plane = tl.arange(0, 128 // 32)[None, :, None]
+    kq = tl.arange(0, 32)[None, None, :]
+    if BITS == 4:
+        within = ((kq // 16 * 4 + n % 64 // 16) * 8 + n % 8) * 4 + kq // 2 % 4
+        word = within * 8 + kq // 8 % 2 * 4 + n // 8 % 2 * 2 + kq % 2
+        u = tl.load(codes + (n // 64 * R + r) * 2048 + word, mask=r < R, other=0).to(tl.int32) >> 4 * plane & 15
+    else:
+        at = kq // 16 * 16 + kq // 2 % 4 * 4 + kq // 8 % 2 * 2 + kq % 2 if PAIRED else kq
+        u = tl.load(codes + n * (R * 128) + r * 128 + plane * 32 + at, mask=r < R, other=0).to(tl.int32)
+    start = r * 128 + plane * 32 // G * G
+    at = start // padded * NP + n
+    s = tl.load(scale + at, mask=r < R, other=0)
+    z = tl.load(zero + at, mask=r < R, other=0) if ZERO != 0 else s
+    v = _value(u, s, z, BITS, ZERO, TABLE)
+    v = tl.where(known, v, float("nan")).to(out.dtype.element_ty)
+    column, real = _place(start, plane * 32 % G + kq, k, block, padded)
+    tl.store(out + number * k + column, v, mask=real & (r < R))

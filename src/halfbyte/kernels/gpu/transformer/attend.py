@@ -1,0 +1,588 @@
+"""One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
+
+    q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[R/2:], x[:R/2]) * sin     (Su et al., RoFormer, 2021)
+    (or q, k, of which v is made, too, before anything else; or q alone, where `length` tokens are in the cache with the new one: Gemma 4)
+    in the first R elements of D, or of adjacent elements: x[2 i], x[2 i + 1] -> x * cos + (-x[2 i + 1], x[2 i]) * sin; before that, where
+    there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and Sennrich, 2019);
+    v may have one without a weight
+    keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true, or
+    of scale * q · keysᵀ + mask; a head may have a sink, a score that adds nothing but to the sum of exponentials (gpt-oss)
+
+keys, values [B, Hkv, T, D] are a cache of fixed size. `length` tokens of it are there, and the new one's place is after them. Or it is a
+ring, a window that has seen `length` tokens and keeps the last T: there the new one takes the place of the oldest, and the mask has tokens
+by their age. Each query head reads the key head of its group of H / Hkv. The tokens of a key head are dealt out in tiles to `splits`
+blocks, each with a sum and a maximum of its own (Dao et al., Flash-Decoding, 2023). The second kernel adds them up, and `advance` to
+length: to start it early takes less time than to find out, in the first, which block is the last.
+
+Where a block has a tile or two, what takes time is one memory access that waits for another. So which tile it has first does not depend
+on the length: it is on its way to the L2 cache before the kernel before has ended, and is read together with everything else. Where many
+sequences or long ones give it more tiles (`stages` > 1), what takes time is memory itself: tiles are copied to shared memory while those
+before them are multiplied, and the new token comes last, from registers.
+
+Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
+in float32; keys are rounded to the cache's type as they enter it. Or the cache has int8 codes and their scales (`kv_codes.py`): the new
+token's are computed here, and the matrix units multiply scale * code, queries and weights, each rounded once to qkv's type. There tiles are
+always streamed. Where a cache that is no ring is full already the result is NaN, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
+from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
+from halfbyte.kernels.gpu.runtime.scratch import workspace
+from halfbyte.kernels.gpu.transformer.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, tiled, whole
+from halfbyte.kernels.gpu.transformer.norm import Norm
+from halfbyte.kernels.layer_kinds import RopeInterleaved, is_interleaved
+from halfbyte.layouts.records import BLOCK, scales_of
+from halfbyte.machine import Gpu
+
+_MOST = 4096  # numbers of a key head's result, by 128 threads
+_MOST_OF_WIDE = 8192  # by 256 threads, of heads wider than 256, whose tiles have few tokens
+_MOST_SPLITS = 64
+_FEW_TILES = 2  # of a block, which are read to registers
+_STREAMED = (64, 4, 3)  # tokens, warps and stages where there are more
+_BLOCKS = 2  # of those, that a multiprocessor has room for
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Static(CompileTime):
+    """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
+    take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `rotary_dim`, `rope_interleaved`,
+    `norm_after_rope`, `others` and `v_norm` as in `How`; `short`: rope's tables have R / 2 columns; `added`: masks are
+    added to scores; `codes`: the cache has codes and scales."""
+
+    dim: int
+    wide: int
+    heads: int
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    pdl: bool
+    rotary_dim: int
+    plus_one: bool = False
+    ring: bool = False
+    rope_interleaved: RopeInterleaved = ""
+    short: bool = False
+    added: bool = False
+    norm_after_rope: bool = False
+    others: int = 2
+    v_norm: bool = False
+    codes: bool = False
+
+    @property
+    def scales(self) -> int:
+        """Of a head in the cache."""
+        return scales_of(self.dim)
+
+    @property
+    def groups(self) -> int:
+        """`scales` up to a power of two."""
+        return self.wide // BLOCK
+
+    @property
+    def neighbours(self) -> bool:
+        """Whether rope rotates adjacent elements."""
+        return is_interleaved(self.rope_interleaved)
+
+    @property
+    def group(self) -> int:
+        """`heads` up to a power of two."""
+        return int(triton.next_power_of_2(self.heads))
+
+
+class How(NamedTuple):
+    """What families differ in.
+
+    factor  of the result
+    ring    the cache is one
+    rotary_dim  elements of a head that rope rotates, R; None: as many as the tables have, which may have R / 2
+    rope_interleaved  "": elements i and i + R / 2; "half", "repeated": 2 i and 2 i + 1, by the first R / 2 columns of the tables, or by R,
+            each twice
+    sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
+    norm_after_rope  norms follow rope
+    others  what there is beside queries: 2, keys and values; 1, keys, which values are, too; 0, nothing, as the new token is in the cache
+    v_norm  values have a norm, without a weight, as those of queries else
+    """
+
+    factor: float = 1.0
+    ring: bool = False
+    rotary_dim: int | None = None
+    rope_interleaved: RopeInterleaved = ""
+    sinks: Tensor | None = None
+    norm_after_rope: bool = False
+    others: int = 2
+    v_norm: bool = False
+
+
+def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, codes: bool = False) -> str | None:
+    """Why this is not for the kernel, or None. codes: the cache has them."""
+    if dtype not in _DTYPES:
+        return f"it computes in {', '.join(map(str, _DTYPES))}, not {dtype}"
+    if kv_heads < 1 or heads % kv_heads or dim % 2:
+        return f"{heads} heads of {dim} do not share {kv_heads} key heads, or have no two halves"
+    if codes and dim % 4:
+        return f"the codes of heads of {dim} are not whole words of four"
+    if _rows(heads // kv_heads) * _wide(dim) > (_MOST if _wide(dim) <= 256 else _MOST_OF_WIDE):
+        return f"{heads // kv_heads} heads of {dim} for each key head are too many for a block's registers"
+    return None
+
+
+def _rows(heads: int) -> int:
+    return max(16, int(triton.next_power_of_2(heads)))
+
+
+def _wide(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def static(
+    batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu, *, codes: bool = False
+) -> tuple[Static, int]:
+    """For caches of `size` tokens, and the blocks that share a key head: as many as fill the GPU, each with a tile or more. A kernel takes
+    any number of them, as one that is compiled for the sizes of a cache would have to be compiled for each."""
+    if codes:
+        wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(heads // kv_heads)
+        tile, splits = tiled(batch * kv_heads, rows, wide, size, dtype, gpu)
+        found = Static(dim, wide, heads // kv_heads, rows, tile.tokens, tile.warps, tile.stages, launcher.starts_early(gpu), dim)
+        return replace(found, codes=True), splits
+    group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
+    tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
+    tiles = -(-size // tokens)
+    splits = max(1, min(_MOST_SPLITS, tiles, round(1.2 * gpu.sms / programs)))
+    many = tokens == 64 or _rows(group) * wide > _MOST
+    few = Static(dim, wide, group, _rows(group), tokens, 8 if many else 4, 1, launcher.starts_early(gpu), dim)
+    if tiles <= _FEW_TILES * splits or tokens < 64:
+        return few, splits
+    tokens, warps, stages = _STREAMED
+    tiles = -(-size // tokens)
+    splits = min(range(1, min(_MOST_SPLITS, tiles) + 1), key=lambda n: _us(n, programs, tiles, gpu.sms))
+    return replace(few, tokens=tokens, warps=warps, stages=stages), splits
+
+
+def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
+    """About how long blocks of streamed tiles take, all tokens being there: memory's time of the multiprocessor that has the most of them,
+    or as long as a block waits for its tiles one after the other; and the beginning and end of each round of blocks."""
+    rounds = -(-programs * splits // (_BLOCKS * sms))
+    longest = -(-tiles // splits)
+    return max(1.4 * -(-programs * splits // sms) * longest, 2.0 * rounds * longest) + 2.0 * rounds
+
+
+def launch(
+    gpu: Gpu,
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    cache: tuple[Tensor, ...],
+    length: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    scale: float,
+    advance: int = 1,
+    norms: tuple[Norm, Norm] | None = None,
+    how: How = How(),  # noqa: B008
+) -> None:
+    """
+    qkv     [B, (H + 2 Hkv) * D], or of as many others as `how` says, out [B, H * D], contiguous
+    rotary  cosines and sines [B or 1, R or R / 2] of the positions, the last dimension contiguous; None: there are none
+    cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; or their codes, int8, and then scales of keys and of values,
+            bfloat16 [B, Hkv, T, ceil(D / 32)]
+    length  int64, one number: tokens of the cache
+    mask    [B or 1, T], bool, or floating point, which is added; the last dimension contiguous; None: all true
+    norms   of queries and of keys, weights [D], alike in what else they are; None: there are none
+    """
+    batch, kv_heads, size, dim = cache[0].shape
+    heads = out.shape[1] // dim
+    s, splits = static(batch, heads, kv_heads, size, dim, qkv.dtype, gpu, codes=len(cache) == 4)
+    width = 0 if rotary is None else rotary[0].shape[1]
+    rotary_dim = width if how.rotary_dim is None or rotary is None else how.rotary_dim
+    s = replace(
+        s,
+        rotary_dim=rotary_dim,
+        rope_interleaved=how.rope_interleaved,
+        short=width < rotary_dim,
+        added=mask is not None and mask.is_floating_point(),
+    )
+    s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring, norm_after_rope=how.norm_after_rope)
+    s = replace(s, others=how.others, v_norm=how.v_norm)
+    programs = batch * kv_heads
+    sums = programs * splits * s.group * s.wide
+    scratch = workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
+    parts = scratch, scratch[sums:]
+    strides = (
+        *(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary or (out, out)),
+        mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
+    )
+    launcher.run(
+        _attend,
+        (programs, splits),
+        qkv,
+        rotary,
+        cache,
+        length,
+        mask if mask is None or s.added else mask.view(torch.uint8),
+        parts,
+        kv_heads,
+        size,
+        strides,
+        scale * LOG2E.value,
+        None if norms is None else (norms[0][0], norms[1][0], norms[0][1]),
+        s,
+        num_warps=s.warps,
+        early=s.pdl,
+    )
+    most = int(triton.next_power_of_2(splits))
+    warps = 2 if most * s.wide <= 4096 else 4 if most * s.wide <= 8192 else 8  # all parts of a head are in registers at once
+    sinks = None if how.sinks is None else (how.sinks, kv_heads)
+    numbers = splits, advance, how.factor
+    launcher.run(_add_up, (programs, s.heads), parts, length, out, sinks, *numbers, most, s, num_warps=warps, early=s.pdl)
+
+
+@triton.jit
+def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, scale, norms, S: tl.constexpr):
+    DIM: tl.constexpr = S.dim
+    HEADS: tl.constexpr = S.heads
+    TOKENS: tl.constexpr = S.tokens
+    ROWS: tl.constexpr = S.rows
+    WIDE: tl.constexpr = S.wide
+    STAGES: tl.constexpr = S.stages
+    ROTARY_DIM: tl.constexpr = S.rotary_dim
+    if S.pdl:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    batch, head = program // kv_heads, program % kv_heads
+    first = program.to(tl.int64) * size  # of the key head's tokens
+    FLOAT: tl.constexpr = qkv.dtype.element_ty
+    start = tl.program_id(1) * TOKENS
+    splits = tl.num_programs(1)
+    d = tl.arange(0, WIDE)
+    g = tl.arange(0, ROWS)
+    inside = d < DIM
+    rotates = d < ROTARY_DIM
+    if S.neighbours:
+        half = tl.where(rotates, d ^ 1, d)
+    else:
+        half = tl.where(rotates, tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2), d)
+    if norms is not None:
+        q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
+        q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
+        k_factor = tl.load(norms[1] + d, mask=inside, other=0.0).to(tl.float32)
+        k_factor_half = tl.load(norms[1] + half, mask=inside, other=0.0).to(tl.float32)
+        if S.plus_one:
+            q_factor, q_factor_half, k_factor, k_factor_half = q_factor + 1, q_factor_half + 1, k_factor + 1, k_factor_half + 1
+    if S.pdl:
+        if S.stages == 1:
+            _prefetch(cache, first, start, size, S)
+        else:  # how many tokens are there may have changed since: this only says what to fetch
+            there = tl.minimum(tl.load(length, volatile=True).to(tl.int32), size)
+            for i in tl.static_range(STAGES):
+                _prefetch(cache, first, start + i * TOKENS * splits, there, S)
+        gdc_wait()
+    before = tl.load(length).to(tl.int32)  # the new token
+    if S.others == 0:
+        before -= 1
+    if S.ring:
+        gone_by = before
+        now, place = tl.minimum(gone_by, size), gone_by % size
+        oldest = tl.where(gone_by >= size, place + 1, 0)  # once the new one is there
+        fits = size > 0
+    else:
+        now = before
+        place = now
+        oldest = 0
+        fits = now < size
+    row_mask = batch * strides[2]
+    if S.stages == 1:
+        keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, S)
+        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), size, oldest, size, S)
+    mine = (g < HEADS)[:, None] & inside[None, :]
+    row = qkv + batch.to(tl.int64) * ((HEADS + S.others) * kv_heads * DIM)
+    at = row + (head * HEADS + g[:, None]) * DIM
+    new = row + (HEADS * kv_heads + head) * DIM
+    # Everything is on its way before anything is waited for.
+    q = tl.load(at + d[None, :], mask=mine, other=0.0)
+    q_half = tl.load(at + half[None, :], mask=mine, other=0.0)
+    if S.others > 0:
+        k = tl.load(new + d, mask=inside, other=0.0)
+        k_half = tl.load(new + half, mask=inside, other=0.0)
+        v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0) if S.others == 2 else k
+    if ROTARY_DIM > 0:
+        if S.rope_interleaved == "half":
+            entry = d // 2
+        elif S.short:
+            entry = tl.where(d < ROTARY_DIM // 2, d, d - ROTARY_DIM // 2)
+        else:
+            entry = d
+        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=rotates, other=1.0)
+        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=rotates, other=0.0)
+        first_of_two = d % 2 == 0 if S.neighbours else d < ROTARY_DIM // 2
+        cos, sin = cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
+    else:
+        cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
+    q, q_half = q.to(tl.float32), q_half.to(tl.float32)
+    if norms is not None and not S.norm_after_rope:
+        q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
+        q, q_half = q * q_root * q_factor[None, :], q_half * q_root * q_factor_half[None, :]
+    q = q * cos[None, :] + q_half * sin[None, :]
+    if norms is not None and S.norm_after_rope:
+        q = q * tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None] * q_factor[None, :]
+    q *= scale
+    if S.others > 0:
+        k, k_half = k.to(tl.float32), k_half.to(tl.float32)
+        if S.v_norm:
+            wide = v.to(tl.float32)
+            v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + norms[2])).to(FLOAT)
+        if norms is not None and not S.norm_after_rope:
+            k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
+            k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
+        k = k * cos + k_half * sin
+        if norms is not None and S.norm_after_rope:
+            k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * k_factor
+        # What is attended to is what the cache will hold.
+        k = k.to(FLOAT)
+        if S.codes:
+            k_codes, k_scales, k = encoded(k.to(tl.float32), d, S.groups)
+            v_codes, v_scales, v = encoded(v.to(tl.float32), d, S.groups)
+            k, v = k.to(FLOAT), v.to(FLOAT)
+    q0, q1 = _pieces(q, FLOAT)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, WIDE), tl.float32)
+    if S.stages == 1:
+        end = tl.minimum(now + 1, size)
+        last = start
+        for step in range(start, end, TOKENS * splits):
+            last = step
+            t = step + tl.arange(0, TOKENS)
+            # What is not there yet may be anything.
+            if S.others > 0:
+                new_here = t == place
+                keys_now = tl.where(new_here[:, None], k[None, :], keys)
+                values_now = tl.where(new_here[:, None], v[None, :], tl.where((t < now)[:, None], values, 0.0))
+            else:
+                keys_now, values_now = keys, tl.where((t <= now)[:, None], values, 0.0)
+            seen_now = _but(seen, t <= now, S)
+            keys, values = _tile(cache, first, t + TOKENS * splits, end, S)
+            seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
+            most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
+        if S.ring:
+            mine_too = place // TOKENS % splits == tl.program_id(1)
+        else:
+            mine_too = (last <= now) & (now < last + TOKENS)
+    else:
+        mine_too = tl.program_id(1) == 0
+        if S.others > 0:  # before the loop, through which q need not be kept
+            score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
+        end = tl.minimum(now if S.others > 0 else now + 1, size)
+        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
+        if S.codes:
+            magic, q0, sums = magic_bits(), quarters(q0), quarters(sums)
+        for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
+            t = step + tl.arange(0, TOKENS)
+            if S.codes:
+                keys, values = _decoded_tile(cache, first, t, end, magic, FLOAT, S)
+            else:
+                keys, values = _tile(cache, first, t, end, S)
+            seen_now = _but(seen, t != place, S) if S.ring and S.others > 0 else seen
+            seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
+            most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
+        if S.codes:
+            sums = whole(sums)
+        if S.others > 0:
+            sees = fits
+            if mask is not None:
+                own = tl.load(mask + row_mask + tl.minimum(now, size - 1))
+                if S.added:
+                    score += _to_add(own)
+                else:
+                    sees &= own != 0
+            if mine_too & sees:
+                larger = tl.maximum(most, score)
+                weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
+                most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+    if S.others > 0:
+        if fits & mine_too:
+            to = (first + place) * DIM + d
+            if S.codes:
+                tl.store(cache[0] + to, k_codes, mask=inside)
+                tl.store(cache[1] + to, v_codes, mask=inside)
+                group = tl.arange(0, S.groups)
+                of_scales = (first + place) * S.scales + group
+                tl.store(cache[2] + of_scales, k_scales.to(tl.bfloat16), mask=group < S.scales)
+                tl.store(cache[3] + of_scales, v_scales.to(tl.bfloat16), mask=group < S.scales)
+            else:
+                tl.store(cache[0] + to, k, mask=inside)
+                tl.store(cache[1] + to, v, mask=inside)
+    part = (program * splits + tl.program_id(1)) * S.group
+    tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
+    tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
+    tl.store(scratch[1] + 2 * part + S.group + g, tl.where(fits, total, float("nan")), mask=g < S.group)
+
+
+@triton.jit
+def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
+    """The largest score, the sum of the weights and the weighted sum of the values, with a tile's tokens that are seen. Of codes queries,
+    keys, values and sums are `quarters`."""
+    ROWS: tl.constexpr = S.rows
+    TOKENS: tl.constexpr = S.tokens
+    scores = tl.zeros((ROWS, TOKENS), tl.float32)
+    if S.codes:
+        for i in tl.static_range(4):
+            scores = dot(q0[i], tl.trans(keys[i]), scores)
+    else:
+        scores = _product(q0, q1, tl.trans(keys), scores)
+    if S.added:
+        scores = tl.where(seen[None, :] == float("-inf"), float("-inf"), scores + seen[None, :])
+    else:
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+    larger = tl.maximum(most, tl.max(scores, axis=1))  # a NaN comes back by the weights
+    base = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen so far
+    weights = tl.exp2(scores - base[:, None])
+    less = tl.exp2(most - base)
+    total = total * less + tl.sum(weights, axis=1)
+    if S.codes:
+        w = weights.to(values[0].dtype)
+        s0 = dot(w, values[0], sums[0] * less[:, None])
+        s1 = dot(w, values[1], sums[1] * less[:, None])
+        s2 = dot(w, values[2], sums[2] * less[:, None])
+        s3 = dot(w, values[3], sums[3] * less[:, None])
+        return larger, total, (s0, s1, s2, s3)
+    else:
+        w0, w1 = _pieces(weights, keys.dtype)
+        return larger, total, _product(w0, w1, values, sums * less[:, None])
+
+
+@triton.jit
+def _prefetch(cache, first, start, end, S: tl.constexpr):
+    """A tile's keys and values before `end` to the L2 cache, or, where there are none, any. Nothing is read, so that it does not matter if
+    it is still being written."""
+    PIECE: tl.constexpr = 32 // (cache[0].dtype.element_ty.primitive_bitwidth // 8)  # a sector of the cache's memory
+    i = start * S.dim + tl.arange(0, S.tokens * S.wide // PIECE) * PIECE
+    i = tl.maximum(tl.minimum(i, end * S.dim - 1), 0)
+    _to_l2(cache[0] + first * S.dim + i)
+    _to_l2(cache[1] + first * S.dim + i)
+    if S.codes:
+        j = start * S.scales + tl.arange(0, S.tokens * S.groups // 16) * 16
+        j = tl.maximum(tl.minimum(j, end * S.scales - 1), 0)
+        _to_l2(cache[2] + first * S.scales + j)
+        _to_l2(cache[3] + first * S.scales + j)
+
+
+@triton.jit
+def _to_l2(pointers):
+    tl.inline_asm_elementwise(
+        "{prefetch.global.L2 [$1]; mov.b32 $0, 0;}", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _tile(cache, first, t, end, S: tl.constexpr):
+    """keys, values [tokens, wide] before `end`."""
+    d = tl.arange(0, S.wide)
+    there = (t < end)[:, None] & (d < S.dim)[None, :]
+    at = first * S.dim + (t[:, None] * S.dim + d[None, :])
+    return tl.load(cache[0] + at, mask=there, other=0.0), tl.load(cache[1] + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _decoded_tile(cache, first, t, end, magic, dtype: tl.constexpr, S: tl.constexpr):
+    """The same of a cache of codes, as `quarters`."""
+    word, group = tl.arange(0, S.wide // 4), tl.arange(0, S.groups)
+    there = (t < end)[:, None] & (word < S.dim // 4)[None, :]
+    at = first * (S.dim // 4) + (t[:, None] * (S.dim // 4) + word[None, :])
+    keys, values = cache[0].to(tl.pointer_type(tl.int32), bitcast=True), cache[1].to(tl.pointer_type(tl.int32), bitcast=True)
+    keys, values = tl.load(keys + at, mask=there, other=0), tl.load(values + at, mask=there, other=0)
+    there = (t < end)[:, None] & (group < S.scales)[None, :]
+    at = first * S.scales + (t[:, None] * S.scales + group[None, :])
+    of_keys, of_values = tl.load(cache[2] + at, mask=there, other=0.0), tl.load(cache[3] + at, mask=there, other=0.0)
+    return decoded(keys, of_keys, magic, dtype), decoded(values, of_values, magic, dtype)
+
+
+@triton.jit
+def _seen(mask, row, t, end, oldest, size, S: tl.constexpr):
+    """Which tokens may be seen; where masks are `added`, what is added to scores, times log2 of e, -inf for tokens that there are not."""
+    if mask is None:
+        return t < end
+    else:
+        at = t
+        if S.ring:
+            at = tl.where(t < oldest, t + size, t) - oldest
+        if S.added:
+            return tl.where(t < end, _to_add(tl.load(mask + row + at, mask=t < end, other=0.0)), float("-inf"))
+        else:
+            return tl.load(mask + row + at, mask=t < end, other=0) != 0
+
+
+@triton.jit
+def _to_add(number):
+    """A mask's number times log2 of e, finite also for the least one of float32."""
+    number = number.to(tl.float32)
+    return tl.where(number < -1e38, -1e38, number) * LOG2E
+
+
+@triton.jit
+def _but(seen, there, S: tl.constexpr):
+    """What `_seen` gave, of these tokens alone."""
+    if S.added:
+        return tl.where(there, seen, float("-inf"))
+    else:
+        return seen & there
+
+
+@triton.jit
+def _pieces(x, dtype: tl.constexpr):
+    """x float32 as the sum of two numbers of `dtype`; float32: x, and what nothing reads."""
+    if dtype == tl.float32:
+        return x, x
+    else:
+        large = x.to(dtype)
+        return large, (x - large.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _product(a0, a1, b, total):
+    total = dot(a0, b, total)
+    if a1.dtype != tl.float32:
+        total += dot(a1, b, tl.zeros_like(total))  # beside the other, not after it
+    return total
+
+
+@triton.jit(do_not_specialize=["splits", "advance"])
+def _add_up(scratch, length, out, sinks, splits, advance, factor, MOST: tl.constexpr, S: tl.constexpr):
+    """The softmax of all parts of a query head, from the sums and maxima of each. MOST: `splits` up to a power of two; sinks: where they
+    are, and how many key heads there are, or None."""
+    if S.pdl:
+        gdc_launch_dependents()
+    program, head = tl.program_id(0), tl.program_id(1)
+    p, d = tl.arange(0, MOST), tl.arange(0, S.wide)
+    part = (program * splits + p) * S.group
+    there, inside = p < splits, d < S.dim
+    if S.pdl:
+        gdc_wait()
+    sums = tl.load(scratch[0] + (part + head)[:, None] * S.wide + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+    most = tl.load(scratch[1] + 2 * part + head, mask=there, other=float("-inf"))
+    total = tl.load(scratch[1] + 2 * part + S.group + head, mask=there, other=0.0)
+    largest = tl.max(most, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks[0] + program % sinks[1] * S.heads + head).to(tl.float32) * LOG2E
+        largest = tl.maximum(largest, sink)
+    weights = tl.exp2(most - tl.where(largest == float("-inf"), 0.0, largest))
+    y = tl.sum(sums * weights[:, None], axis=0)
+    whole = tl.sum(total * weights, axis=0)
+    if sinks is not None:
+        whole += tl.exp2(sink - largest)
+    y = y / whole * factor
+    to = out + program.to(tl.int64) * (S.heads * S.dim) + head * S.dim + d
+    tl.store(to, y.to(out.dtype.element_ty), mask=inside)
+    if (program == 0) & (head == 0):
+        tl.store(length, tl.load(length) + advance)

@@ -1,0 +1,5 @@
+"""Calibrated quantization of language models.
+
+calibrate.py, calibrate_experts.py    layer by layer, on text; runs.py: what each layer gets
+folding.py        where scales of input channels can be folded; sensitivity.py: of single weights
+"""

@@ -1,0 +1,89 @@
+"""Batch normalization folded into the layer before it: in evaluation it is a scale and an offset per channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from torch import fx, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.nn.report import REMARK
+from halfbyte.nn.static.traced import graph_of, why_not_torch
+from halfbyte.nn.training.fake_quantized import check_not_in_training
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+def fold_batch_norms_(model: nn.Module) -> nn.Module:
+    """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place, and returns `model`.
+
+    The norm becomes nn.Identity, which `report(model)` mentions. Only pairs are folded where nothing else reads the layer's result and both
+    are used once, so in evaluation the model computes the same. A norm behind a Linear is taken for one of its features; one of the rows of
+    [batch, rows, features] is told apart only where there are more or fewer rows than features. Call it before `quantize_`, and before
+    passing a model to `load`.
+
+    Raises ArgumentError for a model in training mode or prepared by `prepare_qat_`, UnsupportedError for one that torch.fx cannot trace.
+    """
+    if model.training:
+        raise ArgumentError("batch norms are folded as they are in evaluation: call model.eval() first")
+    check_not_in_training(model)
+    if not any(isinstance(module, NORMS) for module in model.modules()):
+        return model
+    graphs = [graph_of(model, "find the layers before its norms", defaults=False)]
+    if any(node.op == "placeholder" and node.args for node in graphs[0].nodes):
+        with suppress(UnsupportedError):  # then it is always called with its optional inputs
+            graphs.append(graph_of(model, "find the layers before its norms", defaults=True))
+    for _, norm in fold_(model, graphs):
+        setattr(model.get_submodule(norm), REMARK, "folded into the layer before")
+    return model
+
+
+def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]:
+    """`fold_batch_norms_` without checks and remarks for the report; returns the names (layer, norm) of each pair.
+
+    graphs   of `model`, one for each way in which it is called: a pair is folded if it is one in each graph that has either of them
+    """
+    modules = dict(model.named_modules())
+    pairs = [_pairs(graph, modules) for graph in graphs]
+    used = [{str(node.target) for node in graph.nodes if node.op == "call_module"} | _read(graph) for graph in graphs]
+    folded = []
+    for names in dict.fromkeys(pair for of_graph in pairs for pair in of_graph):
+        if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(pairs, used, strict=True)):
+            before, after = (modules[name] for name in names)
+            fuse = fuse_linear_bn_eval if isinstance(before, nn.Linear) else fuse_conv_bn_eval
+            model.set_submodule(names[0], fuse(before, after))
+            model.set_submodule(names[1], nn.Identity())
+            folded.append(names)
+    return folded
+
+
+def _read(graph: fx.Graph) -> set[str]:
+    """The modules of which tensors are read without a call."""
+    return {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+
+
+def _pairs(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+    """The names (layer, norm) of the pairs that can be folded as far as one graph shows."""
+    used = [node.target for node in graph.nodes if node.op == "call_module"] + list(_read(graph))
+    found = []
+    for norm in graph.nodes:
+        layer = norm.args[0] if norm.op == "call_module" and norm.args else None
+        if not (isinstance(layer, fx.Node) and layer.op == "call_module" and len(layer.users) == 1):
+            continue
+        names = str(layer.target), str(norm.target)
+        before, after = (modules[name] for name in names)
+        if not (isinstance(after, NORMS) and after.track_running_stats) or any(_has_more(module) for module in (before, after)):
+            continue
+        if isinstance(before, nn.Linear) and before.out_features != after.num_features:  # a norm of the rows of [batch, rows, features]
+            continue
+        if isinstance(before, nn.Conv1d | nn.Conv2d | nn.Linear) and used.count(names[0]) == used.count(names[1]) == 1:
+            found.append(names)
+    return found
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Whether a module does more than its class, or recomputes its weight at each call, as with weight_norm and spectral_norm."""
+    return why_not_torch(module) is not None or parametrize.is_parametrized(module)

@@ -1,0 +1,7 @@
+"""Convolutions, and what lies between them in convolutional networks.
+
+functions.py  the public functions, and the custom ops below them
+cpu.py        the ops on the CPU; cuda.py: on GPUs
+images.py     validation of arguments, on every device
+pool.py, elementwise.py    pools, and sums of tensors
+"""

@@ -1,0 +1,268 @@
+"""The custom ops of convolutions on the CPU: what they are given is checked, and the kernel that calls of one kind share is found."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from halfbyte.bounded import Bounded, version_of
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu.plan_cache import PLANS
+from halfbyte.kernels.problem import Window
+from halfbyte.layouts import convolution, cpu_tiles
+from halfbyte.layouts.base import round_up
+from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.ops import functions, long_sums
+from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_table
+from halfbyte.ops.conv.images import (
+    ACTIVATIONS,
+    Shape,
+    canonical_nbytes,
+    channels_last,
+    check_codes,
+    check_conv2d,
+    check_one_scale,
+    from_numbers,
+    nothing,
+    out_shape,
+)
+from halfbyte.ops.tensors import aligned
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.conv.planned import ConvCall, OwnWeights, PlannedConv
+    from halfbyte.kernels.cpu.steps import Step
+
+_CPU = torch.device("cpu")
+
+# What kernels multiply by that have weights of a form of their own, by its name, with the packed bytes that it comes from, by their id;
+# None: the kernel does not take these weights. (Torch's own dictionary with such keys takes as long as a small kernel.)
+_forms: dict[int, tuple[weakref.ref[Tensor], tuple[int, int | None], dict[str, Tensor | None]]] = {}
+
+
+def _forms_of(weight: Tensor) -> dict[str, Tensor | None]:
+    key = id(weight)
+    kept = _forms.get(key)
+    if kept is None or kept[0]() is not weight or kept[1] != _bytes_of(weight):
+        kept = _forms[key] = weakref.ref(weight, lambda _: _forms.pop(key, None)), _bytes_of(weight), {}
+    return kept[2]
+
+
+def _bytes_of(weight: Tensor) -> tuple[int, int | None]:
+    """A value that changes when a tensor gets other memory or is written to."""
+    return weight.data_ptr(), version_of(weight)
+
+
+def pack(codes: Codes, sizes: Filter) -> PackedConv:
+    """Codes on the CPU, arranged for its kernels."""
+    if sizes.depthwise:
+        return PackedConv(sizes, convolution.CANONICAL, aligned(convolution.canonical_bytes(codes)))
+    parts = [functions.pack_dense(part).data for part in convolution.groups_of(codes, sizes)]
+    return PackedConv(sizes, cpu_tiles.NAME, parts[0] if len(parts) == 1 else aligned(torch.cat(parts)))
+
+
+def table(rows: Tensor, sizes: Filter) -> Tensor:
+    """What requantization reads, of `functions.requantization_rows`: float32 [groups, 3, Co/groups padded to 32], depthwise [1, 3, Co]."""
+    if sizes.depthwise:
+        return rows.unsqueeze(0)
+    groups, _, padded = _table_shape(sizes)
+    made = torch.zeros(groups, 3, padded, dtype=torch.float32, device="cpu")
+    made[:, :, : sizes.out // groups] = rows.view(3, groups, -1).transpose(0, 1)
+    return made
+
+
+def _table_shape(sizes: Filter) -> tuple[int, int, int]:
+    if sizes.depthwise:
+        return 1, 3, sizes.out
+    return sizes.groups, 3, round_up(sizes.out // sizes.groups, cpu_tiles.PANEL)
+
+
+def _packed_bytes(sizes: Filter) -> int:
+    if sizes.depthwise:
+        return canonical_nbytes(sizes)
+    return sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
+
+
+def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
+    made, form = _forms_of(weight), "integer taps" if integer else "taps"
+    kept = made.get(form)
+    if kept is None:
+        from halfbyte.kernels.cpu.conv.depthwise import taps
+
+        kept = made[form] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
+    return kept
+
+
+class _Plan(NamedTuple):
+    """What calls on images of one shape share; everything that does not change from call to call has been checked."""
+
+    sizes: Filter
+    window: Window
+    out_shape: Shape
+    strides: Shape
+    weight_bytes: int
+    table_shape: tuple[int, int, int]
+    kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply
+    other: OwnWeights | None  # where that is faster
+
+
+_plans = Bounded[tuple[Any, ...], _Plan](4096)
+
+
+def _plan(
+    x: Tensor,
+    format: str,
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
+    compute: str = "int8",
+    activation: str = "block",
+    in_zero: int = 0,
+) -> _Plan:
+    key = format, tuple(filter_numbers), tuple(window_numbers), tuple(x.shape), x.dtype, compute, activation, in_zero
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _new_plan(x, format, filter_numbers, window_numbers, compute, activation, in_zero)
+    return plan
+
+
+def _new_plan(
+    x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str, in_zero: int
+) -> _Plan:
+    from halfbyte.dispatch.cpu_conv import choose_cpu_conv, multiplied
+
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
+    shape = out_shape(x, sizes, window)
+    check_activation(activation, ACTIVATIONS)
+    _, c, h, w = x.shape
+    inner = multiplied(sizes, x.dtype, compute, activation)
+    by_image = activation == "image" and inner == "int8" and not sizes.depthwise
+    if by_image:
+        check_one_scale(sizes)
+    kernel, other = None, None
+    if 0 not in shape and x.numel() > 0:
+        kernel, other = choose_cpu_conv(sizes, window, (shape[0], shape[2], shape[3]), x.dtype, inner, activation, in_zero)
+    strides = h * w * c, 1, w * c, c
+    return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), kernel, other)
+
+
+def _check_weight(weight: Tensor, plan: _Plan) -> None:
+    check_bytes(weight, plan.weight_bytes, _CPU, plan.sizes, "pack_conv")
+
+
+def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[Callable[..., Tensor], Tensor]:
+    """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
+    if plan.other is not None:
+        made = _forms_of(weight)
+        if plan.other.form not in made:
+            layout = convolution.CANONICAL if plan.sizes.depthwise else cpu_tiles.NAME
+            made[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight)))
+        if (form := made[plan.other.form]) is not None:
+            return plan.other, form
+    assert plan.kernel is not None
+    if plan.sizes.depthwise:
+        return plan.kernel, _taps_of(weight, plan.sizes, integer=integer)
+    if weight.data_ptr() % 64 == 0 and weight.is_contiguous():
+        return plan.kernel, weight
+    made = _forms_of(weight)
+    if made.get("aligned") is None:
+        made["aligned"] = aligned(weight)
+    return plan.kernel, cast(Tensor, made["aligned"])
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
+    compute: str,
+    activation: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    check_floats(x, "conv2d takes images")
+    plan = _plan(x, format, filter_numbers, window_numbers, compute, activation)
+    check_conv2d(x, bias, residual, plan.out_shape, low, high)
+    _check_weight(weight, plan)
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    if plan.kernel is None:
+        return nothing(x, bias, residual, plan.out_shape, low, high)
+    residual = None if residual is None else channels_last(residual)
+    if x.stride() != plan.strides:
+        x = channels_last(x)
+    kernel, weights = _kernel_of(weight, plan)
+    return kernel(x, plan.window, weights, bias, low, high, residual=residual)
+
+
+class _Ready(NamedTuple):
+    """A call of `qconv2d` that was made before, and of which nothing need be checked but that these are the same tensors."""
+
+    weight: weakref.ref[Tensor]
+    bytes: tuple[int, int | None]
+    table: weakref.ref[Tensor]
+    strides: Shape
+    threads: int
+    call: ConvCall
+    weights: int  # the address of what the kernel reads
+    convolved: Callable[..., Tensor]  # two functions, since importing them at each call takes longer than all of this
+    threads_now: Callable[[], int]
+
+    def is_stale(self, weight: Tensor) -> bool:
+        return self.threads != self.threads_now() or self.bytes != _bytes_of(weight)
+
+
+def qconv2d(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    format: str,
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
+    in_zero: int,
+    low: int,
+    high: int,
+) -> Tensor:
+    check_codes(x)
+    key = id(weight), id(table), x.shape, format, tuple(filter_numbers), tuple(window_numbers), in_zero, low, high
+    ready: _Ready | None = PLANS.qconv2d.get(key)
+    if ready is None or ready.weight() is not weight or ready.table() is not table or ready.is_stale(weight):
+        plan = _plan(x, format, filter_numbers, window_numbers, in_zero=in_zero)
+        check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
+        _check_weight(weight, plan)
+        if plan.kernel is None:
+            return channels_last(x.new_empty(plan.out_shape))
+        if long_sums.overflows(plan.sizes.k):
+            codes = convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight))  # no depthwise one has so many taps
+            return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high)
+        ready = PLANS.qconv2d[key] = _prepared(x, weight, table, plan, in_zero)
+    if x.stride() != ready.strides:
+        x = channels_last(x)
+    return ready.convolved(ready.call, x, ready.weights, table.data_ptr(), low, high)
+
+
+def _prepared(x: Tensor, weight: Tensor, table: Tensor, plan: _Plan, in_zero: int) -> _Ready:
+    from halfbyte.kernels.cpu.codegen.runtime import threads
+    from halfbyte.kernels.cpu.conv.planned import convolved
+
+    kernel, weights = _kernel_of(weight, plan, integer=True)
+    call = cast("PlannedConv", kernel).planned(x, plan.window, in_zero, weights)
+    places = weakref.ref(weight), _bytes_of(weight), weakref.ref(table)
+    return _Ready(*places, plan.strides, threads(), call, weights.data_ptr(), convolved, threads)
+
+
+def qconv2d_step(
+    x: Tensor, packed: PackedConv, table: Tensor, window_numbers: Sequence[int], in_zero: int, clamp: tuple[int, int]
+) -> Step | None:
+    """`qconv2d` of images of the sizes and strides of x, as a step of a program; None where it is none."""
+    from halfbyte.kernels.cpu.steps import conv_step
+
+    plan = _plan(x, packed.name, packed.numbers, window_numbers, in_zero=in_zero)
+    if plan.kernel is None or x.stride() != plan.strides or long_sums.overflows(plan.sizes.k):
+        return None
+    kernel, weights = _kernel_of(packed.data, plan, integer=True)
+    return conv_step(cast("PlannedConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))

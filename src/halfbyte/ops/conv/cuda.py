@@ -1,0 +1,453 @@
+"""The custom ops of convolutions on GPUs: no call synchronizes with the device, so all of them may be captured in a CUDA graph.
+
+A kernel of one tap is a linear layer of pixels, and goes to its kernels, but for 8-bit codes in and out, and for few pixels and 8-bit
+weights with one scale per channel, where those of convolutions are faster. Depthwise convolutions have a kernel of their own, all others
+are implicit matrix products (`kernels/gpu/conv/implicit_gemm.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.bounded import ByTensor
+from halfbyte.dispatch.gpu import compute_of, triton_trouble
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.gpu.runtime.launch import current_recording, output
+from halfbyte.kernels.problem import Addition, Epilogue, Window
+from halfbyte.layouts import convolution, gpu_tiles
+from halfbyte.layouts.base import round_up
+from halfbyte.layouts.convolution import Filter, PackedConv
+from halfbyte.machine import gpu
+from halfbyte.ops import cuda, long_sums
+from halfbyte.ops.checks import TABLE_PANEL, check_activation, check_bytes, check_floats, check_table
+from halfbyte.ops.conv import elementwise
+from halfbyte.ops.conv.images import (
+    ACTIVATIONS,
+    Shape,
+    canonical_nbytes,
+    channels_last,
+    check_codes,
+    check_conv2d,
+    check_one_scale,
+    from_numbers,
+    nothing,
+    out_shape,
+)
+from halfbyte.ops.replay import key_of, replayed, tapes
+from halfbyte.ops.tensors import aligned
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.gpu.conv.tile import Convolution
+
+_FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
+
+# What depthwise kernels (whether they take integers) and those of stems ("stem") multiply by, by the packed bytes it is derived from.
+_derived = ByTensor[dict[bool | str, Tensor]]()
+
+
+def pack(codes: Codes, sizes: Filter) -> PackedConv:
+    """Codes on a GPU, arranged for its kernels."""
+    if sizes.depthwise:
+        return PackedConv(sizes, convolution.CANONICAL, convolution.canonical_bytes(codes))
+    return convolution.pack_gpu(codes, sizes)
+
+
+def table(rows: Tensor, sums: Tensor, sizes: Filter, in_zero: int) -> Tensor:
+    """What requantization reads, float32 [groups, 4 + taps, Co/groups padded to 64], of `functions.requantization_rows` and the sums of
+    each tap's codes, int32 [Co, taps]: offset, multiplier, start; a row whose bytes are `in_zero`, for kernels that read it outside of
+    the image; and in_zero * sum (its bits) of each tap, for kernels that read 0 there."""
+    shape = _table_shape(sizes)
+    groups, n = shape[0], sizes.out // shape[0]
+    made = torch.zeros(shape, device=rows.device, dtype=torch.float32)
+    made[:, :3, :n] = rows.view(3, groups, n).transpose(0, 1)
+    made[:, 3].view(torch.int8).fill_(in_zero)
+    made[:, 4:, :n] = (sums * in_zero).view(torch.float32).view(groups, n, sizes.taps).transpose(1, 2)
+    return made
+
+
+def _table_shape(sizes: Filter) -> tuple[int, int, int]:
+    groups = 1 if sizes.depthwise else sizes.groups
+    return groups, 4 + sizes.taps, round_up(sizes.out // groups, _FILL)
+
+
+class _Plan(NamedTuple):
+    """What calls on images of one shape share."""
+
+    sizes: Filter
+    window: Window
+    shape: Shape
+    weight_bytes: int
+    way: Literal["depthwise", "linear", "patches"]
+    key: tuple[Hashable, ...]  # equal for equal filters and windows
+
+
+@lru_cache(maxsize=4096)
+def _plan(shape: torch.Size, format: str, filter_numbers: tuple[int, ...], window_numbers: tuple[int, ...]) -> _Plan:
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
+    out, key = out_shape(torch.empty(shape, device="meta"), sizes, window), (format, *filter_numbers, *window_numbers)
+    if sizes.depthwise:
+        return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", key)
+    nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
+    linear = sizes.taps == sizes.groups == 1 and sizes.k == sizes.channels  # no block is filled up with channels that x has not
+    return _Plan(sizes, window, out, nbytes, "linear" if linear else "patches", key)
+
+
+def _fitting(x: Tensor, weight: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int]) -> _Plan:
+    if x.dim() != 4:
+        raise ArgumentError(f"a convolution takes images [B, C, H, W], got {list(x.shape)}")
+    plan = _plan(x.shape, format, tuple(filter_numbers), tuple(window_numbers))
+    check_bytes(weight, plan.weight_bytes, x.device, plan.sizes, "pack_conv")
+    return plan
+
+
+_Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # x, the weight, and two more
+_Replay = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]  # of a call; None where it refuses its operands
+_Result = tuple[Tensor, _Replay | None]
+
+
+def packed_conv2d(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    window_numbers: tuple[int, ...],
+    *settings: Any,
+) -> Tensor:
+    """`conv2d` with a PackedConv. settings: compute, activation, low, high."""
+    key = key_of((x, bias, residual), window_numbers, settings)
+    replay = packed.calls.get(key)
+    if replay is not None and current_recording() is None and (y := replay(x, packed.data, bias, residual)) is not None:
+        return y  # type: ignore[no-any-return]
+    y, replay = _conv2d(x, packed.data, bias, residual, packed.name, packed.numbers, window_numbers, *settings)
+    _cache(packed, key, replay)
+    return y
+
+
+def _cache(packed: PackedConv, key: Hashable, replay: _Replay | None) -> None:
+    if replay is not None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is not for others
+        packed.calls[key] = replay
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    """The op. settings: format, numbers of the filter and the window, compute, activation, low, high."""
+    return _conv2d(x, weight, bias, residual, *settings)[0]
+
+
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
+    compute: str,
+    activation: str,
+    low: float,
+    high: float,
+) -> _Result:
+    check_floats(x, "conv2d takes images")
+    check_activation(activation, ACTIVATIONS)
+    plan = _fitting(x, weight, format, filter_numbers, window_numbers)
+    # What asks for a scale of the image asks for integers; depthwise convolutions are always computed in floating point.
+    wanted = compute_of("int8" if activation == "image" and compute == "auto" else compute)
+    integers = wanted == "int8" and plan.way != "depthwise"
+    by_image = integers and activation == "image"
+    if by_image:
+        check_one_scale(plan.sizes)
+    check_conv2d(x, bias, residual, plan.shape, low, high)
+    if 0 in plan.shape or not x.numel():
+        return nothing(x, bias, residual, plan.shape, low, high), None
+    given: _Operands = x, weight, bias, residual
+    if bias is not None:
+        bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
+    residual = None if residual is None else _rows(residual)
+    by_patches = by_image or (wanted == "float" and plan.way == "linear" and _beats_linear(plan, x))
+    if plan.way == "linear" and not by_patches:
+        scaling = "row" if activation == "image" else activation
+        settings = str(plan.sizes.matrix_format), plan.sizes.out, plan.sizes.k, wanted, scaling, low, high
+        y = _image(cuda.linear(_pixels(x, plan, 0), weight, bias, residual, *settings), plan)
+        return y, _linear_replay(settings) if plan.window == Window() else None
+    if (trouble := triton_trouble()) is not None:
+        if integers:
+            raise UnsupportedError(f"compute='int8' needs Triton: {trouble}, or use compute='float'")
+        return _plain(x, weight, bias, residual, plan, low, high), None
+    with cuda.on(x):
+        return _multiply(given, plan, Epilogue(bias, residual, low, high), wanted, activation)
+
+
+def _linear_replay(settings: tuple[Any, ...]) -> _Replay:
+    """A linear layer of pixels."""
+
+    def replay(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        added = None if residual is None else residual.permute(0, 2, 3, 1)
+        return cuda.linear(x.permute(0, 2, 3, 1), weight, bias, added, *settings).permute(0, 3, 1, 2)
+
+    return replay
+
+
+def _beats_linear(plan: _Plan, x: Tensor) -> bool:
+    if triton_trouble() is not None:
+        return False
+    from halfbyte.dispatch.gpu_conv import beats_linear
+    from halfbyte.kernels.gpu.conv.tile import Convolution
+
+    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
+    return beats_linear(problem.flat, gpu(x.get_device()))
+
+
+def _multiply(given: _Operands, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> _Result:
+    from halfbyte.dispatch.gpu_conv import choose_gpu_conv
+    from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
+    from halfbyte.kernels.gpu.conv import dynamic as conv_dynamic
+    from halfbyte.kernels.gpu.conv import image as conv_image
+    from halfbyte.kernels.gpu.conv import library as conv_library
+    from halfbyte.kernels.gpu.conv.tile import Convolution
+
+    x, weight = given[:2]
+    here, added = gpu(x.get_device()), (epilogue.bias, epilogue.residual)
+    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
+    settings = "conv2d", compute, activation, epilogue.low, epilogue.high
+    if plan.way == "depthwise":
+        image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=False)
+        config = conv_depthwise.configs(problem, here)[0]
+        run = partial(conv_depthwise.launch, problem, config, image, taps)
+        return _launched(lambda rows: run(rows, epilogue), plan, given, (image, taps, *added), *settings, derived=True)
+    if compute == "int8":
+        image, packed = with_channels(_memory(x), plan.sizes, 0), aligned(weight)
+        kernel: Any = conv_image if activation == "image" else conv_dynamic
+        if (reason := kernel.supports(problem, here)) is not None:
+            raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
+        how = () if kernel is conv_image else (activation,)
+        run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed)
+        return _launched(lambda rows: run(rows, epilogue), plan, given, (image, packed, *added), *settings)
+    read = _read(x, weight, problem, 0)
+    choice = choose_gpu_conv(read.problem, here)
+    if choice.config is None:
+        return _image(conv_library.launch(read.problem, read.image(), read.weight, epilogue), plan), None
+
+    def solve(rows: Tensor) -> None:
+        choice.module.launch(read.problem, choice.config, read.image(), read.weight, rows, epilogue)
+
+    return _launched(solve, plan, given, (read.x, read.weight, *added), *settings, derived=read.derived)
+
+
+class _Read(NamedTuple):
+    """A problem as kernels solve it.
+
+    Attributes:
+        problem: The convolution of the image that kernels read.
+        x: What that image is written from, or itself.
+        weight: The weight that they read.
+        derived: Whether it is derived from the packed bytes.
+        image: Returns the image, [B, H, W, C]; may write it.
+    """
+
+    problem: Convolution
+    x: Tensor
+    weight: Tensor
+    derived: bool
+    image: Callable[[], Tensor]
+
+
+def _read(x: Tensor, weight: Tensor, problem: Convolution, outside: int) -> _Read:
+    from halfbyte.kernels.gpu.conv import stem as conv_stem
+
+    stem = conv_stem.stem_of(problem)
+    if stem is None:
+        problem = problem.flat
+        image = with_channels(_memory(x), problem.sizes, outside).view(problem.batch, *problem.image, -1)
+        return _Read(problem, image, aligned(weight), False, lambda: image)
+
+    def written() -> Tensor:
+        image = output(conv_stem.memory_for(stem, x))
+        conv_stem.write(stem, x, image, outside)
+        return image
+
+    return _Read(stem, x, _cached(weight, "stem", lambda: conv_stem.weight_of(weight, stem)), True, written)
+
+
+def _launched(
+    run: Callable[[Tensor], None], plan: _Plan, given: _Operands, operands: _Operands, *settings: Hashable, derived: bool = False
+) -> _Result:
+    """The result, by `run`, which writes its pixels [M, Co], or by a replay of its launches; and that replay, where it takes `given`, too.
+
+    operands: what kernels read for `given`; derived: the weight among them is derived from that of `given`, which is read no more.
+    """
+    b, co, ho, wo = plan.shape
+
+    def steps() -> Tensor:
+        strides = (ho * wo * co, 1, wo * co, co)
+        out = output(torch.empty_strided(plan.shape, strides, dtype=given[0].dtype, device=given[0].device))
+        run(out.permute(0, 2, 3, 1).view(b * ho * wo, co))
+        return out
+
+    settings = (*settings, given[0].shape, plan.key)
+    y = replayed(steps, operands, *settings, weight=1)
+    tape = tapes.get(key_of(operands, *settings))
+    taken = operands[0], given[1] if derived else operands[1], *operands[2:]
+    same = all(a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr()) for a, b in zip(given, taken, strict=True))
+    if tape is None or tape.replay is None or not same:
+        return y, None
+    replay: _Replay = tape.replay
+    return y, (lambda x, _, first, second: replay(x, operands[1], first, second)) if derived else replay
+
+
+def packed_qconv2d(
+    x: Tensor,
+    packed: PackedConv,
+    table: Tensor,
+    window_numbers: tuple[int, ...],
+    in_zero: int,
+    clamp: tuple[int, int],
+    addition: Addition | None = None,
+) -> Tensor:
+    """`qconv2d` with a PackedConv. `addition`: what happens to the codes then, with others [B, Co, Ho, Wo]."""
+    other = None if addition is None else addition.other
+    added = None if addition is None else (addition.numbers, addition.leads)
+    key = key_of((x, table, other), window_numbers, in_zero, clamp, added)
+    replay = packed.calls.get(key)
+    if replay is not None and current_recording() is None and (y := replay(x, packed.data, table, other)) is not None:
+        return y  # type: ignore[no-any-return]
+    y, replay = _qconv2d(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp, addition)
+    _cache(packed, key, replay)
+    return y
+
+
+def qconv2d(x: Tensor, weight: Tensor, table: Tensor, *settings: Any) -> Tensor:
+    """The op. settings: format, numbers of the filter and the window, in_zero, low, high."""
+    return _qconv2d(x, weight, table, *settings)[0]
+
+
+def _qconv2d(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    format: str,
+    filter_numbers: Sequence[int],
+    window_numbers: Sequence[int],
+    in_zero: int,
+    low: int,
+    high: int,
+    addition: Addition | None = None,
+) -> _Result:
+    check_codes(x)
+    plan = _fitting(x, weight, format, filter_numbers, window_numbers)
+    check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
+    apart = 0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)
+    if addition is not None and (apart or long_sums.overflows(plan.sizes.k) or addition.other.shape != plan.shape):
+        codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
+        return elementwise.combine(*addition.of(codes)), None
+    if 0 in plan.shape:
+        return _image(x.new_empty(0, plan.sizes.out), plan), None
+    if plan.way == "linear" and plan.sizes.format.bits == 4:
+        n, k = plan.sizes.out, plan.sizes.k
+        rows = table[0, :3, : round_up(n, TABLE_PANEL)].contiguous()
+        y = cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high)
+        return _image(y, plan), None
+    if long_sums.overflows(plan.sizes.k):
+        layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
+        unpacked = convolution.unpack(PackedConv(plan.sizes, layout, weight))
+        return long_sums.qconv2d(x, unpacked, plan.sizes, plan.window, table, in_zero, low, high), None
+    if (trouble := triton_trouble()) is not None:
+        raise UnsupportedError(f"qconv2d needs Triton: {trouble}, or use the CPU")
+    from halfbyte.dispatch.gpu_conv import choose_gpu_conv
+    from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
+    from halfbyte.kernels.gpu.conv.tile import Convolution
+
+    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
+    clamp, settings = (low, high), ("qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.leads)
+    given: _Operands = (x, weight, table, None if addition is None else addition.other)
+    if addition is not None:
+        addition = replace(addition, other=_rows(addition.other))
+    with cuda.on(x):
+        table = aligned(table)
+        if plan.way == "depthwise":
+            image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=True)
+            config = conv_depthwise.configs(problem, gpu(x.get_device()))[0]
+            run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table)
+            return _launched(lambda rows: run(rows, in_zero, clamp), plan, given, (image, taps, table, None), *settings, derived=True)
+        read = _read(x, weight, problem, in_zero)
+        choice = choose_gpu_conv(read.problem, gpu(x.get_device()))
+
+        def solve(rows: Tensor) -> None:
+            choice.module.launch_integer(read.problem, choice.config, read.image(), read.weight, table, rows, in_zero, clamp, addition)
+
+        operands = read.x, read.weight, table, None if addition is None else addition.other
+        return _launched(solve, plan, given, operands, *settings, derived=read.derived)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, plan: _Plan, low: float, high: float) -> Tensor:
+    """In torch's own operations, where Triton is missing: correct, but slow."""
+    top, bottom, left, right = plan.window.padding
+    layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
+    floats = convolution.dequantize(PackedConv(plan.sizes, layout, weight), torch.float32)
+    padded = torch.nn.functional.pad(x.float(), (left, right, top, bottom))
+    bias = None if bias is None else bias.float()
+    y = torch.nn.functional.conv2d(padded, floats, bias, plan.window.stride, 0, plan.window.dilation, plan.sizes.groups)
+    if residual is not None:
+        y = y + _image(residual, plan)
+    return channels_last(y.clamp(low, high).to(x.dtype))
+
+
+def _memory(x: Tensor) -> Tensor:
+    """[B, C, H, W] as it lies in memory, [B, H, W, C], aligned."""
+    return aligned(channels_last(x).permute(0, 2, 3, 1))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Its pixels [B * H * W, C]."""
+    return _memory(x).view(-1, x.shape[1])
+
+
+def _image(rows: Tensor, plan: _Plan) -> Tensor:
+    """The inverse: [M, Co] -> [B, Co, Ho, Wo], channels_last."""
+    b, co, ho, wo = plan.shape
+    return rows.view(b, ho, wo, co).permute(0, 3, 1, 2)
+
+
+def _pixels(x: Tensor, plan: _Plan, outside: int) -> Tensor:
+    """What a kernel of one tap looks at, [M, C]."""
+    (sh, sw), (top, bottom, left, right) = plan.window.stride, plan.window.padding
+    if any(plan.window.padding):
+        x = torch.nn.functional.pad(x, (left, right, top, bottom), value=outside)
+    return _rows(x[:, :, ::sh, ::sw])
+
+
+def with_channels(x: Tensor, sizes: Filter, outside: int) -> Tensor:
+    """[B, H, W, C], with so many channels that several taps fit 16 bytes, where there are few and no groups."""
+    channels = convolution.padded_for_gpu(sizes).channels
+    if sizes.groups > 1 or sizes.channels == channels or channels > 16:
+        return x
+    padded = x.new_full((*x.shape[:3], channels), outside)
+    padded[..., : sizes.channels] = x
+    return padded
+
+
+def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
+    """[Kh * Kw, C]: float32 weights, or int32 codes."""
+
+    def make() -> Tensor:
+        codes = convolution.from_canonical_bytes(weight, sizes)
+        numbers = codes.values().to(torch.int32) if integer else codes.dequantize(torch.float32)
+        return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
+
+    return _cached(weight, integer, make)
+
+
+def _cached(weight: Tensor, what: bool | str, derive: Callable[[], Tensor]) -> Tensor:
+    """A tensor that is derived from a weight, once."""
+    cached = _derived.get(weight)
+    if cached is not None and what in cached:
+        return cached[what]
+    tensor = derive()
+    if not torch.cuda.is_current_stream_capturing():  # else its memory belongs to the graph
+        _derived.put(weight, {**(cached or {}), what: tensor})
+    return tensor

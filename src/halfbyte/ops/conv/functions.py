@@ -1,0 +1,383 @@
+"""Convolution: the functions on Codes and PackedConv, and the custom ops `halfbyte::conv2d` and `halfbyte::qconv2d` below them.
+
+Kernels read and write images in channels_last. An image in another memory format is copied, and so is its result, which has the memory
+format that torch's own convolution gives: contiguous for a contiguous image. `conv2d_channels_last` leaves it as the kernel wrote it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.grad import conv2d_input
+
+from halfbyte.errors import ArgumentError, check_type
+from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format, as_format
+from halfbyte.kernels.problem import Addition, Window
+from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
+from halfbyte.layouts.convolution import PackedConv
+from halfbyte.ops import functions
+from halfbyte.ops.checks import check_bias, check_device, check_operands, check_requantization, code_range
+from halfbyte.ops.conv import cpu as cpu_conv
+from halfbyte.ops.conv import cuda as cuda_conv
+from halfbyte.ops.conv import elementwise
+from halfbyte.ops.conv.images import filter_from_numbers, from_numbers, in_memory_format_of, out_shape
+from halfbyte.ops.ends import bounded, optional
+from halfbyte.ops.library import Gradients, casts, differentiable, differentiated, loops, plain, transformation, transformed
+from halfbyte.ops.long_sums import starts
+from halfbyte.quantizers.check import check_weight
+
+_INFINITE = float("inf")
+_Sizes = int | Sequence[int]
+_Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
+
+
+# Codes and layouts
+
+
+def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
+    """Quantize the weight of a convolution, [Co, Ci/groups, Kh, Kw] or [Co, Ci/groups, Kw].
+
+    Blocks run along the channels of one tap (kernel position), so codes have the shape [Co, Kh*Kw, Ci/groups]; in formats with one scale
+    per channel or tensor, [Co, Kh*Kw*Ci/groups]. `method` and errors as for `quantize`.
+    """
+    fmt = as_format(format)
+    check_weight(weight, name)
+    return functions.quantize(convolution.channels_last(weight.detach(), fmt), fmt, method, name=name)
+
+
+def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.device | str = "cpu") -> PackedConv:
+    """Arrange the codes of a convolution's weight for the kernels of `device`; `unpack` is the exact inverse.
+
+    kernel_size   (Kh, Kw) or (Kw,); one number for a square kernel
+    """
+    check_type(codes, Codes, "pack_conv takes Codes", "pass what quantize_conv(weight, format) gives")
+    kernel: Any = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+    if not (isinstance(kernel, Sequence) and len(kernel) in (1, 2) and all(isinstance(n, int) and n > 0 for n in kernel)):
+        raise ArgumentError(
+            f"a kernel's size is (Kh, Kw) or (Kw,), each from 1 on, or one of a square, got {kernel_size!r}: pass the layer's"
+        )
+    sizes = convolution.filter_of(codes, kernel, groups)
+    device = check_device(device)
+    return cpu_conv.pack(codes.to(device), sizes) if device.type == "cpu" else cuda_conv.pack(codes.to(device), sizes)
+
+
+# Public functions
+
+
+def conv2d(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: _Sizes = 1,
+    padding: _Padding = 0,
+    dilation: _Sizes = 1,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """The convolution of x [B, C, H, W] (or [C, H, W]), + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype, channels_last where x
+    is, else contiguous.
+
+    packed      the weight, from `pack_conv`, with the number of groups
+    padding     one number, (height, width), ((top, bottom), (left, right)), "valid" or "same" (stride 1)
+    residual    [B, Co, Ho, Wo] in x's dtype, added before the clamp
+    compute     "float": weights become floating point in registers; "int8": patches of x are quantized on the fly and integers are
+                multiplied; "auto": the faster one. Depthwise convolutions are always "float".
+    activation  scales under "int8": as in `linear`, one for each block of a patch or per patch ("row"); or one per image of the batch
+                ("image"), which is then quantized once: faster, and less exact where an image's values differ much in size. This requires
+                weights with one scale per channel or tensor and no zero
+    clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
+
+    x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
+    """
+    settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
+    y = conv2d_channels_last(x, packed, bias, stride, padding, dilation, **settings)
+    return in_memory_format_of(y, x) if x.dim() == 4 else in_memory_format_of(y.unsqueeze(0), x.unsqueeze(0))[0]
+
+
+def conv2d_channels_last(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: _Sizes = 1,
+    padding: _Padding = 0,
+    dilation: _Sizes = 1,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """`conv2d`, whose result is channels_last whatever x is."""
+    try:
+        if x.dim() == 3:
+            image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
+            others: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
+            return conv2d_channels_last(image, packed, bias, stride, padding, dilation, residual=more, **others)[0]
+        low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
+        window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
+        settings = (packed.name, packed.numbers, window_numbers, compute, activation)
+        if plain(x, bias, residual) and not differentiated(x, bias, residual):
+            if x.is_cuda:
+                return cuda_conv.packed_conv2d(x, packed, bias, residual, window_numbers, compute, activation, low, high)
+            return cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
+        run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
+        return run(x, packed.data, bias, residual, *settings, *optional(low, high))  # type: ignore[no-any-return]
+    except Exception:
+        check_operands(x, packed, PackedConv, bias, residual, clamp)
+        raise
+
+
+def conv1d(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: _Padding = 0,
+    dilation: int = 1,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """x [B, C, L] (or [C, L]) -> [B, Co, Lo], contiguous: `conv2d` of an image of height 1, with a kernel (1, Kw)."""
+    settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
+    return in_memory_format_of(conv1d_channels_last(x, packed, bias, stride, padding, dilation, **settings), None)
+
+
+def conv1d_channels_last(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: _Padding = 0,
+    dilation: int = 1,
+    *,
+    residual: Tensor | None = None,
+    compute: str = "auto",
+    activation: str = "block",
+    clamp: tuple[float, float] | None = None,
+) -> Tensor:
+    """`conv1d`, whose result has its channels together in memory."""
+    try:
+        if x.dim() not in (2, 3):
+            raise ArgumentError(f"conv1d takes [B, C, L] or [C, L], got {list(x.shape)}")
+        if not isinstance(padding, str):
+            sides = _flat(padding)
+            if len(sides) not in (1, 2):
+                raise ArgumentError(f'the padding of conv1d is one number, (left, right), "same" or "valid", got {padding!r}')
+            padding = (0, 0), (sides[0], sides[-1])
+        settings: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
+        settings["residual"] = None if residual is None else residual.unsqueeze(-2)
+        return conv2d_channels_last(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **settings).squeeze(-2)
+    except Exception:
+        check_operands(x, packed, PackedConv, bias, residual, clamp)
+        raise
+
+
+def qconv2d(
+    x: Tensor,
+    packed: PackedConv,
+    bias: Tensor | None = None,
+    stride: _Sizes = 1,
+    padding: _Padding = 0,
+    dilation: _Sizes = 1,
+    *,
+    in_scale: float,
+    in_zero: int,
+    out_scale: float,
+    out_zero: int,
+    clamp: tuple[int, int] | None = None,
+) -> Tensor:
+    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch; channels_last where x is, else
+    contiguous. x is padded with `in_zero`, the code of 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
+    try:
+        low, high = code_range(clamp)
+        table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
+        numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
+        return in_memory_format_of(qconv2d_with(x, packed, table, numbers, in_zero, (low, high)), x)
+    except Exception:
+        check_operands(x, packed, PackedConv, bias, clamp=clamp)
+        raise
+
+
+def qconv2d_with(
+    x: Tensor, packed: PackedConv, table: Tensor, window_numbers: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
+) -> Tensor:
+    """`qconv2d` with the invariants of repeated calls precomputed: `conv_requantization_table` and `Window.numbers`. -> channels_last"""
+    run: Any = _ops.qconv2d.default
+    if plain(x):
+        if x.is_cuda:
+            return cuda_conv.packed_qconv2d(x, packed, table, window_numbers, in_zero, clamp)
+        run = cpu_conv.qconv2d
+    return run(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp)  # type: ignore[no-any-return]
+
+
+def qconv2d_added(
+    x: Tensor, packed: PackedConv, table: Tensor, window_numbers: tuple[int, ...], in_zero: int, clamp: tuple[int, int], addition: Addition
+) -> Tensor:
+    """`qconv2d_with` whose codes are added to others that broadcast with them, on GPUs before they are written if of one shape."""
+    if x.is_cuda and plain(x, None, addition.other):
+        return cuda_conv.packed_qconv2d(x, packed, table, window_numbers, in_zero, clamp, addition)
+    return elementwise.combine(*addition.of(qconv2d_with(x, packed, table, window_numbers, in_zero, clamp)))
+
+
+def conv_requantization_table(
+    packed: PackedConv, bias: Tensor | None, *, in_scale: float, in_zero: int, out_scale: float, out_zero: int
+) -> Tensor:
+    """The table that `halfbyte::qconv2d` reads besides the weight, float32: offset, multiplier and int32 start of each output, in the order
+    of `cpu_conv.table` or `cuda_conv.table`."""
+    sizes = packed.sizes
+    check_requantization(sizes.format, in_scale, in_zero, out_scale, out_zero)
+    sums, scale = functions.integer_sums(packed, sizes.out, sizes.taps * sizes.channels, sizes.taps)
+    if bias is not None:
+        check_bias(bias, sizes.out, packed.device)
+    start = starts(sums.sum(1, dtype=torch.int32), sizes.k)
+    rows = functions.requantization_rows(start, scale, bias, in_scale, in_zero, out_scale, out_zero)
+    return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
+
+
+def _pair(value: _Sizes, what: str) -> tuple[int, int]:
+    sizes = [_whole(n) for n in value] if isinstance(value, Sequence) else [_whole(value)] * 2
+    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
+        raise ArgumentError(f"{what} is one whole number or (height, width), got {value!r}: write {what}=1 or {what}=(1, 1)")
+    return sizes[0], sizes[1]
+
+
+def _whole(value: Any) -> int | None:
+    """None where it is no whole number. 1.0 is one, as it is the key of `_parsed_window` that 1 is."""
+    try:
+        return int(value) if not isinstance(value, str) and value == int(value) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def module_window(module: Any) -> Window:
+    """The stride, padding and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
+    kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
+    padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
+    return _window(kernel, stride, padding, dilation)
+
+
+def _flat(value: object) -> list[Any]:
+    return [n for item in value for n in _flat(item)] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+    """`Window.numbers` of a caller's arguments, cached: parsing takes longer than a small kernel."""
+    if torch.compiler.is_compiling():
+        return _window(kernel, stride, padding, dilation).numbers
+    try:
+        return _parsed_window(kernel, stride, padding, dilation)
+    except TypeError:  # lists
+        try:
+            return _parsed_window(kernel, _frozen(stride), _frozen(padding), _frozen(dilation))
+        except ArgumentError:  # whose text names the lists
+            return _window(kernel, stride, padding, dilation).numbers
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+    return _window(kernel, stride, padding, dilation).numbers
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> Window:
+    strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
+    if padding == "same":
+        if strides != (1, 1):
+            raise ArgumentError(f'padding "same" takes stride 1, got {stride}')
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+        sides = reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2
+    elif padding == "valid":
+        sides = 0, 0, 0, 0
+    elif isinstance(padding, str):
+        raise ArgumentError(f'padding is "same", "valid" or whole numbers, got {padding!r}: write padding=0')
+    else:
+        given = _flat(padding) if isinstance(padding, Sequence) else [padding] * 2
+        flat = [n for n in map(_whole, given) if n is not None]
+        if len(given) not in (2, 4) or len(flat) != len(given):
+            allowed = "one whole number, (height, width) or ((top, bottom), (left, right))"
+            raise ArgumentError(f"padding is {allowed}, got {padding!r}: write padding=0")
+        sides = (flat[0], flat[0], flat[1], flat[1]) if len(flat) == 2 else (flat[0], flat[1], flat[2], flat[3])
+    return Window(strides, sides, dilations)
+
+
+# Custom ops
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define(
+    "conv2d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int[] sizes, int[] window, str compute, str activation, "
+    "float? low, float? high) -> Tensor"
+)
+_library.define(
+    "qconv2d(Tensor x, Tensor weight, Tensor table, str format, int[] sizes, int[] window, int in_zero, int low, int high) -> Tensor"
+)
+_library.define("dequantize_conv(Tensor weight, str format, int[] sizes, ScalarType dtype) -> Tensor")
+_ops = torch.ops.halfbyte
+
+
+def _dequantize(weight: Tensor, format: str, filter_numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    sizes = filter_from_numbers(format, filter_numbers)
+    layout = convolution.CANONICAL if sizes.depthwise else gpu_tiles.NAME if weight.is_cuda else cpu_tiles.NAME
+    return convolution.dequantize(PackedConv(sizes, layout, weight), dtype).contiguous()
+
+
+def _dequantize_fake(weight: Tensor, format: str, filter_numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    out, channels, kh, kw, _ = filter_numbers
+    return weight.new_empty((out, channels, kh, kw), dtype=dtype)
+
+
+def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    format, filter_numbers, window_numbers = next(arguments[i : i + 3] for i, a in enumerate(arguments) if isinstance(a, str))
+    _, out, height, width = shape = out_shape(x, *from_numbers(format, filter_numbers, window_numbers))
+    return x.new_empty_strided(shape, (height * width * out, 1, width * out, out))
+
+
+def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: Any) -> Tensor:
+    """The gradient of a convolution with the dequantized weight."""
+    format, filter_numbers, window_numbers = settings[:3]
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
+    top, bottom, left, right = window.padding
+    batch, channels, height, width = shape
+    floats = _ops.dequantize_conv.default(weight, format, filter_numbers, grad.dtype)
+    padded = (batch, channels, height + top + bottom, width + left + right)
+    whole: Tensor = conv2d_input(padded, floats, grad, window.stride, 0, window.dilation, sizes.groups)
+    return whole[:, :, top : top + height, left : left + width]
+
+
+def _image_product(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+    """The convolution with the dequantized weight."""
+    format, filter_numbers, window_numbers = settings[:3]
+    sizes, window = from_numbers(format, filter_numbers, window_numbers)
+    top, bottom, left, right = window.padding
+    floats = _ops.dequantize_conv.default(weight, format, filter_numbers, x.dtype)
+    padded = functional.pad(x, (left, right, top, bottom))
+    return functional.conv2d(padded, floats, None, window.stride, 0, window.dilation, sizes.groups)
+
+
+_gradients = Gradients(_ops.conv2d.default, _image_product, _image_gradient, lambda grad: grad.sum((0, 2, 3)), (-1, 1, 1))
+_transformed_conv2d = transformation(_gradients)
+for _device, _home in (("CPU", cpu_conv), ("CUDA", cuda_conv)):
+    _library.impl("conv2d", bounded(_home.conv2d), _device)
+    _library.impl("conv2d", partial(differentiable, _gradients, bounded(_home.conv2d)), f"Autograd{_device}")
+    _library.impl("qconv2d", _home.qconv2d, _device)
+    _library.impl("dequantize_conv", _dequantize, _device)
+casts(_library, "conv2d", 0, 3)
+loops(_library, "conv2d", "qconv2d")
+torch.library.register_fake("halfbyte::conv2d", _fake, lib=_library)
+torch.library.register_fake("halfbyte::qconv2d", _fake, lib=_library)
+torch.library.register_fake("halfbyte::dequantize_conv", _dequantize_fake, lib=_library)

@@ -1,0 +1,225 @@
+"""Mixtures of experts in one call on a CPU, for few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+from halfbyte.kernels.layer_kinds import SCORES, RouterScores
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.experts import PREFIX
+from halfbyte.ops.checks import place
+from halfbyte.ops.transformer.decoder import MLP, Norm, norm_of
+from halfbyte.ops.transformer.layers import Addresses, Weight
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.transformer import experts as kernel
+    from halfbyte.kernels.cpu.transformer import halves
+
+MOST_PAIRS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
+CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Clamped(NamedTuple):
+    """Gates of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and up between -limit and limit; rows of weights
+    are a gate, its up, the next gate, …"""
+
+    alpha: float
+    limit: float
+
+    def inner(self) -> kernel.Clamped:
+        from halfbyte.kernels.cpu.transformer import experts as kernel
+
+        return kernel.Clamped(*self)
+
+
+class Mixture:
+    """y = sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]]),  g[t] = silu(gate) * up,
+    gate, up = x · Wgate_up[id[t]]ᵀ + bias[id[t]]
+
+    gate_up  [E, 2 I, K]: gates, then what they are for; biases [E, 2 I] or None
+    down     [E, K, I]; biases [E, K] or None
+    clamped  what g is, where it is not that
+
+    Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
+    """
+
+    def __init__(self, gate_up: Weight, down: Weight, clamped: Clamped | None = None) -> None:
+        from halfbyte.kernels.cpu.transformer.experts import Mixture as Inner
+
+        check_stacks(gate_up, down)
+        if (reason := why_not(gate_up, down)) is not None:
+            raise ArgumentError(f"these experts are not computed in one call: {reason}")
+        self._experts, self._k, _ = down.packed.shape
+        self._tensors = Addresses()
+        gates = None if clamped is None else clamped.inner()
+        self._inner = Inner(self._tensors.product(gate_up), self._tensors.product(down), self._experts, gates)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [M, K], the experts of each row and their weights, [M, T] -> y [M, K] in x's dtype. No gradients.
+
+        Raises ArgumentError for other shapes, and for ids that are not in 0 … E - 1.
+        """
+        fits = x.dim() == ids.dim() == 2 and x.shape == (len(ids), self._k) and x.dtype in _DTYPES and ids.numel() > 0
+        if not fits or weights.shape != ids.shape or not (x.is_cpu and ids.is_cpu and weights.is_cpu):
+            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, ids, weights))
+            raise ArgumentError(f"these experts take on the CPU x [M, {self._k}], and ids and weights [M, T] of it, got {got}")
+        numbers = ids.flatten().tolist()
+        if min(numbers) < 0 or max(numbers) >= self._experts:
+            raise ArgumentError(f"expert ids lie in 0 … {self._experts - 1}, got {min(numbers)} … {max(numbers)}")
+        self._tensors.refresh()
+        x_float, of_rows = (t.to(torch.float32).contiguous() for t in (x, weights))
+        return self._inner(x_float, ids.to(torch.int64).contiguous(), of_rows).to(x.dtype)
+
+
+class SharedExpert(NamedTuple):
+    """The shared expert: sigmoid(x · gate) * down_proj(silu(g) * u),  g, u = gate_up(x)
+
+    Attributes:
+        gate_up: [2 I, K]
+        down_proj: [K, I]
+        gate: [K]; None: there is no such factor.
+    """
+
+    gate_up: Weight
+    down_proj: Weight
+    gate: Tensor | None
+
+
+class Experts(NamedTuple):
+    """The mixture-of-experts half of a layer: y = h + `Mixture`(x) + shared_expert(x),  x = pre_norm(h)
+
+    The experts of a token are the `top_k` largest of router · x + router_bias, their weights the softmax of these, or their share of the
+    softmax of all. With `scores`, experts are the `top_k` largest of scores + correction_bias, weights the scores of these, or
+    their share of the sum of these. All weights are multiplied by `scaling_factor`.
+
+    Attributes:
+        gate_up, down_proj: Stacks, as in `Mixture`.
+        router: [E, K]
+        top_k: Number of experts of a token.
+        norm_topk: Whether the weights of a token sum to 1, before `scaling_factor`.
+        pre_norm: Norm of h.
+        shared_expert: The expert that every token uses.
+        router_bias: [E], or None.
+        clamped: Gates as in `Mixture`.
+        scores: Function of router · x + router_bias.
+        correction_bias: Expert bias correction [E], or None (DeepSeek-V3).
+        scaling_factor: Of the weights, and of what is added to h.
+    """
+
+    gate_up: Weight
+    down_proj: Weight
+    router: Tensor
+    top_k: int
+    norm_topk: bool
+    pre_norm: Norm
+    shared_expert: SharedExpert | None = None
+    router_bias: Tensor | None = None
+    clamped: Clamped | None = None
+    scores: RouterScores = ""
+    correction_bias: Tensor | None = None
+    scaling_factor: float = 1.0
+
+    @property
+    def k(self) -> int:
+        return self.down_proj.packed.shape[1]
+
+    @property
+    def most_rows(self) -> int:
+        return max(1, MOST_PAIRS // self.top_k)
+
+    def why_not(self) -> str | None:
+        """Why `DecoderLayer` does not support these weights; None if it does."""
+        reason = why_not(self.gate_up, self.down_proj)
+        return reason if reason is not None or self.shared_expert is None else self._dense(self.shared_expert).why_not()
+
+    def _dense(self, shared: SharedExpert) -> MLP:
+        return MLP(shared.gate_up, shared.down_proj, self.pre_norm)
+
+    def check(self) -> None:
+        """Raises ArgumentError for tensors that do not fit together."""
+        check_stacks(self.gate_up, self.down_proj)
+        experts, k, _ = self.down_proj.packed.shape
+        expected, got = [(experts, k), (k,)], [tuple(self.router.shape), tuple(self.pre_norm.weight.shape)]
+        for tensor in (self.router_bias, self.correction_bias):
+            if tensor is not None:
+                expected, got = [*expected, (experts,)], [*got, tuple(tensor.shape)]
+        if self.shared_expert is not None:
+            self._dense(self.shared_expert).check()
+            gate = (k,) if self.shared_expert.gate is None else tuple(self.shared_expert.gate.shape)
+            expected, got = [*expected, (k, k), (k,)], [*got, (self.shared_expert.down_proj.packed.shape[0], k), gate]
+        if expected != got or not 0 < self.top_k <= experts:
+            raise ArgumentError(
+                f"a row chooses 1 to {experts} of {experts} experts by a router, a norm, a bias, a correction and what is shared of shapes "
+                f"{expected}, got {self.top_k} and {got}"
+            )
+        check_scores(self.scores, self.correction_bias)
+
+    def inner(self, tensors: Addresses) -> halves.FeedForward:
+        """The same by the addresses of tensors, which these keep alive."""
+        from halfbyte.kernels.cpu.codegen.elements import kind_of
+        from halfbyte.kernels.cpu.transformer import experts
+
+        rows = [self.router, *([] if self.shared_expert is None or self.shared_expert.gate is None else [self.shared_expert.gate])]
+        alike = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
+        router, *gates = map(tensors.same if alike else tensors.of, rows)
+        kind = kind_of(self.router.dtype) if alike else "f32"
+        correction = 0
+        if self.scores:
+            none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
+            correction = tensors.of(none if self.correction_bias is None else self.correction_bias)
+        bias = 0 if self.router_bias is None else tensors.of(self.router_bias)
+        before = norm_of(tensors, self.pre_norm)
+        shared = None
+        if self.shared_expert is not None:
+            shared = experts.SharedExpert(
+                tensors.product(self.shared_expert.gate_up), tensors.product(self.shared_expert.down_proj), *(gates or [0])
+            )
+        return experts.Experts(
+            tensors.product(self.gate_up),
+            tensors.product(self.down_proj),
+            len(self.router),
+            self.top_k,
+            experts.Router(before, router, kind, bias, self.norm_topk, self.scores, correction, self.scaling_factor),
+            shared,
+            None if self.clamped is None else self.clamped.inner(),
+        )
+
+
+def why_not(gate_up: Weight, down: Weight) -> str | None:
+    """Why stacks are not multiplied in one call; None if they are."""
+    gates = gate_up.packed.shape[1] // 2
+    if any(weight.packed.layout != PREFIX + cpu_tiles.NAME for weight in (gate_up, down)):
+        return "its experts are not packed for CPUs"
+    if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in (gate_up, down)):
+        return "its packed experts do not begin at multiples of 64 bytes"
+    return f"{gates} gates are not whole panels of {cpu_tiles.PANEL}" if gates % cpu_tiles.PANEL else None
+
+
+def check_scores(scores: str, correction: Tensor | None) -> None:
+    """Raises ArgumentError for those that there are not, and for a correction of none."""
+    if scores not in SCORES or (correction is not None and not scores):
+        raise ArgumentError(
+            f"scores are {' or '.join(repr(one) for one in SCORES)}, and what has a correction has scores, got {scores!r} "
+            f"{'without' if correction is None else 'with'} a correction"
+        )
+
+
+def check_stacks(gate_up: Weight, down: Weight) -> None:
+    """Raises ArgumentError for stacks and biases that do not fit together."""
+    shapes = [tuple(weight.packed.shape) for weight in (gate_up, down)]
+    fits = all(len(shape) == 3 and shape[0] > 0 for shape in shapes)
+    if fits:
+        (experts, _, k), inner = shapes[0], shapes[0][1] // 2
+        fits = shapes == [(experts, 2 * inner, k), (experts, k, inner)]
+    biases = [weight.bias for weight in (gate_up, down)]
+    pairs = [(bias, shape[:2]) for bias, shape in zip(biases, shapes, strict=True) if bias is not None]
+    device = gate_up.packed.device
+    if not fits or any(bias.shape != shape or bias.device != device for bias, shape in pairs):
+        got = f"{shapes} and {[None if bias is None else list(bias.shape) for bias in biases]}"
+        where = place(device.type)
+        raise ArgumentError(f"experts have stacks [E, 2 I, K] and [E, K, I] and biases [E, 2 I] and [E, K] on {where}, got {got}")

@@ -1,0 +1,209 @@
+"""Norms between the products of a decoder layer: the custom ops `halfbyte::normed` and `halfbyte::add_normed`, a kernel each
+on NVIDIA GPUs that starts while the previous one is still running, and the same formula in torch's operations elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import ArgumentError
+from halfbyte.kernels.gpu.runtime.launch import output
+from halfbyte.ops.library import OPS, in_mode, plain, refuses_derivatives, transformed
+from halfbyte.ops.transformer.decoder import Norm
+
+if TYPE_CHECKING:
+    from halfbyte.machine import Gpu
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define("normed(Tensor x, Tensor norm, float eps, bool plus_one, bool centred, Tensor? shift) -> Tensor")
+_library.define(
+    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps, Tensor? scale) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """norm(x), an RMS norm or a layer norm over the last dimension: x [..., K] -> [..., K], computed in float32 and rounded once to x's
+    dtype, which is that of the norm's weight and shift [K]. No gradients. Raises ArgumentError for shapes and dtypes that do not fit."""
+    if plain(x):
+        return norm_on_gpu(x, norm) if x.is_cuda else norm_in_torch(x, norm)
+    y: Tensor = norm_in_torch(x, norm) if in_mode() or transformed() else OPS.normed.default(x, *norm)
+    return y
+
+
+def add_normed(
+    x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
+    (plus_one). x, residual and results [..., K] of one dtype. scale: one number, by which h is multiplied before it is rounded. No
+    gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    """
+    weight, eps, _ = rms_parts(then)
+    run: Callable[..., tuple[Tensor, Tensor]] = _add_normed_cuda if x.is_cuda else _add_normed
+    if not plain(x):
+        run = _add_normed if in_mode() or transformed() else OPS.add_normed.default
+    h, z = run(x, residual, *rms_parts(norm), weight, eps, scale)
+    return h, None if then is None else z
+
+
+def rms_parts(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
+    """The weight of an RMS norm, its eps and whether 1 + weight is multiplied by. Raises ArgumentError for a layer norm."""
+    if norm is not None and norm.layer_norm:
+        raise ArgumentError("a norm within another step is an RMS norm, got a layer norm: call `normed` before")
+    return (None, 0.0, False) if norm is None else norm[:3]
+
+
+def check_norm(x: Tensor, weight: Tensor) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        got = f"x {list(x.shape)} of {x.dtype}, norm {list(weight.shape)} of {weight.dtype}"
+        raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype, got {got}: convert them")
+
+
+def norm_in_torch(x: Tensor, norm: Norm) -> Tensor:
+    """In torch's operations."""
+    _check(x, norm)
+    return wide_norm(x.float(), norm).to(x.dtype)
+
+
+def wide_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Of float32 x, not rounded."""
+    weight = norm.weight.float() + 1 if norm.unit_offset else norm.weight.float()
+    if norm.layer_norm:
+        x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
+    return y if norm.bias is None else y + norm.bias.float()
+
+
+def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
+    """By a kernel, where it supports that."""
+    from halfbyte.machine import gpu
+    from halfbyte.ops.cuda import on
+    from halfbyte.ops.replay import replayed
+
+    _check(x, norm)
+    here = gpu(x.get_device())
+    if not x.numel() or why_not_norm(x.shape[-1], here) is not None:
+        return norm_in_torch(x, norm)
+    from halfbyte.kernels.gpu.transformer import norm as kernel
+
+    z = x.contiguous()
+    weight, shift = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
+
+    def steps() -> Tensor:
+        out, rows, parts = output(torch.empty_like(z)), (-1, z.shape[-1]), (weight, norm.eps, norm.unit_offset)
+        if norm.layer_norm:
+            kernel.launch_centred(here, z.view(rows), parts, shift, out.view(rows))
+        else:
+            kernel.launch(here, z.view(rows), parts, out.view(rows))
+        return out
+
+    with on(x):
+        return replayed(steps, (z, weight, shift), "normed", *norm[1:4])
+
+
+def why_not_norm(k: int, here: Gpu) -> str | None:
+    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/transformer/norm.py`."""
+    from halfbyte.dispatch.gpu import triton_trouble
+
+    if (trouble := triton_trouble()) is not None:
+        return trouble
+    from halfbyte.kernels.gpu.transformer import norm
+
+    if here.backend != "cuda":
+        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
+    return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold" if k > norm.MOST else None
+
+
+def _check(x: Tensor, norm: Norm) -> None:
+    for part in (norm.weight, norm.bias):
+        if part is not None:
+            check_norm(x, part)
+
+
+def _check_added(x: Tensor, residual: Tensor, weight: Tensor, then: Tensor | None, scale: Tensor | None) -> None:
+    for norm in (weight, then):
+        if norm is not None:
+            check_norm(x, norm)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        got = f"{residual.dtype} {list(residual.shape)}"
+        raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
+    if scale is not None and (scale.numel() != 1 or not scale.is_floating_point()):
+        raise ArgumentError(f"a sum is multiplied by one number, got {scale.dtype} {list(scale.shape)}: pass a float of shape [1]")
+
+
+def _add_normed(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    then: Tensor | None,
+    then_eps: float,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """In torch's operations."""
+    _check_added(x, residual, weight, then, scale)
+    wide = wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()
+    h = (wide if scale is None else wide * scale.float()).to(x.dtype)
+    return h, h.new_empty(0) if then is None else norm_in_torch(h, Norm(then, then_eps, plus_one))
+
+
+def _add_normed_cuda(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    then: Tensor | None,
+    then_eps: float,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    from halfbyte.machine import gpu
+    from halfbyte.ops.cuda import on
+    from halfbyte.ops.replay import replayed
+
+    _check_added(x, residual, weight, then, scale)
+    here, k = gpu(x.get_device()), x.shape[-1]
+    if not x.numel() or why_not_norm(k, here) is not None:
+        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps, scale)
+    from halfbyte.kernels.gpu.transformer import norm as kernel
+
+    z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
+    weight, then = weight.contiguous(), None if then is None else then.contiguous()
+
+    def steps() -> list[Tensor]:
+        h, *second = (output(torch.empty_like(z)) for _ in range(1 if then is None else 2))
+        following = None if then is None else ((then, then_eps, plus_one), second[0])
+        kernel.launch_added(here, z, (weight, eps, plus_one), added, h, following, scale)
+        return [h, *second]
+
+    with on(x):
+        h, *second = replayed(steps, (z, weight, added, then, scale), "add_normed", eps, plus_one, then_eps)
+    return h.view(x.shape), second[0].view(x.shape) if second else h.new_empty(0)
+
+
+def _add_normed_fake(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plus_one: bool,
+    then: Tensor | None,
+    then_eps: float,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    _check_added(x, residual, weight, then, scale)
+    return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)
+
+
+_library.impl("normed", lambda x, *norm: norm_in_torch(x, Norm(*norm)), "CPU")
+_library.impl("normed", lambda x, *norm: norm_on_gpu(x, Norm(*norm)), "CUDA")
+_library.impl("add_normed", _add_normed, "CPU")
+_library.impl("add_normed", _add_normed_cuda, "CUDA")
+refuses_derivatives(_library, "normed")
+refuses_derivatives(_library, "add_normed")
+torch.library.register_fake("halfbyte::normed", lambda x, *_: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake("halfbyte::add_normed", _add_normed_fake, lib=_library)

@@ -1,0 +1,273 @@
+"""The feed-forward half of a decoder layer with experts: the custom op `halfbyte::add_experts`. On an NVIDIA GPU five or six kernels for
+one token of each sequence, some more for prompts, and those of an expert that all tokens share; elsewhere the same formula in
+torch's operations."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfbyte.dispatch.gpu import choose_gpu
+from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import as_format
+from halfbyte.kernels.gpu.runtime.launch import output
+from halfbyte.kernels.layer_kinds import RouterScores, scores_in_torch
+from halfbyte.kernels.problem import Problem
+from halfbyte.machine import Gpu, gpu
+from halfbyte.ops.checks import check_bytes, packed_bytes
+from halfbyte.ops.cuda import on
+from halfbyte.ops.library import OPS
+from halfbyte.ops.tensors import aligned
+from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.decoding import activated_in_torch
+from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
+from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.norms import norm_in_torch, why_not_norm
+
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_library.define(
+    "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, Tensor? bias, int chosen, bool normalized, "
+    "str scores, Tensor? correction, float factor, Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, "
+    "str down_format, Tensor? down_bias, int inner, float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, "
+    "Tensor? own_up_bias, Tensor? own_down, str own_down_format, Tensor? own_down_bias, int own_inner, str compute, "
+    "str activation) -> Tensor"
+)
+
+
+def add_experts(x: Tensor, half: Experts) -> Tensor:
+    """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype.
+
+    All products compute as `half.gate_up` says, on a GPU in floating point unless it says int8. No gradients. Raises ArgumentError for
+    shapes and dtypes that do not fit.
+    """
+    router = half.router, half.router_bias, half.top_k, half.norm_topk, half.scores, half.correction_bias, half.scaling_factor
+    stacks = *_parts(half.gate_up), *_parts(half.down_proj)
+    inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
+    shared = half.shared_expert
+    own: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
+    if shared is not None:
+        own = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
+    how = half.gate_up.compute, half.gate_up.activation
+    return OPS.add_experts.default(x, *half.pre_norm[:3], *router, *stacks, inner, clamped, *own, *how)  # type: ignore[no-any-return]
+
+
+def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
+    return (None, "", None) if weight is None else (weight.packed.data, weight.packed.name, weight.bias)
+
+
+def why_not_experts(half: Experts, here: Gpu) -> str | None:
+    """Why torch's operations compute what lies around the products on a GPU; None if `kernels/gpu/experts/routing.py` does."""
+    experts, k = half.router.shape
+    return why_not_router(experts, k, here)
+
+
+def why_not_router(experts: int, k: int, here: Gpu) -> str | None:
+    """`why_not_experts` for a router [E, K]."""
+    if (reason := why_not_norm(k, here)) is not None:
+        return reason
+    return _why_not(experts)
+
+
+def _why_not(experts: int) -> str | None:
+    from halfbyte.kernels.gpu.experts import routing
+
+    most = routing.MOST_EXPERTS
+    return None if experts <= most else f"{experts} experts are more than the {most} whose logits a warp's registers hold"
+
+
+class _Arguments(NamedTuple):
+    """Of the op."""
+
+    x: Tensor
+    norm: Tensor
+    eps: float
+    plus_one: bool
+    router: Tensor
+    bias: Tensor | None
+    chosen: int
+    normalized: bool
+    scores: RouterScores
+    correction: Tensor | None
+    factor: float
+    gate_up: Tensor
+    gate_up_format: str
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_format: str
+    down_bias: Tensor | None
+    inner: int
+    clamped: list[float] | None
+    own: Tensor | None  # the gate of the expert that all tokens share, if it has one, and its weights, if there is one
+    own_up: Tensor | None
+    own_up_format: str
+    own_up_bias: Tensor | None
+    own_down: Tensor | None
+    own_down_format: str
+    own_down_bias: Tensor | None
+    own_inner: int
+    compute: str  # of all products, as in `ops.linear`
+    activation: str
+
+    @property
+    def before(self) -> Norm:
+        return Norm(self.norm, self.eps, self.plus_one)
+
+    def check(self) -> None:
+        """Raises ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
+        x, router = self.x, self.router
+        fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
+        fits = fits and x.device == router.device == self.norm.device
+        for part, shape in ((self.bias, router.shape[:1]), (self.correction, router.shape[:1]), (self.own, router.shape[1:])):
+            if part is not None:
+                fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
+        if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
+            tensors = x, self.norm, router, self.bias, self.correction, self.own
+            got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
+            raise ArgumentError(
+                "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias and a correction [E] and a gate [K] of what is "
+                f"shared, all on one device, and 1 to E of them, got {got}, {self.chosen}"
+            )
+        check_scores(self.scores, self.correction)
+
+    def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
+        """[M, T, N]"""
+        experts, k = self.router.shape
+        up = self.gate_up, self.gate_up_bias, self.gate_up_format
+        weight, bias, name = (self.down, self.down_bias, self.down_format) if down else up
+        n, k = (k, self.inner) if down else (2 * self.inner, k)
+        y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, name, experts, n, k, self.compute, self.activation)
+        return y
+
+    def gated(self, x: Tensor) -> Tensor:
+        """What follows from gate and up, x [..., 2 I], in float32."""
+        if self.clamped is None:
+            gate, up = x.float().chunk(2, -1)
+            return functional.silu(gate) * up
+        alpha, limit = self.clamped
+        both = x.float()
+        gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2]
+        y: Tensor = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+        return y
+
+    def chosen_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """ids and weights [M, T] of logits [M, E]."""
+        if not self.scores:
+            best, ids = logits.topk(self.chosen, -1)
+            weights = best.softmax(-1) if self.normalized else logits.softmax(-1).gather(1, ids)
+            return ids, weights * self.factor
+        scores = scores_in_torch(logits, self.scores)
+        ids = (scores if self.correction is None else scores + self.correction.float()).topk(self.chosen, -1).indices
+        weights = scores.gather(1, ids)
+        if self.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
+        return ids, weights * self.factor
+
+    def of_shared(self, z: Tensor) -> Tensor:
+        """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
+        k = z.shape[1]
+        up = self.own_up, self.own_up_bias, self.own_up_format, 2 * self.own_inner, k
+        if self.compute == "float":
+            inner = OPS.normed_linear.default(z, None, 0.0, False, *up, "silu", True, 1.0)
+        else:
+            weight, bias, *sizes = up
+            both = OPS.linear.default(z, weight, bias, None, *sizes, self.compute, self.activation, None, None)
+            inner = activated_in_torch(both, "silu", 1.0, gated=True)
+        down = self.own_down, self.own_down_bias, None, self.own_down_format, k, self.own_inner
+        y: Tensor = OPS.linear.default(inner, *down, self.compute, self.activation, None, None)
+        return y
+
+
+def _add_experts(*args: Any) -> Tensor:
+    """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
+    a = _Arguments(*args)
+    a.check()
+    z = norm_in_torch(a.x, a.before).view(-1, a.x.shape[-1])
+    logits = z.float() @ a.router.float().T
+    if a.bias is not None:
+        logits += a.bias.float()
+    ids, weights = a.chosen_of(logits)
+    y = a.product(a.gated(a.product(z, ids, down=False)).to(z.dtype), ids, down=True)
+    total = (y.float() * weights.unsqueeze(-1)).sum(1)
+    if a.own_up is not None:
+        gate = 1.0 if a.own is None else torch.sigmoid(z.float() @ a.own.float()).unsqueeze(-1)
+        total += gate * a.of_shared(z).float()
+    return (a.x + total.view(a.x.shape)).to(a.x.dtype)
+
+
+def _add_experts_cuda(*args: Any) -> Tensor:
+    a = _Arguments(*args)
+    a = a._replace(compute="float") if a.compute == "auto" else a
+    a.check()
+    here, (experts, k) = gpu(a.x.get_device()), a.router.shape
+    if a.compute != "float" or not a.x.numel() or why_not_norm(k, here) is not None or _why_not(experts) is not None:
+        return _add_experts(*a)
+    from halfbyte.kernels.gpu.experts import grouped, routing
+    from halfbyte.kernels.gpu.transformer import gates
+
+    x = a.x.contiguous().view(-1, k)
+    m, pairs = len(x), len(x) * a.chosen
+    z, out, inner = output(torch.empty_like(x)), output(torch.empty_like(x)), output(x.new_empty(pairs, a.inner))
+    logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
+    ids = output(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
+    problem = Problem("grouped_linear", pairs, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
+    with on(x):
+        own = None if a.own is None else (a.own.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
+        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
+        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
+        correction = None if a.correction is None else a.correction.contiguous()
+        choice = routing.Choice(a.normalized, a.scores, correction, a.factor)
+        routing.launch_choice(here, logits, ids, weights, choice)
+        plain = a.clamped is None and a.gate_up_bias is None
+        config = _gated(problem, here) if plain else None
+        if config is not None:
+            nbytes = experts * packed_bytes(a.gate_up_format, 2 * a.inner, k, "cuda")
+            check_bytes(a.gate_up, nbytes, x.device, f"{a.gate_up_format} of shape [{experts}, {2 * a.inner}, {k}]")
+            grouped.launch(problem, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
+        elif a.clamped is None:
+            gates.launch(here, a.product(z, ids, down=False).view(pairs, -1), inner)
+        else:
+            gates.launch_clamped(here, a.product(z, ids, down=False).view(pairs, -1), inner, *a.clamped)
+        y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
+        shared = None if a.own_up is None else (None if own is None else own[1], a.of_shared(z))
+        routing.launch_sum(here, y.view(pairs, k), weights, x, out, shared)
+    return out.view(a.x.shape)
+
+
+def _gated(problem: Problem, here: Gpu) -> Any:
+    """The config of the product with gates; None where they have a kernel of their own."""
+    from halfbyte.kernels.gpu.experts import grouped
+
+    taken = choose_gpu(problem, here).taken
+    return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(problem, taken.config)
+
+
+def gates_inside(problem: Problem, here: Gpu, *, biased: bool) -> bool:
+    """Whether the kernel of the product gate_up of experts computes silu(gate) * up, too."""
+    return not biased and _gated(problem, here) is not None
+
+
+def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
+    """What computes `half` for so many rows, of which none is in torch's operations."""
+    experts, n, k = half.gate_up.packed.shape
+    problem = Problem("grouped_linear", rows * half.top_k, n, k, half.gate_up.packed.format, dtype, experts=experts)
+    if half.clamped is None:
+        within = gates_inside(problem, here, biased=half.gate_up.bias is not None)
+        gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
+    else:
+        gates = f"before a kernel of {CLAMPED}"
+    shared = "" if half.shared_expert is None else ", what is shared"
+    return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights{shared} and the residual"
+
+
+def _fake(*args: Any) -> Tensor:
+    a = _Arguments(*args)
+    a.check()
+    return a.x.new_empty(a.x.shape)
+
+
+_library.impl("add_experts", _add_experts, "CPU")
+_library.impl("add_experts", _add_experts_cuda, "CUDA")
+torch.library.register_fake("halfbyte::add_experts", _fake, lib=_library)

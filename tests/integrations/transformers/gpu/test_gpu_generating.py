@@ -1,0 +1,194 @@
+"""Tokens that are written with CUDA graphs are those that transformers writes, and graphs leave nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("transformers")
+
+from test_generating import ASKED, FAMILIES, AfterThree, Odd, both, make, make_family, prompt, transformers_own
+from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
+
+import halfbyte as hb
+from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
+from halfbyte.integrations.transformers.decoder import decoding_gpu
+from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
+from halfbyte.integrations.transformers.generate import generating, graphs
+from halfbyte.integrations.transformers.generate.steps import likeliest
+from halfbyte.kernels.gpu.runtime import scratch
+from halfbyte.ops.graph_capture import CapturedGraph
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make().cuda()
+
+
+@pytest.fixture(scope="module")
+def quantized() -> Any:
+    """With compiled layers."""
+    model = make(num_hidden_layers=3, hidden_size=256, intermediate_size=512).cuda()
+    hb.optimize_(hb.quantize_(model, "q4_0"))
+    assert is_compiled_stack(model.model)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The replays of each graph."""
+    made: list[int] = []
+    capture, replay = CapturedGraph.capture, CapturedGraph.replay
+
+    def counted(self: Any, run: Any) -> Any:
+        found = capture(self, run)
+        made.append(0)
+        return found
+
+    def replayed(self: Any) -> None:
+        made[-1] += 1
+        replay(self)
+
+    monkeypatch.setattr(CapturedGraph, "capture", counted)
+    monkeypatch.setattr(CapturedGraph, "replay", replayed)
+    return made
+
+
+def there(*lengths: int) -> dict[str, Any]:
+    return {name: tensor.cuda() for name, tensor in prompt(*lengths).items()}
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
+@pytest.mark.parametrize("lengths", [(9,), (9, 5, 1)])
+def test_tokens_are_transformers_own(model: Any, lengths: tuple[int, ...], asked: dict[str, Any], captures: list[int]) -> None:
+    found, expected = both(model, {**there(*lengths), "max_new_tokens": 25, **asked})
+    assert torch.equal(found, expected)
+    assert len(captures) == (found.shape[1] - max(lengths) > 2)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 5, 1)])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "penalty", "ends"])
+def test_compiled_layers(quantized: Any, lengths: tuple[int, ...], name: str, captures: list[int]) -> None:
+    found, expected = both(quantized, {**there(*lengths), "max_new_tokens": 60, "eos_token_id": None, **ASKED[name]})
+    assert torch.equal(found, expected)
+    assert len(captures) == (found.shape[1] - max(lengths) > 2)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (30,), (9, 5, 1), (30, 5, 13)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_and_windows(family: str, lengths: tuple[int, ...], captures: list[int]) -> None:
+    model = make_family(family).cuda()
+    found, expected = both(model, {**there(*lengths), "max_new_tokens": 30, "eos_token_id": None})
+    assert torch.equal(found, expected)
+    assert len(captures) == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])
+
+
+def test_a_cache_becomes_larger(quantized: Any, captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generating, "_LATER", 0)
+    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
+    found, expected = both(quantized, {**there(9), "max_new_tokens": 40, "eos_token_id": None})
+    assert torch.equal(found, expected)
+    assert len(captures) == len((18, 36, 72))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_cache_of_the_caller(family: str, ends: bool) -> None:
+    model = (make() if family == "Llama" else make_family(family)).cuda()
+    cache, asked = StaticCache(config=model.config, max_cache_len=13), there(9)
+    with transformers_own(model):
+        free = model.generate(**asked, max_new_tokens=30, eos_token_id=None)
+    first = model.generate(**asked, max_new_tokens=20, past_key_values=cache, eos_token_id=int(free[0, 20]) if ends else None)
+    assert int(cache.get_seq_length()) == first.shape[1] - 1
+    longer = {"input_ids": torch.cat((first, torch.tensor([[11, 12, 13]], device="cuda")), 1)}
+    settings = {**longer, "attention_mask": torch.ones_like(longer["input_ids"]), "max_new_tokens": 30, "eos_token_id": None}
+    found = model.generate(**settings, past_key_values=cache)
+    with transformers_own(model):
+        assert torch.equal(found, model.generate(**settings))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
+@pytest.mark.parametrize("lengths", [(9,), (30, 5, 13)])
+def test_a_cache_in_8_bits(family: str, lengths: tuple[int, ...], captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a fixed size, becomes larger, and has the codes of one that grows."""
+    monkeypatch.setattr(generating, "_LATER", 16)
+    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
+    model = (make() if family == "Llama" else make_family(family)).cuda()
+    settings = {**there(*lengths), "max_new_tokens": 30, "eos_token_id": None}
+    with transformers_own(model):
+        expected = model.generate(**settings, past_key_values=hb.Int8Cache(model.config))
+    cache = hb.Int8Cache(model.config)
+    found = model.generate(**settings, past_key_values=cache)
+    assert captures
+    assert {type(layer) for layer in graphs.keeping(cache)} <= set(IN_CODES)
+    assert torch.equal(found, expected)
+    longer = {"input_ids": torch.cat((found, found[:, :3]), 1)}
+    longer["attention_mask"] = torch.cat((settings["attention_mask"], torch.ones_like(longer["input_ids"][:, max(lengths) :])), 1)
+    more = model.generate(**longer, past_key_values=cache, max_new_tokens=9, eos_token_id=None)
+    with transformers_own(model):
+        assert torch.equal(more, model.generate(**longer, past_key_values=hb.Int8Cache(model.config), max_new_tokens=9, eos_token_id=None))
+
+
+def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
+    """Their logits are those of layers that get floats, but for the order of sums."""
+    ids = torch.randint(99, (3, 20), device="cuda")
+    found = []
+    for layers in (decoding_gpu._CACHES, ()):
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(decoding_gpu, "_CACHES", layers)
+            cache = graphs.static_cache(quantized, 32, int8=True)
+            parts = ids.split((12, 1, 1, 5, 1), 1)
+            found.append(torch.stack([quantized(x, past_key_values=cache, logits_to_keep=1).logits for x in parts]))
+    assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) < 1e-2
+    text = quantized.generate(**there(9), past_key_values=hb.Int8Cache(quantized.config), max_new_tokens=12, eos_token_id=None)
+    assert text.shape == (1, 21)
+    assert len(captures) == 1
+
+
+def test_processors_and_criteria_of_the_caller(model: Any) -> None:
+    def settings() -> dict[str, Any]:
+        own = {"logits_processor": LogitsProcessorList([Odd()]), "stopping_criteria": StoppingCriteriaList([AfterThree()])}
+        return {**there(9, 5, 1), "max_new_tokens": 20, "eos_token_id": None, **own}
+
+    found, expected = both(model, settings)
+    assert torch.equal(found, expected)
+
+
+def test_what_waits_for_the_gpu(quantized: Any) -> None:
+    """It is written without a graph, which is said once; later random numbers, graphs and memory are as ever."""
+
+    def waits(module: Any, inputs: Any, output: Any) -> None:
+        assert float(output[0].sum()) < 1e9
+
+    waiting = make().cuda()
+    waiting.model.layers[1].register_forward_hook(waits)
+    settings = {**there(9, 2), "max_new_tokens": 20, "do_sample": True, "temperature": 2.0}
+    with pytest.warns(UserWarning, match="LlamaForCausalLM .* as torch cannot capture its step"):
+        found, expected = both(waiting, settings)
+    assert torch.equal(found, expected)
+    found, expected = both(waiting, settings)
+    assert torch.equal(found, expected)
+    found, expected = both(quantized, settings)
+    assert torch.equal(found, expected)
+
+
+def test_graphs_leave_nothing_behind(quantized: Any, captures: list[int]) -> None:
+    settings = {**there(9), "max_new_tokens": 12, "eos_token_id": None}
+    expected, known = quantized.generate(**settings), []
+    for _ in range(20):
+        assert torch.equal(quantized.generate(**settings), expected)
+        left = [tensor.numel() for arenas in (scratch._lock_arenas, scratch._buffer_arenas) for tensor in arenas.values()]
+        known.append((left, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(captures) == 21
+    assert known[-1] == known[4]
+
+
+@pytest.mark.parametrize("v", [7, 400, 32000, 128256])
+def test_likeliest_is_the_first_of_the_largest(v: int) -> None:
+    scores = torch.randint(0, 9, (5, v), device="cuda").float()
+    expected = [row.index(max(row)) for row in scores.tolist()]
+    assert likeliest(scores).tolist() == expected

@@ -1,0 +1,55 @@
+"""Which models have their kernels compiled ahead."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from language_model import make_language_model
+from torch import nn
+
+pytest.importorskip("triton")
+
+from halfbyte.integrations.transformers.optimize.compiling import compile_ahead
+from halfbyte.integrations.transformers.text import open_model
+from halfbyte.kernels.gpu.runtime import launch, tape
+from halfbyte.nn.config import Config
+
+
+class Elsewhere(nn.Module):
+    """A model that says that it is on a GPU, and counts its calls."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, stack: Any) -> None:
+        super().__init__()
+        self.stack, self.seen = stack, list[tuple[int, ...]]()
+
+    def forward(self, input_ids: torch.Tensor, **settings: Any) -> None:
+        assert launch.is_compiling()
+        self.seen.append(tuple(input_ids.shape))
+
+
+def test_models_of_compiled_layers_are_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a prompt and once for a token, in which nothing is launched; others, in which results may be addresses, are not."""
+    monkeypatch.setattr("halfbyte.integrations.transformers.optimize.compiling.triton_trouble", lambda: None)
+    monkeypatch.setattr(tape, "why_not_replayed", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *shape, own=torch.zeros, device=None, **how: own(*shape, **how))
+    stack = open_model(make_language_model(tmp_path), config=Config("q4_0"))[0].model
+    short = Elsewhere(stack)
+    for _ in range(2):
+        compile_ahead(short, 2, 7, lambda: None)
+    assert short.seen == [(2, 7), (2, 1)]
+    assert not launch.is_compiling()
+    for other in (nn.ModuleList(), nn.Linear(2, 2), open_model(make_language_model(tmp_path / "float"))[0].model):
+        model = Elsewhere(other)
+        compile_ahead(model, 1, 3, lambda: None)
+        assert not model.seen
+    here = Elsewhere(stack)
+    here.device = torch.device("cpu")
+    compile_ahead(here, 1, 3, lambda: None)
+    assert not here.seen

@@ -1,0 +1,162 @@
+"""Encoder layers in one call: against float64, and number by number what their parts give one after the other."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from encoder_parts import HEADS, SCALE, SIZES, check_layer, check_norm, codes_of, encoder_layer, layer_of, native
+from encoder_parts import normed as run_norm
+from samples import random_codes
+from support import RUNNABLE, pairwise
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.errors import ArgumentError
+from halfbyte.formats import as_format
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.transformer import attend_whole, embed, encoder
+from halfbyte.ops.transformer.embed import NormedEmbeddings
+from halfbyte.ops.transformer.encoder import run_layers
+from halfbyte.ops.transformer.layers import LayerNorm, Weight
+
+
+@pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
+def test_norms(isa: ISA) -> None:
+    for k in (1, 7, 32, 64, 77, 384):
+        check_norm(k, 7, native(isa, 1 + k % 2))
+
+
+def normed(x: Tensor, norm: LayerNorm) -> Tensor:
+    """As the kernel does it."""
+    out = torch.empty_like(x)
+    run_norm(native(current(), 1), x.flatten(0, 1), out.flatten(0, 1), norm.weight, norm.bias, norm.eps)
+    return out
+
+
+def by_parts(
+    x: Tensor, scores: tuple[Tensor | None, Tensor | None], weights: list[Weight], norms: list[LayerNorm], *, before: bool
+) -> Tensor:
+    def linear(x: Tensor, i: int, residual: Tensor | None = None) -> Tensor:
+        w = weights[i]
+        if i == 2:
+            return ops.linear_gelu(x, w.packed, w.bias, compute=w.compute)
+        return ops.linear(x, w.packed, w.bias, compute=w.compute, residual=residual)
+
+    first = normed(x, norms[0]) if before else x
+    q, k, v = linear(first, 0).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    mask, bias = scores
+    h = linear(attend_whole.attend(q, k, v, mask, SCALE, bias).flatten(2), 1, x)
+    if before:
+        return linear(linear(normed(h, norms[1]), 2), 3, h)
+    h = normed(h, norms[0])
+    return normed(linear(linear(h, 2), 3, h), norms[1])
+
+
+CASES = pairwise(
+    ("q8_0", "int4_g20_zp"), ("int8", "float"), (False, True), ("none", "keys", "all"), ((3, 1), (5, 3), (1, 40)), (True, False)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, compute, before, seen, (batch, tokens), biased = CASES[number]
+    torch.manual_seed(number)
+    monkeypatch.setattr(runtime, "threads", lambda: 1 + number % 2)
+    monkeypatch.setattr(encoder, "WORK_A_THREAD", 1)
+    for most in ("_BYTES", "_LANE_BYTES"):
+        monkeypatch.setattr(encoder, most, 1 if number % 2 else 1 << 20)  # sequence by sequence, or all at once
+    monkeypatch.setattr(encoder, "_SEQUENCES_A_LANE", 1 + number % 4)  # a few for each thread, or all for all
+    made = [layer_of(codes_of(name, i), compute, before=before, biased=biased) for i in range(3)]
+    x, mask, bias = torch.randn(batch, tokens, SIZES["k"]), None, None
+    if number % 3 == 0:
+        bias = torch.randn(batch if number % 2 else 1, HEADS, tokens, tokens)
+    if seen != "none":
+        mask = torch.rand(batch if number % 2 else 1, 1, tokens if seen == "all" else 1, tokens) < 0.6
+    for _ in range(2):  # made, and made before
+        wanted, x = x, x.clone()
+        found = run_layers([layer for layer, _, _ in made], x, mask, bias)
+        for y, (layer, weights, norms) in zip(found, made, strict=True):
+            alone = layer(wanted, mask, bias)
+            wanted = by_parts(wanted, (mask, bias), weights, norms, before=before)
+            assert torch.equal(y, wanted)
+            assert torch.equal(alone, wanted)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_against_float64(before: bool, masked: bool) -> None:
+    check_layer(lambda _: nullcontext(), before=before, masked=masked)
+
+
+def test_nan_stays_in_its_sequence() -> None:
+    layer, _, _ = layer_of(codes_of("q8_0"), "int8", before=False)
+    x = torch.randn(2, 5, SIZES["k"])
+    wanted = layer(x)
+    x[1, 3, 2] = math.nan
+    y = layer(x)
+    assert torch.equal(y[0], wanted[0])
+    assert bool(y[1].isnan().all())
+
+
+def test_small_floats_are_converted() -> None:
+    codes, k = codes_of("q8_0"), SIZES["k"]
+    weights = [Weight(ops.pack(c), torch.randn(c.shape[0]).bfloat16(), "float", "block") for c in codes]
+    norms = [LayerNorm(torch.rand(k).bfloat16(), torch.randn(k).bfloat16(), 1e-5) for _ in range(2)]
+    layer = encoder_layer(weights, norms, before=False)
+    wide = encoder_layer(
+        [w._replace(bias=None if w.bias is None else w.bias.float()) for w in weights],
+        [LayerNorm(n.weight.float(), n.bias.float(), n.eps) for n in norms],
+        before=False,
+    )
+    x = torch.randn(2, 5, k).bfloat16()
+    assert torch.equal(layer(x), wide(x.float()).bfloat16())
+    norms[0].weight.add_(1)  # what is copied is copied again
+    assert torch.equal(layer(x)[0].isnan(), layer(x)[0].isnan())
+    assert not torch.equal(layer(x), wide(x.float()).bfloat16())
+
+
+def test_arguments() -> None:
+    layer, weights, norms = layer_of(codes_of("q8_0"), "int8", before=False)
+    k = SIZES["k"]
+    x, mask = torch.randn(2, 5, k), torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    assert layer(x, mask).shape == x.shape
+    assert layer(x, mask.expand(2, 1, 5, 5).mT).shape == x.shape
+    for wrong in (
+        (x[..., :32], None), (x[0], None), (x[:0], None), (x.double(), None), (x[:, :0], None), (x, mask.float()),
+        (x, mask[..., :4]), (x, mask.expand(2, 3, 1, 5)), (x, mask[:, 0]), (x, mask.expand(2, 1, 5, 5)[:, :, :3]),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match="layers of one size take on the CPU x"):
+            layer(*wrong)
+    other, _, _ = layer_of(codes_of("q8_0"), "int8", before=True)
+    with pytest.raises(ArgumentError, match="got 2 sizes"):
+        run_layers([layer, other], x, None)
+    with pytest.raises(ArgumentError, match="an encoder layer takes weights"):
+        encoder_layer(weights[::-1], norms, before=False)
+    with pytest.raises(ArgumentError, match="a divisor of 24 heads"):
+        encoder_layer(weights, norms, before=False, count=5)
+    with pytest.raises(ArgumentError, match="heads of 2 are not a multiple of 4"):
+        encoder_layer(weights, norms, before=False, count=12)
+
+
+@pytest.mark.parametrize("names", [("q8_0",), ("int4_g20_zp", "q4_0"), ("int4_g64_offset_bf16", "int8_channel", "q4_1")])
+def test_embeddings_are_their_parts(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    monkeypatch.setattr(embed, "_ELEMENTS_A_THREAD", 64)
+    k = SIZES["k"]
+    codes = [random_codes(as_format(name), (40 + i, k), i) for i, name in enumerate(names)]
+    norm = LayerNorm(torch.rand(k) + 0.5, torch.randn(k), 1e-5)
+    embeddings = NormedEmbeddings([ops.pack(c) for c in codes], norm)
+    ids = [torch.randint(0, 40, (3, 14))[:, ::2], torch.randint(0, 40, (1, 7)), torch.zeros(1, 1, dtype=torch.int64).expand(3, 7)]
+    rows = [c.dequantize()[which].expand(3, 7, k) for c, which in zip(codes, ids, strict=False)]
+    assert torch.equal(embeddings(ids[: len(names)]), normed(sum(rows[1:], rows[0]).contiguous(), norm))
+    assert embeddings([which[:, :0] for which in ids[: len(names)]]).shape == (3, 0, k)
+    for wrong in (-1, 40):
+        with pytest.raises(ArgumentError, match="ids lie in 0 … 39"):
+            embeddings([ids[0].where(ids[0] != ids[0][1, 3], wrong), *ids[1 : len(names)]])
+    with pytest.raises(ArgumentError, match=r"tables take on the CPU ids int64 \[B, T\]"):
+        embeddings([which.int() for which in ids[: len(names)]])
+    with pytest.raises(ArgumentError, match="one to 3 tables"):
+        NormedEmbeddings([], norm)

@@ -1,0 +1,142 @@
+"""Networks on codes in one call: bit by bit what they give node by node, and node by node where somebody is watching."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfbyte as hb
+from halfbyte.nn.described import Scale
+from halfbyte.nn.static import network as networks
+from halfbyte.nn.static.integer import AveragePool
+from halfbyte.nn.static.network import IntegerNetwork
+
+
+class _Branches(nn.Module):
+    """Results that are read twice, added to themselves, returned, and flattened while others still read them."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Conv2d(3, 24, 3, 2, 1), nn.MaxPool2d(2)
+        self.a, self.b, self.c = nn.Conv2d(24, 72, 1), nn.Conv2d(72, 72, 3, padding=1, groups=72), nn.Conv2d(72, 24, 1)
+        self.d, self.middle = nn.Conv2d(24, 32, 3, 1, 1), middle
+        self.end, self.flat, self.linear = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.pool(torch.relu(self.stem(x)))
+        y = self.c(torch.relu(self.b(torch.relu(self.a(x))))) + x
+        z = self.end(self.middle(self.d(y + y)))
+        return y, z, self.linear(self.flat(z))
+
+
+def on_codes(middle: nn.Module) -> IntegerNetwork:
+    torch.manual_seed(0)
+    model = _Branches(middle).eval()
+    made = hb.quantize_(model, hb.Config("int8_channel", activations="static"), images(4))
+    assert isinstance(made, IntegerNetwork)
+    return made
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(count, 3, 28, 36).contiguous(memory_format=torch.channels_last)
+
+
+def programs(made: nn.Module) -> list[networks._ProgramModule]:
+    found = [one for one in networks._thread.networks[made].found.values() if isinstance(one, nn.Module)]
+    return [module for one in found for module in one.modules() if isinstance(module, networks._ProgramModule)]
+
+
+def same(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("middle", "count"), [(nn.ReLU6(), 1), (nn.GELU(), 2), (nn.AvgPool2d(3, 2, 1), 2)])
+@torch.no_grad()
+def test_one_call_gives_what_the_nodes_give(middle: nn.Module, count: int) -> None:
+    made = on_codes(middle)
+    for batch in (1, 3):
+        for _ in range(4):
+            x = images(batch)
+            assert same(made(x), made.node_by_node(x))  # type: ignore[operator]
+    found = programs(made)
+    assert len(found) == 2 * count
+    for program in found:  # what was there before is nobody's input
+        program._program._memory.fill_(0x55)
+    assert same(made(x), made.node_by_node(x))  # type: ignore[operator]
+    beside: list[bool] = []
+    thread = threading.Thread(target=lambda: beside.extend(same(made(x), made.node_by_node(x)) for _ in range(3)))  # type: ignore[operator]
+    thread.start()
+    thread.join()
+    assert beside == [True] * 3
+    for _ in range(3):  # images laid out in another way
+        assert all(torch.equal(a, b) for a, b in zip(made(x.contiguous()), made(x), strict=True))
+
+
+@torch.no_grad()
+def test_weights_that_change_and_hooks_are_seen() -> None:
+    made, x = on_codes(nn.ReLU6()), images(2)
+    other = copy.deepcopy(made)
+    for module in (made, other):
+        for _ in range(3):
+            module(x)
+    assert programs(other)
+    for layer in other.modules():
+        if isinstance(layer, nn.Module) and hasattr(layer, "table"):
+            layer.load_state_dict({name: torch.zeros_like(t) for name, t in layer.state_dict().items()})
+    assert not same(other(x), made(x))
+    other.load_state_dict(made.state_dict())
+    for _ in range(3):
+        assert same(other(x), made(x))
+    for _ in range(3):
+        other.get_submodule("d").bias.add_(0.5)  # type: ignore[operator, union-attr]
+        changed = [other(x) for _ in range(4)]
+        assert programs(other)
+        assert not same(changed[0], made(x))
+        other.get_submodule("d").refresh()  # type: ignore[operator]
+        assert all(same(other(x), one) for one in changed)
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    restored = torch.load(file, weights_only=False)
+    assert isinstance(restored, IntegerNetwork)
+    assert restored.meta == made.meta
+    for _ in range(3):
+        assert same(restored(x), made(x))
+    called = []
+    with made.get_submodule("b").register_forward_hook(lambda *_: called.append(1)):
+        made(x)
+    made(x)
+    assert called == [1]
+
+
+@torch.no_grad()
+def test_a_layer_that_is_replaced_is_called() -> None:
+    made, x = on_codes(nn.ReLU6()), images(2)
+    for _ in range(3):
+        made(x)
+    called = []
+    layer = made.get_submodule("b")
+    made.set_submodule("b", nn.Sequential(layer))
+    made.get_submodule("b").register_forward_hook(lambda *_: called.append(1))
+    made(x)
+    assert called == [1]
+
+
+@torch.no_grad()
+def test_convolutions_that_add_their_codes() -> None:
+    made, x = on_codes(nn.ReLU6()), images(2)
+    added = networks._with_sums(made)
+    assert sum(isinstance(module, networks._Added) for module in added.modules()) == 1
+    assert same(added(x), made.node_by_node(x))  # type: ignore[operator]
+
+
+@torch.no_grad()
+def test_means_are_rounded_once() -> None:
+    for size, channels in (((7, 7), 33), ((8, 2), 64), ((6, 6), 5), ((1, 1), 130)):
+        x = torch.randint(-128, 128, (2, channels, *size), dtype=torch.int8)
+        for zero in (-128, -3, 4, 127):
+            wanted = ((x.double() - zero).mean((2, 3), keepdim=True).round() + zero).to(torch.int8)
+            assert torch.equal(AveragePool(nn.AdaptiveAvgPool2d(1), Scale(0.1, zero))(x), wanted)

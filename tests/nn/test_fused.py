@@ -1,0 +1,318 @@
+"""Layers that are computed together give, save and report what they do alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfbyte.checkpoint import load_tensors, save
+from halfbyte.errors import UnsupportedError
+from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu.codegen.gelu import BOUND as GELU_BOUND
+from halfbyte.layouts import cpu_tiles
+from halfbyte.nn.config import Config
+from halfbyte.nn.convert import quantize_
+from halfbyte.nn.fused import FusedLinear, fuse_
+from halfbyte.nn.modules.quantized import QuantLinear
+from halfbyte.nn.report import report
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(72, 72, bias), nn.Linear(72, 17, bias), nn.Linear(72, 17, bias)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(72, 100, bias), nn.Linear(72, 100, bias), nn.Linear(100, 72, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+        return torch.cat((y, self.down_proj(self.gate_proj(x) * self.up_proj(x))), -1)
+
+
+def fused(model: nn.Module) -> tuple[str, ...]:
+    """What the report says of it."""
+    assert fuse_(model) is model
+    return report(model).notes
+
+
+def pair(config: Config, bias: bool = False) -> tuple[nn.Module, nn.Module]:
+    """(alone, together), with the same weights."""
+    block = nn.Sequential(Block(bias))
+    alone, together = (quantize_(copy.deepcopy(block), config) for _ in range(2))
+    assert fused(together) == ("0: computed together: q_proj+k_proj+v_proj, gate_proj+up_proj",)
+    return alone, together
+
+
+def test_queries_of_other_inputs_stay_alone() -> None:
+    """Together, a decoder's queries would compute keys and values that nobody asks for, at each token."""
+    assert fused(quantize_(nn.ModuleDict({"encoder_attn": Block()}), "q4_0")) == ()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("config", [Config("q4_0"), Config("int4_g24_zp", compute="float"), Config("int8_channel", activation="row")])
+@torch.inference_mode()
+def test_the_same_numbers(config: Config, bias: bool) -> None:
+    alone, together = pair(config, bias)
+    for m in (1, 5):
+        x = torch.randn(2, m, 72)
+        assert torch.equal(together(x), alone(x))
+    for name in ("q_proj", "v_proj", "up_proj"):
+        assert torch.equal(together[0].get_submodule(name).weight + 0, alone[0].get_submodule(name).weight + 0)
+        assert together[0].get_submodule(name)._group.held is None, "nothing is kept"
+    assert torch.equal(together.bfloat16()(x.bfloat16()), alone.bfloat16()(x.bfloat16()))
+
+
+@torch.inference_mode()
+def test_some_have_biases() -> None:
+    """As in Whisper."""
+    block = nn.Sequential(Block(bias=True))
+    block[0].k_proj = nn.Linear(72, 17, bias=False)
+    alone = quantize_(block, "q4_0")
+    together = fuse_(copy.deepcopy(alone))
+    assert isinstance(together[0].k_proj, FusedLinear)
+    assert together[0].k_proj.bias is None
+    x = torch.randn(2, 3, 72)
+    assert torch.equal(together(x), alone(x))
+    assert together.state_dict().keys() == alone.state_dict().keys()
+    alone[0].q_proj.bias.requires_grad_(True)  # a fused layer would not train it
+    assert type(fuse_(alone)[0].k_proj) is QuantLinear
+
+
+@torch.inference_mode()
+def test_transformers_names_them_in_two_ways() -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    alone = quantize_(BertModel(BertConfig(vocab_size=50, **sizes)).eval(), "q4_0")
+    together = copy.deepcopy(alone)
+    said = (
+        "encoder.layer.0.attention.self: computed together: query+key+value",
+        "encoder.layer.0.intermediate: computed together: dense+intermediate_act_fn",
+    )
+    assert report(fuse_(together, activated=())).notes == said[:1]
+    ids = torch.randint(0, 50, (2, 7))
+    assert torch.equal(together(ids).last_hidden_state, alone(ids).last_hidden_state)
+    assert fused(together) == said
+    # The GELU differs in its last bits, by which a code of the next layer's activations may become its neighbour.
+    torch.testing.assert_close(together(ids).last_hidden_state, alone(ids).last_hidden_state, atol=0.05, rtol=0)
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(72, 100), act, nn.Linear(100, 72)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu_in_the_product(dtype: torch.dtype, tmp_path: Path) -> None:
+    alone = quantize_(nn.Sequential(Mlp(nn.GELU())), "q4_0").to(dtype)
+    together = copy.deepcopy(alone)
+    assert fused(together) == ("0: computed together: fc1+act",)
+    assert report(together).rows == report(alone).rows
+    assert together.state_dict().keys() == alone.state_dict().keys()
+    x = torch.randn(5, 72, dtype=dtype)
+    with torch.no_grad():
+        inside, expected = together[0].fc1(x), nn.functional.gelu(alone[0].fc1(x).double())
+    # Where the result is rounded to bfloat16, so is what torch's GELU takes, whose slope is at most 1.13.
+    bound = GELU_BOUND + (2 * 2.0**-8 if dtype == torch.bfloat16 else 0)
+    assert bool(((inside.double() - expected).abs() <= bound * alone[0].fc1(x).double().abs() + 2.0**-40).all())
+    compiled = torch.compile(together[0].fc1, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), inside)
+    gradients = []
+    for model in (alone, together):
+        leaf = x.clone().requires_grad_()
+        model(leaf).float().square().sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients), "torch's own GELU, where gradients are asked for"
+
+
+def test_other_activations_stay() -> None:
+    hooked = nn.GELU()
+    hooked.register_forward_hook(lambda *_: None)
+    for act in (nn.GELU("tanh"), nn.ReLU(), hooked):
+        assert not fused(quantize_(nn.Sequential(Mlp(act)), "q4_0"))
+
+
+def test_saved_and_reported_as_if_alone(tmp_path: Path) -> None:
+    alone, together = pair(Config("q4_0"))
+    assert report(together).rows == report(alone).rows
+    save(alone, tmp_path / "a")
+    save(together, tmp_path / "t")
+    a, t = load_tensors(tmp_path / "a"), load_tensors(tmp_path / "t")
+    assert a.keys() == t.keys()
+    for name, codes in a.items():
+        assert isinstance(codes, Codes)
+        other = t[name]
+        assert isinstance(other, Codes)
+        assert all(torch.equal(v, other.tensors()[part]) for part, v in codes.tensors().items())
+
+
+@pytest.mark.parametrize("config", [Config("q4_0"), Config("int4_g24_zp", compute="float"), Config("int8_channel", activation="row")])
+def test_state_dicts_are_those_of_layers_alone(config: Config) -> None:
+    """They go both ways; a model takes another's while others have looked at its weights and computed with them, and keeps its own."""
+    alone, together = pair(config, bias=True)
+    other, other_together = pair(config, bias=True)
+    x = torch.randn(3, 72)
+    with torch.inference_mode():
+        before, after = alone(x), other(x)
+        packed = together[0].k_proj.together[0]
+        together.load_state_dict(together.state_dict())
+        assert torch.equal(together(x), before)
+        for state in (other.state_dict(), other_together.state_dict()):
+            together.load_state_dict(alone.state_dict())
+            assert torch.equal(together(x), before)
+            together.load_state_dict(state)
+            assert torch.equal(together(x), after)
+        assert together[0].k_proj.together[0] is packed
+        assert all(torch.equal(a, b) for a, b in zip(together.state_dict().values(), other.state_dict().values(), strict=True))
+        alone.load_state_dict(together.state_dict())
+        assert torch.equal(alone(x), after)
+
+
+def test_a_state_dict_for_some_of_the_layers() -> None:
+    alone, together = pair(Config("q4_0"))
+    other, _ = pair(Config("q4_0"))
+    values = {name: tensor for name, tensor in other.state_dict().items() if "k_proj" in name}
+    for model in (alone, together):
+        model.load_state_dict(values, strict=False)
+    x = torch.randn(3, 72)
+    assert torch.equal(together(x), alone(x))
+    assert torch.equal(together[0].k_proj.weight + 0, other[0].k_proj.weight + 0)
+
+
+def test_a_state_dict_of_dense_weights_for_sparse_ones() -> None:
+    block = nn.Sequential(Block())
+    alone = quantize_(copy.deepcopy(block), "q4_0")
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter[:, 2::4], parameter[:, 3::4] = 0, 0
+    together = fuse_(quantize_(block, "q4_0"))
+    if together[0].q_proj.together[0].layout != cpu_tiles.SPARSE:
+        pytest.skip("this CPU has no kernels for sparse weights")
+    before = together.state_dict()
+    together.load_state_dict(before)
+    with pytest.raises(UnsupportedError, match="are 2:4 sparse, and the weight to be loaded is not: load the model first"):
+        together.load_state_dict(alone.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(together.state_dict().values(), before.values(), strict=True))
+
+
+def test_what_differs_stays() -> None:
+    model = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.k_proj": "q8_0"}, skip=["*.up_proj"]))
+    assert not fused(model)
+    assert type(model[0].q_proj) is QuantLinear
+    some = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.v_proj": "q8_0"}, skip=["*.up_proj"]))
+    assert fused(some) == ("0: computed together: q_proj+k_proj",)
+    assert type(some[0].v_proj) is QuantLinear
+    scaled = quantize_(nn.Sequential(Block()), Config("int4_tensor"))
+    assert not fused(scaled), "each has a scale of its own"
+    hooked = quantize_(nn.Sequential(Block()), "q4_0")
+    hooked[0].q_proj.register_forward_hook(lambda *_: None)
+    assert fused(hooked) == ("0: computed together: gate_proj+up_proj",)
+    own = fuse_(quantize_(nn.Sequential(Block()), "q4_0"), siblings=[("k_proj", "v_proj")])
+    assert report(own).notes == ("0: computed together: k_proj+v_proj",)
+
+
+def test_one_asked_alone() -> None:
+    alone, together = pair(Config("q4_0"))
+    x, other = torch.randn(3, 72), torch.randn(3, 72)
+    with torch.inference_mode():
+        assert torch.equal(together[0].k_proj(x), alone[0].k_proj(x))
+        assert torch.equal(together[0].v_proj(other), alone[0].v_proj(other)), "another input"
+        assert torch.equal(together[0].q_proj(other), alone[0].q_proj(other))
+        for model in (alone, together):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                model[0].get_submodule(name).compute = "float"
+        assert torch.equal(together[0].q_proj(x), alone[0].q_proj(x))
+    weight = weakref.ref(together[0].k_proj.together[0].data)
+    del together, model
+    assert weight() is None, "no garbage collector needed"
+
+
+def test_gradients_and_copies() -> None:
+    alone, together = pair(Config("q4_0"), bias=True)
+    gradients = []
+    for model in (alone, together, copy.deepcopy(together)):
+        x = torch.linspace(-1, 1, 72).repeat(2, 1).requires_grad_()
+        model(x).square().sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.equal(gradients[1], gradients[2])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    with torch.no_grad():
+        for model in (alone, together, copied := copy.deepcopy(together)):
+            model[0].k_proj.bias.add_(1)
+            model[0].up_proj.bias = nn.Parameter(model[0].up_proj.bias + 1, requires_grad=False)
+            model[0].v_proj.bias.data = torch.ones(17)
+        assert all(torch.equal(model(x), alone(x)) for model in (together, copied))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_biases_written_to_by_way_of_data(dtype: torch.dtype) -> None:
+    """torch does not count these writes."""
+
+    held: dict[tuple[int, str], Tensor] = {}
+
+    def rewritten(number: int, model: nn.Module, seed: int) -> nn.Module:
+        for name, linear in model.named_modules():
+            if isinstance(linear, QuantLinear) and linear.bias is not None:
+                data = held.setdefault((number, name), linear.bias.data)
+                data.copy_(torch.randn(data.shape, generator=torch.Generator().manual_seed(seed)))
+                if dtype == torch.float32:
+                    linear.bias.numpy()[0] = 7
+        return model
+
+    alone, together = (model.to(dtype) for model in pair(Config("q4_0"), bias=True))
+    for model in (alone, together):
+        model[0].k_proj.bias = None
+    with torch.inference_mode():
+        models = [alone, together, copy.deepcopy(together), pickle.loads(pickle.dumps(together))]  # noqa: S301
+    x = torch.randn(3, 72, dtype=dtype)
+    with torch.no_grad():
+        models.append(copy.deepcopy(together))
+        for seed in (1, 2):
+            expected, *found = [rewritten(i, model, seed)(x) for i, model in enumerate(models)]
+            assert all(torch.equal(y, expected) for y in found)
+
+
+def test_biases_of_several_dtypes_are_not_fused() -> None:
+    block = nn.Sequential(Block(bias=True))
+    block[0].k_proj.bias = nn.Parameter(block[0].k_proj.bias.detach().half(), requires_grad=False)
+    model = fuse_(quantize_(block.requires_grad_(False), "q4_0"))
+    assert [type(model[0].get_submodule(name)) is FusedLinear for name in ("q_proj", "k_proj", "up_proj")] == [False, False, True]
+
+
+def test_threads_do_not_mix() -> None:
+    _, together = pair(Config("q4_0"))
+    inputs = [torch.randn(4, 72) for _ in range(40)]
+    with torch.no_grad():
+        expected = [together(x) for x in inputs]
+
+    def call(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return together(x)  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(a, b) for a, b in zip(pool.map(call, inputs), expected, strict=True))
+
+
+def test_compiles_in_one_graph() -> None:
+    _, together = pair(Config("q4_0"))
+    assert isinstance(together[0].q_proj, FusedLinear)
+    x = torch.randn(2, 72)
+    with torch.no_grad():
+        expected = together(x)
+        compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(compiled(2 * x), together(2 * x))
+    assert together[0].q_proj._group.held is None

@@ -1,0 +1,94 @@
+"""Layers with an input of their own on a CPU: what their steps take, as `ops` tells it. `test_decoder_families.py` compares results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.errors import ArgumentError
+from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm, PerLayerInput, why_not
+from halfbyte.ops.transformer.decoding_step import DecodingStep, Inputs
+from halfbyte.ops.transformer.layers import Weight
+
+K, P = 64, 32
+NORM = Norm(torch.ones(K), 1e-6)
+
+
+def weight(n: int, k: int) -> Weight:
+    return Weight(ops.pack(ops.quantize(torch.randn(n, k) / k**0.5, "q4_0")), None, "float", "block")
+
+
+def halves(**heads: Any) -> tuple[Attention, MLP, PerLayerInput]:
+    of_heads = Heads(4, 2, 16, 0.25, (Norm(torch.ones(16), 1e-6), Norm(torch.ones(16), 1e-6)))._replace(**heads)
+    attention = Attention((weight(of_heads.outputs, K),), weight(K, 64), NORM, of_heads, NORM)
+    return (
+        attention,
+        MLP(weight(192, K), weight(K, 96), NORM, NORM),
+        PerLayerInput(weight(P, K), weight(K, P), NORM, layer_scale=torch.ones(1)),
+    )
+
+
+def call(layer: DecoderLayer, beside: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x, keys, values = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, K), (2, 2, 9, 16), (2, 2, 9, 16)))
+    turn = torch.ones(1, 3, 16)
+    return layer(x, (turn, turn), keys, values, 5, None, beside)
+
+
+@pytest.mark.parametrize("projections", ["qkv", "qk", "q"])
+def test_inputs_as_they_lie(projections: str) -> None:
+    """A part of a row of all layers' inputs, tokens that lie apart, another type: the same bits as of those that lie side by side."""
+    layer = DecoderLayer(*halves(projections=projections, v_norm=projections != "q"))
+    wide = torch.randn(2, 3, 5, P).bfloat16().float()
+    beside = wide[:, :, 3].contiguous()
+    expected = call(layer, beside)
+    for other in (wide[:, :, 3], beside.bfloat16(), wide.transpose(0, 1).contiguous().transpose(0, 1)[:, :, 3], beside.mT.contiguous().mT):
+        assert torch.equal(call(layer, other), expected)
+    assert not torch.equal(call(layer, wide[:, :, 2]), expected)
+
+
+def test_layers_of_what_does_not_fit() -> None:
+    attention, dense, own = halves()
+    layer, plain = DecoderLayer(attention, dense, own), DecoderLayer(attention, dense)
+    beside = torch.zeros(2, 3, P)
+    for one, wrong in ((layer, None), (layer, beside[:, :2]), (layer, beside[..., 1:]), (plain, beside)):
+        with pytest.raises(ArgumentError, match="an input of its own"):
+            call(one, wrong)
+    with pytest.raises(ArgumentError, match="has a feed-forward half"):
+        DecoderLayer(attention, None, own)
+    short = Norm(torch.ones(3), 0.0)
+    for wrong_own in (own._replace(projection=weight(K, 64)), own._replace(post_norm=short), own._replace(layer_scale=torch.ones(2))):
+        with pytest.raises(ArgumentError, match="the last half of a decoder layer takes weights"):
+            DecoderLayer(attention, dense, wrong_own)
+    with pytest.raises(ArgumentError, match="the attention half of a decoder layer takes weights"):
+        DecoderLayer(attention._replace(heads=attention.heads._replace(projections="qk")), dense)
+    with pytest.raises(ArgumentError, match="the feed-forward half of a decoder layer takes weights"):
+        DecoderLayer(attention, dense._replace(layer_scale=torch.ones(3)))
+    narrow = PerLayerInput(weight(24, K), weight(K, 24), NORM)
+    assert why_not(attention, dense, narrow) == "a layer's own input of 24 elements is not whole panels of 32"
+    assert why_not(attention, dense, own._replace(activation="swiglu")) == "its activation is swiglu, not silu or gelu_tanh or relu2"
+    normless = attention._replace(heads=attention.heads._replace(qk_norm=None, v_norm=True))
+    assert why_not(normless, dense) == "its values have a norm, its queries have none, or one of all heads together"
+    scaled = dense._replace(post_norm=None, layer_scale=torch.ones(1))
+    assert why_not(attention, scaled) == "what it gives is multiplied by a number without a norm before"
+
+
+def test_models_of_what_does_not_fit() -> None:
+    layers = [DecoderLayer(*halves()) for _ in range(2)]
+    table, of_layers = torch.randn(9, K), torch.randn(9, 2 * P)
+    inputs = Inputs(of_layers, 4.0, weight(2 * P, K), 0.1, Norm(torch.ones(P), 1e-6), 0.5)
+    DecodingStep(layers, table, NORM, None, inputs=inputs)
+    for wrong in (
+        inputs._replace(table=of_layers[:, :P]),
+        inputs._replace(projection=weight(P, K)),
+        inputs._replace(norm=Norm(torch.ones(2 * P), 1e-6)),
+        inputs._replace(norm=Norm(torch.ones(P), 1e-6, layer_norm=True)),
+    ):
+        with pytest.raises(ArgumentError, match="inputs of 2 layers' own are made by an RMS norm"):
+            DecodingStep(layers, table, NORM, None, inputs=wrong)
+    with pytest.raises(ArgumentError, match="inputs of 2 layers' own"):
+        DecodingStep([DecoderLayer(*halves()[:2]) for _ in range(2)], table, NORM, None, inputs=inputs)
