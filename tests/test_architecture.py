@@ -1,4 +1,4 @@
-"""The rules of the architecture, checked on the source: which package may import which, and how large files and signatures may be.
+"""The rules of the architecture, checked on the source: which package may import which, and how large files, folders and signatures may be.
 
 `check` takes a module's name and text, so that each rule is shown to fail on a text that breaks it.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ OF_DEFAULT_DTYPE = {"empty", "zeros", "ones", "rand", "randn", "linspace", "eye"
 OF_DEFAULT_DEVICE = OF_DEFAULT_DTYPE | {"full", "tensor", "as_tensor", "scalar_tensor", "arange", "randint", "randperm"}
 MAY_USE_DEFAULTS = ("bench", "cli")
 MAX_LINES = 600
+MAX_FILES = 15  # Python files of a folder
 # Packages that know no family of models by its name, which is in the table, `decoder/families`; tokenizers may be called the same.
 WITHOUT_FAMILIES = ("checkpoint", "language", "evaluate", "cli")
 TOKENIZERS = {
@@ -370,6 +372,29 @@ def test_no_file_beside_the_package_is_longer_than_those_in_it() -> None:
     lines = {str(path): len(path.read_text("utf-8").splitlines()) for package in BESIDE for path in (root / package).rglob("*.py")}
     assert lines
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+
+
+def crowded(paths: Iterable[Path]) -> list[str]:
+    """The folders with too many Python files, and how many."""
+    counts = Counter(path.parent.as_posix() for path in paths if path.suffix == ".py")
+    return [
+        f"{folder}: {count} files, over {MAX_FILES}: give those of one kind a folder"
+        for folder, count in counts.items()
+        if count > MAX_FILES
+    ]
+
+
+def test_no_folder_has_too_many_files() -> None:
+    root = Path(__file__).parents[1]
+    paths = [path.relative_to(root) for folder in (SRC, Path(__file__).parent) for path in folder.rglob("*.py")]
+    assert len(paths) > MAX_FILES
+    assert crowded(paths) == []
+
+
+def test_a_folder_with_too_many_files_is_found() -> None:
+    most = [Path("src/a/__init__.py"), *(Path(f"src/a/{i}.py") for i in range(14)), Path("src/a/b/1.py"), Path("src/a/table.json")]
+    assert crowded(most) == []
+    assert crowded([*most, Path("src/a/one_more.py")]) == ["src/a: 16 files, over 15: give those of one kind a folder"]
 
 
 def test_the_whole_package_is_read() -> None:
