@@ -94,6 +94,16 @@ def unwritable(path: str | PathLike[str], error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot write {shortened(path)}: {error.strerror or error}; what was there is unchanged: {remedy}")
 
 
+def non_finite_logits(*, is_float16: bool = False) -> CheckpointError:
+    """Make the error of a model that computes NaN or infinite logits.
+
+    Args:
+        is_float16: Whether its activations are float16, whose range some models leave.
+    """
+    remedy = ", or its activations leave the range of float16: open it with dtype=torch.bfloat16 (--dtype bfloat16)" if is_float16 else ""
+    return CheckpointError(f"the model computes NaN or infinite logits: its files are damaged, or of another model{remedy}")
+
+
 def check_type(value: object, allowed: type | tuple[type, ...], what: str, remedy: str) -> None:
     """Raises ArgumentError unless `value` is of an allowed type; `what` names the argument and these types."""
     if not isinstance(value, allowed):

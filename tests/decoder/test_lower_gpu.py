@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -398,21 +399,30 @@ def test_weights_in_the_type_of_activations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "is_file", "expected"),
+    ("config", "expected"),
     [
-        ({"dtype": "bfloat16"}, False, torch.bfloat16),
-        ({"torch_dtype": "float16"}, False, torch.float16),
-        ({"torch_dtype": "float16", "architectures": ["Gemma3ForCausalLM"]}, False, torch.float16),
-        ({"dtype": "float32"}, False, torch.float16),
-        ({}, False, torch.float16),
-        ({"dtype": "float32", "architectures": ["Gemma3ForCausalLM"]}, False, torch.bfloat16),
-        ({"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}, True, torch.float16),
-        ({"dtype": "float32", "architectures": ["Gemma2ForCausalLM"]}, True, torch.bfloat16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "float32"}, torch.bfloat16),
+        ({}, torch.bfloat16),
     ],
     ids=str,
 )
-def test_the_type_of_activations(config: dict[str, Any], is_file: bool, expected: torch.dtype) -> None:
-    assert dtype_on_gpu(config, is_file) == expected
+def test_the_type_of_activations(config: dict[str, Any], expected: torch.dtype) -> None:
+    assert dtype_on_gpu(config) == expected
+
+
+def test_hidden_states_beyond_the_range_of_float16(tmp_path: Path) -> None:
+    """Embeddings of up to 1e6 are infinite in float16: the error says what to do, and that helps."""
+    folder = make_language_model(tmp_path / "float", tied=False)
+    spec = build_spec(*open_checkpoint(folder, hb.Config("q8_0", compute="float", skip=["model.embed_tokens", "lm_head"])))
+    assert isinstance(spec.embedding, Tensor)
+    spec = replace(spec, embedding=spec.embedding * (1e6 / spec.embedding.abs().max()))
+    narrow, wide = (GpuModel(spec, "cpu", dtype) for dtype in (torch.float16, torch.bfloat16))
+    cache = _read(narrow, ids_of(5))
+    with pytest.raises(CheckpointError, match=r"leave the range of float16: open it with dtype=torch\.bfloat16"):
+        narrow.decode_greedy([5], cache)
+    assert len(wide.decode_greedy([5], _read(wide, ids_of(5)))) == 1
 
 
 def test_what_torch_computes_is_told(models: Any) -> None:

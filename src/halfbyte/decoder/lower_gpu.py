@@ -22,7 +22,7 @@ from halfbyte.decoder.gpu_step import DecodeStep, Group, Inputs, State, StepShap
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import triton_trouble
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
@@ -182,7 +182,7 @@ class GpuModel:
             launched = step.again() if goes_on and step.is_captured and self._has_room(cache, state) else None
             tokens = tokens_of()
             if min(tokens) < 0:
-                raise CheckpointError("the model computes NaN or infinite logits: its files are damaged, or of another model")
+                raise non_finite_logits(is_float16=self.dtype == torch.float16)
             if launched is not None:
                 self._ahead = step, cache.stamp, state.after(tokens), launched
             else:

@@ -350,7 +350,7 @@ def open_checkpoint(
         header = read_header(path)
     config, source = _opened(path, quantize, header, device)
     on_cpu = device is None or device.type == "cpu"
-    where = None if on_cpu or device is None else OnGpu(device, dtype or dtype_on_gpu(config, is_file(path)))
+    where = None if on_cpu or device is None else OnGpu(device, dtype or dtype_on_gpu(config))
     cache = _cache_of(path, quantize, header, sparse) if on_cpu else None
     return config, PackedTensors(source, sparse=sparse, where=where, cache=cache)
 
@@ -366,14 +366,13 @@ def _cache_of(path: Path, quantize: Config | None, header: File | None, sparse: 
     return open_cache(files, (quantize, sparse))
 
 
-def dtype_on_gpu(config: Mapping[str, Any], is_file: bool) -> torch.dtype:
-    """Find the type of activations on a GPU: the model's own if it has 16 bits, and otherwise float16; bfloat16 for families whose hidden
-    states leave the range of float16. A GGUF file does not name one."""
+def dtype_on_gpu(config: Mapping[str, Any]) -> torch.dtype:
+    """Find the type of activations on a GPU: the one that config.json names if it has 16 bits, and otherwise bfloat16.
+
+    A GGUF file names none. Most models are trained in bfloat16, and the hidden states of some leave the range of float16.
+    """
     own = dtype_named(config.get("dtype", config.get("torch_dtype")))
-    if own in (torch.float16, torch.bfloat16) and not is_file:
-        return own
-    family = find_family(config)
-    return torch.bfloat16 if family is not None and family.sqrt_embedding else torch.float16
+    return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 def _opened(path: Path, quantize: Config | None, header: File | None, device: torch.device | None) -> tuple[dict[str, Any], Source]:

@@ -95,7 +95,7 @@ class LanguageModel:
             sparse: Whether zeros of 2:4 sparse weights are left out; None: on a CPU, where there are kernels for that.
             device: "cpu", "cuda", "cuda:1", …, or "auto": a GPU where there is one that the kernels are for.
             dtype: Of activations on a GPU, torch.float16, torch.bfloat16 or torch.float32; None: the 16-bit type that the checkpoint
-                names, or else float16 (bfloat16 for Gemma). A CPU computes in float32.
+                names, or else bfloat16. A CPU computes in float32.
 
         Raises:
             UnsupportedError: Its architecture, or a part of it, is not supported without transformers: `halfbyte.load` may read it.

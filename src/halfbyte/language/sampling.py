@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, non_finite_logits
 
 LEAST, MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 _MOST_PENALTY = 2.0  # as in OpenAI's API
@@ -196,7 +196,7 @@ class Sampler:
     def _draw(self, scores: Tensor) -> int:
         """Draws a token by inverting the cumulative distribution of the candidates, at one uniform random number."""
         if not math.isfinite(float(scores.amax())):  # a NaN or +inf, or only -inf
-            raise _not_finite()
+            raise non_finite_logits()
         ids, values = candidates(scores, self.sampling)
         probabilities = torch.softmax(values, 0)
         uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
@@ -218,7 +218,7 @@ def _inverse_cumulative(weights: Tensor, target: float, *, relative: bool) -> tu
     if relative:
         target *= float(cumulative[-1])
     if not math.isfinite(target):  # divided by the temperature logits are infinite
-        raise _not_finite()
+        raise non_finite_logits()
     at = int(torch.searchsorted(cumulative, target, right=True))
     if at == weights.numel():  # sums are rounded
         at = int(torch.nonzero(weights)[-1])
@@ -299,7 +299,7 @@ def most_likely(logits: Tensor) -> Iterator[int]:
     values, ids = logits.max(1)  # NaN counts as the highest
     for value, id in zip(values.tolist(), ids.tolist(), strict=True):
         if not math.isfinite(value):
-            raise _not_finite()
+            raise non_finite_logits()
         yield id
 
 
@@ -311,10 +311,6 @@ def _with_logprobs(logits: Tensor, chosen: int, count: int) -> Choice:
         return Choice(chosen, logprob, ())
     values, ids = (of_all[:count] for of_all in _top_k(logits, min(count, logits.numel())))
     return Choice(chosen, logprob, tuple(zip(ids.tolist(), (values - total).tolist(), strict=True)))
-
-
-def _not_finite() -> CheckpointError:
-    return CheckpointError("the model computes NaN or infinite logits: its files are damaged, or of another model")
 
 
 class _Ids:

@@ -28,7 +28,7 @@ from halfbyte.checkpoint.mapping.plan import plan_model
 from halfbyte.checkpoint.native.manifest import CONFIG, SECTION
 from halfbyte.checkpoint.native.quantization_config import METHOD
 from halfbyte.checkpoint.sources import open_floats
-from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, not_there
+from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, non_finite_logits, not_there
 from halfbyte.integrations.transformers import attention
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.generate.generating import check_tokens, first_size, generate_fast, new_cache
@@ -250,7 +250,7 @@ def _blaming(config: Any) -> Iterator[None]:
     except RuntimeError as e:
         if "probability tensor contains" not in str(e):
             raise
-        raise CheckpointError("the model computes NaN or infinite logits: its files are damaged, or of another model") from e
+        raise non_finite_logits() from e
     except (ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as e:
         others = sorted(config.to_diff_dict().keys() - _ORDINARY)
         if isinstance(e, HalfbyteError) or not others:
