@@ -269,7 +269,8 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 30)
     found = {}
-    for device in ("cpu", "cuda"):
-        assert main(["eval", str(folder), "--text", str(text), "--format", "q8_0", "--device", device, "--context", "64", "--json"]) == 0
+    for device, dtype in (("cpu", "float32"), ("cuda", "float16")):
+        settings = ["--format", "q8_0", "--device", device, "--dtype", dtype, "--context", "64", "--json"]
+        assert main(["eval", str(folder), "--text", str(text), *settings]) == 0
         found[device] = [row["perplexity"] for row in json.loads(capsys.readouterr().out)["models"]]
     assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-3)

@@ -3,7 +3,7 @@ and prompts (`prompt_gpu.py`), by the kernels of `decoder/gpu_layer.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,11 +16,29 @@ from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
 class GpuRun(Run):
     """A call through the layers that kernels of a GPU compute."""
 
-    def __init__(self, layers: Sequence[LoweredLayer | None], stack: Any, call: Call) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LoweredLayer | None],
+        stack: Any,
+        call: Call,
+        changed: Callable[[int], Sequence[LoweredLayer | None] | None] | None = None,
+    ) -> None:
+        """Prepare a call.
+
+        Args:
+            layers: What kernels read of each layer, or None where transformers computes it.
+            stack: The module of transformers.
+            call: What all layers are called with.
+            changed: Function from the index of a layer to None if that layer is as it was when it was lowered, and otherwise to `layers`
+                as they are now. It is called just before the layer's launches, while the GPU computes the layer before it. None: no layer
+                has changed.
+        """
         super().__init__(stack, call)
-        self._lowered = layers
+        self._lowered, self._changed = layers, changed
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
+        if self._changed is not None and (layers := self._changed(first)) is not None:
+            self._lowered = layers
         lowered, call, module = self._lowered[first], self._call, self._modules[first]
         y: Tensor | None = None
         if lowered is not None:

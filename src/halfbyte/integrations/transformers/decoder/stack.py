@@ -4,15 +4,16 @@
 
 The replaced forward accepts the arguments in ARGUMENTS; every other call, gradients, training and requests for hidden states or attentions
 take transformers' forward, and so does torch.compile on a CPU. Layers that have no kernels on the device, as those with hooks or without
-quantized weights, are called as transformers calls them, between the others. Nothing is watched: before each call `Frozen` compares
-everything that the stack consists of, and the stack is compiled again if something has changed.
+quantized weights, are called as transformers calls them, between the others. Nothing is watched: before each call `FrozenLayers` compares
+everything that the stack consists of, and the stack is compiled again if something has changed. On a GPU each layer is compared just before
+its launches, while the GPU computes the layer before it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,13 +28,13 @@ from halfbyte.decoder.kernels_gpu import layer_kernels
 from halfbyte.decoder.program import layer_ops
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.decoder import decoding_gpu, layer_gpu, prompt_gpu
-from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, Run, compile_layers
+from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.token_step import Logits, TokenStep, why_no_step
 from halfbyte.integrations.transformers.optimize.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
-from halfbyte.integrations.transformers.optimize.frozen import Frozen
+from halfbyte.integrations.transformers.optimize.frozen import FrozenLayers
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, original, replace_class
 from halfbyte.machine import gpu
@@ -130,8 +131,14 @@ def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     if not plain(given) or given.device.type not in ("cpu", "cuda"):
         return None
-    found = compiled(stack)
-    return None if isinstance(found, str) or (x := found.run(stack, call, past, given.device)) is None else (x, past)
+    native = given.device.type == "cpu" and "cpu" not in decoding_gpu.DEVICES  # in tests a CPU stands in for a GPU
+    if native:
+        found = compiled(stack)
+        x = None if isinstance(found, str) else found.run(stack, call, past)
+    else:
+        found = _compiled_outside(stack)
+        x = None if isinstance(found, str) else found.run_on_gpu(stack, call, past, functools.partial(_changed, stack))
+    return None if x is None else (x, past)
 
 
 def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
@@ -170,18 +177,39 @@ def _cache(stack: Any, call: dict[str, Any]) -> Any:
     return past if past is None or (use_cache and isinstance(past, Cache)) else _NOT_TAKEN
 
 
-_stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, Frozen]] = WeakKeyDictionary()
+_stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, FrozenLayers]] = WeakKeyDictionary()
 
 
 def compiled(stack: Any) -> CompiledStack | str:
     """The compiled stack as it is now, or why its layers are called one by one."""
-    held = _stacks.get(stack)
-    if held is None or not held[1].is_unchanged():
-        reason = _why_not(stack)
-        kinds = layer_kinds(stack)
-        found = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
-        held = _stacks[stack] = found, Frozen(stack, _rewritten(stack))
-    return held[0]
+    known = _stacks.get(stack)
+    if known is None or not known[1].is_unchanged():
+        known = _compile(stack)
+    return known[0]
+
+
+def _compiled_outside(stack: Any) -> CompiledStack | str:
+    """The compiled stack, whose layers are still to be compared, by `_changed`."""
+    known = _stacks.get(stack)
+    if known is None or not known[1].is_unchanged_outside():
+        known = _compile(stack)
+    return known[0]
+
+
+def _changed(stack: Any, index: int) -> list[LoweredLayer | None] | None:
+    """The lowered layers, compiled again, if the layer of an index has changed; else None."""
+    if _stacks[stack][1].layers[index].is_unchanged():
+        return None
+    found = _compile(stack)[0]
+    return [None] * len(stack.layers) if isinstance(found, str) else found.on_gpu(stack)
+
+
+def _compile(stack: Any) -> tuple[CompiledStack | str, FrozenLayers]:
+    reason = _why_not(stack)
+    kinds = layer_kinds(stack)
+    found = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
+    known = _stacks[stack] = found, FrozenLayers(stack, stack.layers, _rewritten(stack))
+    return known
 
 
 def _rewritten(stack: Any) -> tuple[nn.Module, ...]:
@@ -336,11 +364,10 @@ class CompiledStack:
         reason = prompt_gpu.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
-    def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None, device: torch.device) -> Tensor | None:
-        """Compute the normed hidden states; None if transformers has to."""
-        native = device.type == "cpu" and "cpu" not in decoding_gpu.DEVICES  # in tests a CPU stands in for a GPU
+    def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None) -> Tensor | None:
+        """Compute the normed hidden states on a CPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
-        if native and ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
+        if ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
             step = self.step(stack)
             y = None if step is None else step(ids, mask, call.get("position_ids"), past.layers)
             if y is not None:
@@ -349,9 +376,24 @@ class CompiledStack:
         if prepared is None:
             return None
         x, layer_call = prepared
-        if native and (limit := query_scale_from(stack.layers[0])) is not None and int(layer_call.rope_positions.max()) >= limit:
+        if (limit := query_scale_from(stack.layers[0])) is not None and int(layer_call.rope_positions.max()) >= limit:
             return None
-        run: Run = CpuRun(self.on_cpu(stack), stack, layer_call) if native else GpuRun(self.on_gpu(stack), stack, layer_call)
+        normed: Tensor = getattr(stack, self.kinds.family.final_norm)(CpuRun(self.on_cpu(stack), stack, layer_call)(x))
+        return normed
+
+    def run_on_gpu(
+        self,
+        stack: Any,
+        call: Mapping[str, Any],
+        past: Cache | None,
+        changed: Callable[[int], Sequence[LoweredLayer | None] | None],
+    ) -> Tensor | None:
+        """Compute the normed hidden states on a GPU; None if transformers has to. `changed` is that of `GpuRun`."""
+        prepared = prepare(stack, self.kinds, call, past)
+        if prepared is None:
+            return None
+        x, layer_call = prepared
+        run = GpuRun(self.on_gpu(stack), stack, layer_call, changed)
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 

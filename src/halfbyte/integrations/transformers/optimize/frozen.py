@@ -6,7 +6,7 @@ read, instead of a list of what matters: so nothing can be forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any
@@ -30,17 +30,19 @@ class Frozen:
     The check stands before each call, so what is compared lies side by side, and is compared in C.
     """
 
-    def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = ()) -> None:
+    def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = (), seen: set[int] | None = None) -> None:
         """Remember the state of a module.
 
         Args:
             module: The module. It is not kept alive.
             rewritten: Submodules whose own forward replaces their buffers; only their submodules and hooks are compared.
+            seen: Ids of what is compared elsewhere; those of what is compared here are added.
         """
         self._dicts, self._lists = list[dict[Any, Any]](), list[list[Any]]()
         self._tensor_dicts, self._parts = list[Mapping[str, Tensor | None]](), list[nn.Module]()
         self._attributes = list[dict[str, Any]]()  # of modules and configurations
-        self._seen = {id(module)}
+        self._seen = set[int]() if seen is None else seen
+        self._seen.add(id(module))
         self._add(module, rewritten)
         self._sizes = list(map(len, self._attributes))
         named = [(attributes, name) for attributes in self._attributes for name in attributes if name not in _NOT_COMPARED]
@@ -101,6 +103,32 @@ class Frozen:
                 entries = value if isinstance(value, dict) else vars(value)
                 (self._dicts if isinstance(value, dict) else self._attributes).append(entries)
                 self._look_into(entries.values(), rewritten)
+
+
+class FrozenLayers:
+    """The state of a stack of layers: of each layer, and of everything else.
+
+    A layer can be compared just before it is called, while a GPU computes the one before it.
+
+    Attributes:
+        outer: The state of the stack without its layers, with the list of them.
+        layers: The state of each layer.
+    """
+
+    def __init__(self, stack: nn.Module, layers: Sequence[nn.Module], rewritten: Collection[nn.Module] = ()) -> None:
+        """Remember the state of a stack; the arguments are those of `Frozen`."""
+        seen = set(map(id, layers))
+        self._classes, self._layers = list(map(_class, layers)), list(layers)
+        self.outer = Frozen(stack, rewritten, seen)
+        self.layers = [Frozen(layer, rewritten, seen) for layer in layers]
+
+    def is_unchanged(self) -> bool:
+        """Whether the whole stack is as it was."""
+        return self.is_unchanged_outside() and all(layer.is_unchanged() for layer in self.layers)
+
+    def is_unchanged_outside(self) -> bool:
+        """Whether everything is as it was but what the layers consist of."""
+        return list(map(_class, self._layers)) == self._classes and self.outer.is_unchanged()
 
 
 def _values(dicts: Iterable[Any]) -> list[Any]:
