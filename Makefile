@@ -9,7 +9,7 @@ PIP_ARGS ?=
 PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 COMPAT := -m pytest -c tests/compat/pytest.ini --rootdir . --confcutdir . -n auto --dist worksteal $(ARGS)
 
-.PHONY: help test compat compat-newest compat-oldest lint types docs docs-pages demo bench clean
+.PHONY: help test compat compat-newest compat-oldest lint types docs docs-pages demo bench release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -49,6 +49,11 @@ demo: $(VENV)/.demo ## quantize a sentence encoder and compare it with the float
 
 bench: $(VENV)/.bench ## measure the CPU kernels against their peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+release: $(VENV)/.dev ## build the wheel and the source distribution into dist/, after their checks in an environment without the repository
+	$(BIN)/python -m pytest -n 0 tests/release $(ARGS)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean: ## remove the environments, caches and builds
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
