@@ -42,10 +42,10 @@ def line_plot(
         if bad := [v for v in values if not math.isfinite(v) or (logarithmic and v <= 0)]:
             raise ArgumentError(f"{axis} values of a plot are finite{' and positive' if logarithmic else ''}, got {bad[0]}")
     xs = sorted({x for some in series.values() for x, _ in some})
-    x_ticks = xs if log_x and len(xs) <= 14 else _ticks([x for x, _ in points], log_x)
-    y_ticks = _ticks([y for _, y in points], log_y)
-    to_x = _scale([x for x, _ in points] + x_ticks, log_x, _LEFT, _WIDTH - _RIGHT)
-    to_y = _scale([y for _, y in points] + y_ticks, log_y, _HEIGHT - _BOTTOM, _TOP)
+    x_ticks = xs if log_x and len(xs) <= 14 else ticks([x for x, _ in points], log_x)
+    y_ticks = ticks([y for _, y in points], log_y)
+    to_x = scale([x for x, _ in points] + x_ticks, log_x, _LEFT, _WIDTH - _RIGHT)
+    to_y = scale([y for _, y in points] + y_ticks, log_y, _HEIGHT - _BOTTOM, _TOP)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
@@ -86,7 +86,7 @@ def _text(x: float, y: float, text: str, attributes: str) -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" {attributes}>{escape(text)}</text>'
 
 
-def _scale(values: Sequence[float], logarithmic: bool, start: float, stop: float) -> Callable[[float], float]:
+def scale(values: Sequence[float], logarithmic: bool, start: float, stop: float) -> Callable[[float], float]:
     """Maps numbers to coordinates between start and stop."""
 
     def linear(v: float) -> float:
@@ -97,7 +97,7 @@ def _scale(values: Sequence[float], logarithmic: bool, start: float, stop: float
     return lambda v: start + (linear(v) - low) / span * (stop - start)
 
 
-def _ticks(values: Sequence[float], logarithmic: bool) -> list[float]:
+def ticks(values: Sequence[float], logarithmic: bool) -> list[float]:
     """Round numbers that cover the values: 1, 2 and 5 of each decade, or, on a linear axis, in steps of 1, 2 or 5 times a power of ten."""
     low, high = min(values), max(values)
     if logarithmic:

@@ -92,7 +92,7 @@ def test_what_a_file_says_stays_a_name() -> None:
     evil = 'x"\n---\nlicense: mit <script>alert(1)</script> `$(reboot)`'
     text = model_card(evil, [weight], total_bytes=18, config={"architectures": [evil]}, base_model=evil, tags=[evil])
     assert front_matter(text) == {"library_name": "halfbyte", "tags": ["halfbyte", "quantized", "q4_0"]}
-    assert not set("<>`\"$") & set(next(line for line in text.splitlines() if line.startswith("# ")))
+    assert not set('<>`"$') & set(next(line for line in text.splitlines() if line.startswith("# ")))
 
 
 @pytest.mark.parametrize(("name", "known"), [("meta/small-1", True), ("/home/me/model", False), ("model", False), ("../a", False)])
