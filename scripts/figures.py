@@ -1,7 +1,7 @@
 """Write the tables and plots of README.md and docs/ from the measurements in benchmarks/results: `make figures`.
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->` and is benchmarks/results/NAME.json; benchmarks/results/README.md
-describes the files. tests/documentation/test_figures.py checks that all are current.
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->` and is benchmarks/results/NAME.json, as README.md there
+describes. tests/documentation/test_figures.py checks that all are current.
 """
 
 from __future__ import annotations

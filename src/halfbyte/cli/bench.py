@@ -122,7 +122,7 @@ def _step(args: argparse.Namespace, advance: Advance) -> StepReport:
 def _decode_seconds(model: LanguageModel, rounds: int) -> float:
     """Seconds of one decode step: the median of some texts, after one that compiles and warms up."""
     prompt = model.tokenizer.encode("The")
-    rates = [model.generate(prompt, max_new_tokens=_NEW_TOKENS).decode_rate for _ in range(rounds + 1)][1:]
+    rates: list[float] = [model.generate(prompt, max_new_tokens=_NEW_TOKENS).decode_rate for _ in range(rounds + 1)][1:]
     if not all(rates):
         raise ArgumentError("the model ends its text at once, so that there is no decode step to time: use another model")
     return 1 / median(rates)

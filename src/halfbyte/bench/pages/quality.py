@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfbyte.bench.pages.charts import Bar, Point, Series, bars, chart
+from halfbyte.bench.pages.markup import Markup
 from halfbyte.bench.pages.page import card, page, rows
 
 _MEANINGS = (
@@ -20,8 +21,8 @@ def quality_page(document: Mapping[str, Any], about: Sequence[str] = ()) -> str:
     if "last_word_accuracy" in models[0]:
         cards = [_last_words(models)]
         columns: tuple[str, ...] = ("model", "MB", "last word")
-        cells = [(one["model"], _mb(one), f"{one['last_word_accuracy']:.2%}") for one in models]
-        tiles = {}
+        cells: list[tuple[str, ...]] = [(one["model"], _mb(one), f"{one['last_word_accuracy']:.2%}") for one in models]
+        tiles: dict[str, str] = {}
     else:
         cards = [_perplexities(models), *_divergences(models)]
         columns = ("model", "MB", "perplexity", "± error", "increase", "divergence", "same top token", "tokens")
@@ -31,7 +32,7 @@ def quality_page(document: Mapping[str, Any], about: Sequence[str] = ()) -> str:
     return page("Size against quality", [f"text: {document['text']}", *about], tiles, cards, document)
 
 
-def _perplexities(models: Sequence[dict[str, Any]]) -> Any:
+def _perplexities(models: Sequence[dict[str, Any]]) -> Markup:
     series = [
         Series(
             one["model"],
@@ -45,7 +46,7 @@ def _perplexities(models: Sequence[dict[str, Any]]) -> Any:
     return card("Perplexity against size", drawn, note="Lower and further to the left is better.")
 
 
-def _divergences(models: Sequence[dict[str, Any]]) -> list[Any]:
+def _divergences(models: Sequence[dict[str, Any]]) -> list[Markup]:
     compared = [(i, one) for i, one in enumerate(models) if one["divergence"] is not None and one["divergence"] > 0]
     if not compared:
         return []
@@ -70,7 +71,7 @@ def _divergences(models: Sequence[dict[str, Any]]) -> list[Any]:
     return [card("Divergence against size", drawn, note=note)]
 
 
-def _last_words(models: Sequence[dict[str, Any]]) -> Any:
+def _last_words(models: Sequence[dict[str, Any]]) -> Markup:
     lines = [
         Bar(one["model"], one["last_word_accuracy"], f"{one['last_word_accuracy']:.2%}", f"{_mb(one)} MB", colour=i)
         for i, one in enumerate(models)

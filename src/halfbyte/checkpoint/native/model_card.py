@@ -27,13 +27,12 @@ _MOST_CARD_BYTES = 1 << 20  # a longer README.md is no card
 class CardWeight(NamedTuple):
     """A quantized weight as the card's table counts it.
 
-    count  its elements
     error  relative error when it was quantized, if known
     """
 
     kind: str
     format: Format
-    count: int
+    elements: int
     nbytes: int
     error: float | None
 
@@ -95,7 +94,7 @@ def _table(weights: list[CardWeight], total_bytes: int) -> list[str]:
         groups[str(one.format), one.kind].append(one)
     lines = ["| format | layers | weights | bits per weight | size | mean relative error |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     for (name, kind), some in groups.items():
-        count, nbytes = sum(one.count for one in some), sum(one.nbytes for one in some)
+        count, nbytes = sum(one.elements for one in some), sum(one.nbytes for one in some)
         errors = [one.error for one in some if one.error is not None]
         error = f"{sum(errors) / len(errors):.4f}" if len(errors) == len(some) else ""
         bits = f"{nbytes * 8 / count:.2f}" if count else ""
