@@ -115,3 +115,10 @@ def test_every_plot_is_drawn_from_data_and_shown() -> None:
     assert {path.name for path in figures.PLOTS.iterdir()} == {*figures.DRAWN}
     pages = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
     assert [name for name in figures.DRAWN if f"figures/{name}" not in pages] == []
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_no_figure_is_from_a_script_that_nobody_has(page: Path) -> None:
+    """A figure names a command of the repository, or it is not there."""
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert re.findall(r".{40}\bscripts? (?:that )?(?:is|are|was|were) not .{20}|.{40}\(a script.{20}|.{40}\bthe same script\b.{20}", text) == []
