@@ -218,3 +218,15 @@ def test_every_command_works_without_the_repository(installed: Path, work: Path)
 
     failing = {"tune": "0" if torch.cuda.is_available() else "2"}  # there is no GPU to measure
     assert codes[len(COMMANDS) :] == [(name, failing.get(name, "0")) for name in USES], done.stdout + done.stderr
+
+
+def test_the_quick_start_in_python(installed: Path, tmp_path: Path) -> None:
+    """The Python code of README.md, in its order, with a tiny model."""
+    make_language_model(tmp_path / "model")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = "".join(re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE))
+    assert code.count("path/to/model") >= 3
+    done = _run(installed / "python", "-c", code.replace("path/to/model", "model") + "\nprint(hb.__file__)", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[-1]).is_relative_to(installed.parent)
+    assert (tmp_path / "small" / "README.md").is_file()
