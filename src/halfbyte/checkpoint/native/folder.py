@@ -51,14 +51,15 @@ _FILES = (".gguf", ".safetensors", ".onnx")  # suffixes that no folder has
 class Staging:
     """Where the files of a new checkpoint are written until `commit`.
 
-    path   the folder for all of them
+    folder the checkpoint's
+    path   the folder for all of its files
     stem   the beginning of the names of the weight files
     fresh  whether the checkpoint's folder does not exist yet
     """
 
     def __init__(self, folder: Path, old: Manifest | None, fresh: bool, path: Path | None = None) -> None:
         digits = secrets.token_hex(4)
-        self._folder = folder
+        self.folder = folder
         self._old = old
         self.fresh = fresh
         self.path = path or (_beside(folder) if fresh else folder / f".halfbyte-{digits}")
@@ -70,14 +71,14 @@ class Staging:
             _sync(path)
         _sync(self.path)
         try:
-            os.rename(self.path, self._folder)
+            os.rename(self.path, self.folder)
         except OSError as e:
             if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise CheckpointError(
-                f"another process has written {self._folder} meanwhile, which stays as it is: choose another folder, or remove that one"
+                f"another process has written {self.folder} meanwhile, which stays as it is: choose another folder, or remove that one"
             ) from e
-        _sync(self._folder.parent)
+        _sync(self.folder.parent)
 
     def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
         """Moves everything in `path` to its place."""
@@ -91,10 +92,10 @@ class Staging:
             _sync(path)
         _sync(self.path)
         for name in manifest.files:
-            os.rename(self.path / name, self._folder / name)
-        _sync(self._folder)
-        os.replace(self.path / CONFIG, self._folder / CONFIG)
-        _sync(self._folder)
+            os.rename(self.path / name, self.folder / name)
+        _sync(self.folder)
+        os.replace(self.path / CONFIG, self.folder / CONFIG)
+        _sync(self.folder)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.native.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.native.manifest import INDEX, Manifest, Weight
+from halfbyte.checkpoint.native.model_card import CardWeight, model_card, write_card
 from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_named
 from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
@@ -41,7 +43,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
     The config of a transformers model is saved too, so that `load` can build it again; for any other model, `load` must be passed the
     model, and for a network on int8 codes the float one. A halfbyte checkpoint in `dir` is replaced in one step and remains unchanged
     on failure: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a tensor without
-    data, a model between `prepare_qat_` and `convert_qat_`).
+    data, a model between `prepare_qat_` and `convert_qat_`). A model card, README.md, is written where nobody else's is.
     """
     check_type(model, nn.Module, "save takes a model, a torch.nn.Module", "pass the model that holds it")
     check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
@@ -92,7 +94,8 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
                 writer.write(f"{name}.{part}", tensor)
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
             write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))
-        publish(staging, writer, _config_of(model), weights, tied, calibrated(model))
+        origin = getattr(getattr(model, "config", None), "_name_or_path", None)
+        publish(staging, writer, _config_of(model), weights, tied, calibrated(model), base_model=origin)
 
 
 def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
@@ -120,14 +123,20 @@ def publish(
     weights: Mapping[str, Weight],
     tied: Mapping[str, str],
     static: Calibrated | None = None,
+    *,
+    base_model: str | None = None,
 ) -> None:
-    """Completes a checkpoint: guards, the index by which other readers find the weight files, the manifest, the commit."""
+    """Completes a checkpoint: guards, the index by which other readers find the weight files, the model card, the manifest, the commit.
+
+    Args:
+        base_model: The model that was quantized, if it is known; for the model card.
+    """
     for name in weights:
         writer.write(name, guard())
     writer.finish()
+    total = sum(spec.nbytes for spec in writer.specs.values())
     if len(writer.files) > 1 or not staging.fresh:
-        size = sum(spec.nbytes for spec in writer.specs.values())
-        write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
+        write_json(staging.path / INDEX, {"metadata": {"total_size": total}, "weight_map": writer.file_of})
     sums = dict(writer.checksums)
     weights = {
         name: replace(weight, crc32={full.removeprefix(f"{name}."): sums.pop(full) for full in weight.stored(name)})
@@ -144,6 +153,9 @@ def publish(
             module, dtype = name.removesuffix(".weight"), None if weight.dtype == main else weight.dtype
             modules[module] = Module(weight.format, weight.shape, weight.compute, weight.activation, module in ordered, dtype=dtype)
         config = {**config, SETTINGS: describe(modules)}
+    described = [CardWeight(one.kind, one.format, math.prod(one.shape), one.stored_bytes, one.error) for one in weights.values()]
+    card = model_card(staging.folder.name, described, total_bytes=total, config=config, base_model=base_model)
+    write_card(staging.path, card, published=staging.folder)
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
 
 

@@ -85,6 +85,26 @@ def path_argument(text: str) -> Path:
     return Path(text)
 
 
+def check_written(option: str, path: Path, suffix: str) -> None:
+    """Raises ArgumentError, before any work, for a file that an option names and that could not be written."""
+    if path.suffix != suffix:
+        raise ArgumentError(f"{option} writes a file called *{suffix}, got {path}: name it {path.stem}{suffix}")
+    if not is_folder(path.parent):
+        raise ArgumentError(f"{option} is a file in a folder that exists, got {path}: make {path.parent} first")
+    if is_folder(path):
+        raise ArgumentError(f"{option} is a file, got the folder {path}: name a file in it")
+
+
+def write_page(args: argparse.Namespace, page: str) -> None:
+    """Writes the page that --html names, in one step, and says so."""
+    from halfbyte.checkpoint.native.folder import replacing_file
+
+    with replacing_file(args.html) as path:
+        path.write_text(page, encoding="utf-8")
+    if not args.quiet:
+        print(f"written to {args.html}", file=sys.stderr)
+
+
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file. Raises ArgumentError for anything else."""
     if not is_file(path):

@@ -1,7 +1,8 @@
 """halfbyte in transformers.
 
 quantizer.py         the quantizer of `from_pretrained`; tensor_parallel.py: for several processes
-vocabulary.py        embeddings get another size; training.py: the Trainer
+changed_models.py    imports vocabulary.py (embeddings get another size) and model_card.py
+training.py          the Trainer
 gguf.py, text.py     models are opened; text is generated and timed
 attention.py         an implementation of attention
 cache/               KV caches

@@ -1,4 +1,4 @@
-"""`resize_token_embeddings` of transformers on quantized models. Imported with transformers' models (see on_import.py).
+"""`resize_token_embeddings` of transformers on quantized models. Imported by changed_models.py.
 
 New tokens have to be trained, so an embedding that gets another size becomes a float layer, with the head that shares its weight; the
 same holds for a head of its own. All other layers keep their codes.
