@@ -133,10 +133,26 @@ class LayerCache:
             mine[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
             mine[slot, :, stop - count : stop] = theirs[0, :, other.length - count : other.length]
 
+    def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
+        """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
+        skipped = max(start - other.first, 0)
+        self.first, count = max(other.first - start, 0), other.length - skipped
+        count = min(count, length - self.first)
+        size = round_up(count + self._step, _STEP)
+        self.memory = next(_stamps)
+        with torch.inference_mode(False), torch.no_grad():
+            self.buffers = [buffer.new_empty((1, buffer.shape[1], size, buffer.shape[3])) for buffer in other.buffers]
+            for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+                mine[0, :, :count] = theirs[slot, :, skipped : skipped + count]
+        self.length = count
+
+    def can_cut(self, length: int) -> bool:
+        """Whether the tokens that are attended to after the first `length` of the sequence are still in the buffers."""
+        return length - (length if self._window is None else min(length, self._window - 1)) >= self.first
+
     def cut(self, length: int) -> bool:
         """Forget the tokens of the sequence from `length` on. Returns False where a window has lost tokens that others need now."""
-        seen = length if self._window is None else min(length, self._window - 1)
-        if length - seen < self.first:
+        if not self.can_cut(length):
             return False
         self.length = length - self.first
         return True
@@ -183,6 +199,7 @@ class Cache:
         self.layers: Sequence[LayerCache] = [*own.values()]
         self.by_layer = [own[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
         self.batch, self.length, self._most = batch, 0, most
+        self._new = partial(Cache, spec, int8=int8, most=most, where=where)
         self._moved()
 
     def _moved(self) -> None:
@@ -199,6 +216,21 @@ class Cache:
         self.length += tokens
         for layer in self.layers:
             layer.length += tokens
+
+    def can_cut(self, length: int) -> bool:
+        """Whether `cut` to so many tokens is possible."""
+        return all(layer.can_cut(length) for layer in self.layers)
+
+    def copy(self, length: int) -> Cache:
+        """Copy the first `length` tokens of the first sequence, for which `can_cut` holds, to a cache of its own."""
+        return self._copy(0, 0, length)
+
+    def _copy(self, slot: int, start: int, length: int) -> Cache:
+        other = self._new()
+        for mine, source in zip(other.layers, self.layers, strict=True):
+            mine.copy_from(source, slot, start, length)
+        other.length = length
+        return other
 
     def cut(self, length: int) -> bool:
         """Forget the tokens from `length` on.
@@ -279,6 +311,10 @@ class Slots(Cache):
         for mine, other in zip(self.layers, sequence.layers, strict=True):
             mine.put(self.batch - 1, other, self.length)
         self._moved()
+
+    def copy_of(self, slot: int) -> Cache:
+        """Copy the sequence of a slot to a cache of its own."""
+        return self._copy(slot, self.starts[slot], self.length - self.starts[slot])
 
     def leave(self, slot: int) -> None:
         """Free a slot; the last one that is taken moves into its place."""
