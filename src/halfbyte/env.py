@@ -55,6 +55,7 @@ VARIABLES = (
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
     Variable("HALFBYTE_TUNE", "1: measure GPU kernels for each new shape, and keep the times in the cache folder", "nothing is measured"),
 )
+SECRET = {"HALFBYTE_API_KEY"}  # variables whose values are not shown
 
 
 NO_HOME = "this user has no home folder"  # why `cache` returns None

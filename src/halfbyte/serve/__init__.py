@@ -4,6 +4,7 @@ Requests, on the event loop
   app.py           routes, and `Gate`: keys, hosts, sizes of bodies
   protocol.py      requests as pydantic models
   completions.py   /v1/completions and /v1/chat/completions: request → sequences, tokens → responses and events
+  formats.py       the JSON of answers to them
   vectors.py       /v1/embeddings and /v1/rerank
   chat.py          messages → prompt; text → tool calls
   structured.py    response_format → a logits processor; logit_bias

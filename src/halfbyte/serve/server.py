@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from halfbyte.serve.settings import Settings
 from halfbyte.serve.vectors import VectorService
 
 _BACKLOG = 1024
+_KEEP_ALIVE = 30  # seconds that a connection may be idle
 _AFTER = 2.0  # seconds for the last bytes of responses, after the time of grace
 _TEXT_THREADS = 2  # that tokenize, render templates and compile grammars
 
@@ -157,6 +159,23 @@ class _Server(uvicorn.Server):
         await closing
 
 
+def make_server(serving: Serving, settings: Settings) -> uvicorn.Server:
+    """Make the HTTP server of an application, which does not listen yet."""
+    config = uvicorn.Config(
+        serving.app,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=math.ceil(settings.grace + _AFTER),
+        backlog=_BACKLOG,
+    )
+    return _Server(config, serving)
+
+
 def run(serving: Serving, sock: socket.socket, settings: Settings, ready: Callable[[], None]) -> None:
     """Serve until a signal ends the process.
 
@@ -167,22 +186,10 @@ def run(serving: Serving, sock: socket.socket, settings: Settings, ready: Callab
         ready: Called when requests are answered.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    config = uvicorn.Config(
-        serving.app,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(settings.grace + _AFTER + 1),
-        backlog=_BACKLOG,
-    )
 
     async def main() -> None:
         serving.start()
-        server = _Server(config, serving)
+        server = make_server(serving, settings)
         task = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
