@@ -270,6 +270,8 @@ class Batch:
         if self._prefill is None:
             generation = self._waiting[0]
             generation.started = time.perf_counter()
+            for one in self._active if self._prefixes.limit else ():  # so that its cache may be copied
+                self._take_slot(one)
             cache, generation.cached_tokens = self._cache_for(generation.prompt_ids)
             self._prefill = _Prefill(generation, cache)
         generation, cache = self._prefill.generation, self._prefill.cache

@@ -62,6 +62,7 @@ class TextService:
         self._model, self._settings, self._executor = model, settings, executor
         self._defaults = {"temperature": settings.temperature, **defaults}
         self._tokens = TokenTexts(model.tokenizer)
+        self._longest_token = max(map(len, model.tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
         self._grammars = Grammars(model.tokenizer, model.spec.vocabulary)
 
     @property
@@ -129,6 +130,9 @@ class TextService:
             if min(ids) < 0 or max(ids) >= vocabulary:
                 raise ApiError(400, f"token ids are 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}: use the model's tokens", param="prompt")
         else:
+            if most is not None and len(text) > most * self._longest_token:  # not worth the time that tokens take
+                what = f"a prompt has {most} tokens of {self._longest_token} characters at most here, got {len(text)} characters"
+                raise ApiError(400, f"{what}: use a shorter text", "context_length_exceeded")
             ids = self._model.tokenizer.encode(text, add_special_tokens=special)
         if most is not None and len(ids) > most:
             raise ApiError(400, f"a prompt has {most} tokens at most here, got {len(ids)}: use a shorter text", "context_length_exceeded")

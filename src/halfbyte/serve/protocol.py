@@ -258,8 +258,9 @@ def parse(kind: type[R], body: bytes) -> R:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The error for the first field that is wrong: of a union the last alternative's, which has the most to say."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The error for the first field that is wrong; of the alternatives of a union for the one that comes farthest."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON ({first['msg']}): send one JSON object", "invalid_json")
     place = [str(part) for part in first["loc"] if not _is_alternative(part)]
