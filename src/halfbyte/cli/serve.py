@@ -147,8 +147,12 @@ def _open_language(args: argparse.Namespace, path: Path) -> Language:
 
         config = Config(args.format)
     how = {"cache": args.cache, "sparse": args.sparse, "device": args.device, "dtype": asked_dtype(args)}
-    with waking(args.device):
-        model = LanguageModel.open(path, format=config, speculate=args.speculate, draft=args.draft, **how)
+    try:
+        with waking(args.device):
+            model = LanguageModel.open(path, format=config, speculate=args.speculate, draft=args.draft, **how)
+    except UnsupportedError as e:
+        remedy = "quantize it, as --format q8_0 does" if config is None else "transformers can run it, as halfbyte generate does"
+        raise UnsupportedError(f"{path} cannot be served ({e}): {remedy}") from e
     for note in () if args.quiet else model.notes:
         print(note, file=sys.stderr)
     return Language(args.name or _name(path), model, sampling_defaults(path))

@@ -39,7 +39,9 @@ class Encoder:
         """Take a `SentenceTransformer`. most_waiting: texts that wait, at most."""
         self._model, self._most = model, most_waiting
         self.most_tokens: int | None = model.max_seq_length
-        self.dimensions: int = model.get_sentence_embedding_dimension()
+        # Renamed in sentence-transformers 6.
+        dimensions = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
+        self.dimensions: int = dimensions()
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
@@ -47,7 +49,7 @@ class Encoder:
 
     @classmethod
     def open(cls, path: Path, *, format: str | None = None, device: str = "cpu", most_waiting: int = 4096) -> Encoder:
-        """Open an encoder, quantize it to `format` where one is given, and optimize it.
+        """Open an encoder, quantize it to `format` where one is given, and optimize a quantized one.
 
         Raises:
             UnsupportedError: The package sentence-transformers is missing.
@@ -55,6 +57,7 @@ class Encoder:
         """
         from halfbyte.nn.config import Config
         from halfbyte.nn.convert import quantize_
+        from halfbyte.nn.modules.quantized import QuantModule
 
         try:
             from sentence_transformers import SentenceTransformer
@@ -68,7 +71,8 @@ class Encoder:
             raise CheckpointError(f"{path} cannot be loaded as a sentence encoder: {e}") from e
         if format is not None:
             quantize_(model, Config(format))
-        optimize_(model)
+        if any(isinstance(module, QuantModule) for module in model.modules()):
+            optimize_(model)
         return cls(model, most_waiting=most_waiting)
 
     def start(self) -> None:
@@ -82,13 +86,17 @@ class Encoder:
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text."""
-        backend = self._model.tokenizer._tokenizer if hasattr(self._model.tokenizer, "_tokenizer") else None
-        if backend is None:
-            return [len(ids) for ids in self._model.tokenizer(list(texts), truncation=False)["input_ids"]]
-        return [len(self._model.tokenizer.encode(text, truncation=False, verbose=False)) for text in texts]
+        return [len(ids) for ids in self._model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
+        """Return the text of token ids.
+
+        Raises:
+            ApiError: There is no such token.
+        """
+        most = len(self._model.tokenizer) - 1
+        if min(ids) < 0 or max(ids) > most:
+            raise ApiError(400, f"token ids are 0 to {most}, got {min(ids)} to {max(ids)}: use the model's tokens", param="input")
         return str(self._model.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def prompt(self, kind: str) -> str:

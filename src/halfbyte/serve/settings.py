@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.errors import ArgumentError
+from halfbyte.language.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Settings:
         for name in ("queue", "prefix_bytes", "grace"):
             if getattr(self, name) < 0:
                 raise ArgumentError(f"{name} is 0 or more, got {getattr(self, name)}")
+        Sampling(temperature=self.temperature)  # raises where it is out of range
         if not self.seconds > 0:
             raise ArgumentError(f"the time of a request is above 0 seconds, got {self.seconds}")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
