@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 
-for package in ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance", "transformers"):
-    pytest.importorskip(package)
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("pydantic")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("llguidance")
+pytest.importorskip("transformers")
 
 from language_model import make_language_model
 
@@ -36,7 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that runs, and its URL."""
     command = [sys.executable, "-m", "halfbyte", "serve", str(folder), "--format", "q8_0", "--port", "0", "--device", "cpu", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(halfbyte.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HALFBYTE_API_KEY": "secret"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(halfbyte.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "HALFBYTE_API_KEY": "secret",
+    }
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert running.stdout is not None
@@ -120,7 +129,9 @@ def test_a_package_that_is_missing_is_named(folder: Path, monkeypatch: pytest.Mo
     assert "pip install 'halfbyte[serve]'" in capsys.readouterr().err
 
 
-def test_who_listens_further_without_a_key_is_warned(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_listens_further_without_a_key_is_warned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(server, "run", lambda *_: None)
     for arguments, warned in ((["--host", "0.0.0.0"], True), (["--host", "0.0.0.0", "--api-key", "a"], False), ([], False)):
         assert main(["serve", str(folder), "--format", "q8_0", "--port", "0", "--device", "cpu", *arguments]) == 0

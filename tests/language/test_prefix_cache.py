@@ -12,11 +12,10 @@ pytest.importorskip("transformers")
 
 from test_batches import DENSE, KINDS, models, prompt, tokenizer  # noqa: F401 - fixtures
 
-from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.cache import Cache, PrefixCache, Slots, common_prefix
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.language import generate
 from halfbyte.language.generate import Batch, Generation
-from halfbyte.language.prefix_cache import PrefixCache, common_prefix
 from halfbyte.language.sampling import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
@@ -161,7 +160,9 @@ def test_a_processor_decides(settings: dict[str, Any], models: dict[str, CpuMode
 
 
 def test_common_prefixes() -> None:
-    assert [common_prefix([1, 2, 3], other, most) for other, most in (([1, 2, 4], 3), ([1, 2, 3, 4], 9), ([2], 3), ([], 3), ([1, 2], 1))] == [
+    assert [
+        common_prefix([1, 2, 3], other, most) for other, most in (([1, 2, 4], 3), ([1, 2, 3, 4], 9), ([2], 3), ([], 3), ([1, 2], 1))
+    ] == [
         2,
         3,
         0,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from serving import POSITIONS, Server, make_model, serve
 
-openai = pytest.importorskip("openai")
-
 from halfbyte.language.model import LanguageModel
+
+openai = pytest.importorskip("openai")
 
 PROMPT = "the quick brown fox"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -162,7 +162,12 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "the weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"], "additionalProperties": False},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
 }
 
@@ -179,7 +184,11 @@ def test_a_tool_that_has_to_be_called(client: Any, choice: Any) -> None:
     calls = [call for choice in streamed for call in choice.delta.tool_calls or ()]
     assert [(call.index, call.function.arguments) for call in calls] == [(0, found.message.tool_calls[0].function.arguments)]
     assert streamed[-1].finish_reason == "tool_calls"
-    again = [*settings["messages"], found.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    again = [
+        *settings["messages"],
+        found.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+    ]
     assert client.chat.completions.create(messages=again, **GREEDY).choices[0].finish_reason
 
 
@@ -221,7 +230,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "said"), REFUSED, ids=[f"{list(s)[0]}-{i}" for i, (s, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize(("settings", "said"), REFUSED, ids=[f"{next(iter(s))}-{i}" for i, (s, _) in enumerate(REFUSED)])
 def test_what_is_wrong_is_said(server: Server, settings: dict[str, Any], said: str) -> None:
     found = server.client.post(
         "/v1/chat/completions",
@@ -267,7 +276,13 @@ def test_no_json(server: Server, body: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v2", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405), ("GET", "/page.html", 404), ("GET", "/../engine.py", 404)],
+    [
+        ("GET", "/v2", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("GET", "/page.html", 404),
+        ("GET", "/../engine.py", 404),
+    ],
 )
 def test_other_paths_and_methods(server: Server, method: str, path: str, status: int) -> None:
     found = server.client.request(method, path)

@@ -106,7 +106,10 @@ MARKDOWN = [
     ("[x](data:text/html,a)", "<p><span>x</span></p>"),
     ("![x](https://a.org/b.png)", '<p><a href="https://a.org/b.png" target="_blank" rel="noopener noreferrer nofollow">x</a></p>'),
     ('"><img src=x onerror=alert(1)>', '<p>"&gt;&lt;img src=x onerror=alert(1)&gt;</p>'),
-    ("https://a.org/b?c=d.", '<p><a href="https://a.org/b?c=d" target="_blank" rel="noopener noreferrer nofollow">https://a.org/b?c=d</a>.</p>'),
+    (
+        "https://a.org/b?c=d.",
+        '<p><a href="https://a.org/b?c=d" target="_blank" rel="noopener noreferrer nofollow">https://a.org/b?c=d</a>.</p>',
+    ),
     ("| a | b |\n|---|---|\n| 1 | <i> |", None),
     ("```js\n<b>**x**\n```\nend", None),
     ("```\nnot closed", None),
@@ -132,7 +135,10 @@ def test_markdown_is_rendered_and_never_html(browser: Browser) -> None:
 def test_it_fits_the_window_and_can_be_read(browser: Browser, scheme: str, width: int, height: int) -> None:
     browser.prefer(scheme)
     browser.resize(width, height)
-    browser.run("chat.replaceChildren(el('div', 'user', 'x'.repeat(300)), el('div', 'assistant', el('div', 'body', ...markdown(arguments[0]))))", "`" + "y" * 300 + "`\n\n```\n" + "z" * 300 + "\n```\n|a|b|\n|-|-|\n|" + "w " * 100 + "|c|")
+    browser.run(
+        "chat.replaceChildren(el('div', 'user', 'x'.repeat(300)), el('div', 'assistant', el('div', 'body', ...markdown(arguments[0]))))",
+        "`" + "y" * 300 + "`\n\n```\n" + "z" * 300 + "\n```\n|a|b|\n|-|-|\n|" + "w " * 100 + "|c|",
+    )
     assert browser.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]") == [width, height]
     assert browser.run("return scroller.scrollWidth <= scroller.clientWidth"), "only code and tables scroll sideways"
     assert browser.run("return document.documentElement.dataset.theme") == scheme

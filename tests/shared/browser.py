@@ -50,7 +50,14 @@ class Browser:
             time.sleep(0.02)
 
     def resize(self, width: int, height: int) -> None:
-        self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}})
+        self._call(
+            "POST",
+            "/goog/cdp/execute",
+            {
+                "cmd": "Emulation.setDeviceMetricsOverride",
+                "params": {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+            },
+        )
 
     def prefer(self, scheme: str) -> None:
         """Let the system prefer "light" or "dark"."""

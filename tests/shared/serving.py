@@ -14,8 +14,12 @@ from typing import Any
 import httpx2
 import pytest
 
-for package in ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance", "transformers"):
-    pytest.importorskip(package)
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("pydantic")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("llguidance")
+pytest.importorskip("transformers")
 
 from language_model import make_language_model
 
@@ -69,7 +73,11 @@ class Server:
 
 @contextmanager
 def serve(
-    model: LanguageModel | None = None, sentences: server.Sentences | None = None, *, defaults: dict[str, Any] | None = None, **settings: Any
+    model: LanguageModel | None = None,
+    sentences: server.Sentences | None = None,
+    *,
+    defaults: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[Server]:
     """Serve a model, called "tiny", and an encoder, with settings of `Settings`; at the end the server must close in order."""
     sock, limits, ready = server.listen("127.0.0.1", 0), Settings(**{"grace": 0.2, **settings}), threading.Event()

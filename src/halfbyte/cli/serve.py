@@ -33,7 +33,11 @@ def add(commands: Commands) -> None:
         "/v1/embeddings, /v1/rerank, /v1/models, /health, /metrics, and a chat page at /. SIGTERM and Ctrl+C end it in order.",
     )
     parser.add_argument(
-        "model", metavar="MODEL", nargs="+", type=path_argument, help="Hugging Face folder, halfbyte folder or .gguf file; with an encoder, two"
+        "model",
+        metavar="MODEL",
+        nargs="+",
+        type=path_argument,
+        help="Hugging Face folder, halfbyte folder or .gguf file; with an encoder, two",
     )
     parser.add_argument("--name", help="name of the language model in requests (default: that of its file or folder)")
     parser.add_argument("--format", help="quantize float models as they load: q4_0, q8_0, int4_g128, ... (default: as they are)")
@@ -41,7 +45,11 @@ def add(commands: Commands) -> None:
     address.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: %(default)s)")
     address.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     address.add_argument(
-        "--api-key", metavar="KEY", action="append", default=[], help="key that requests must have; may be repeated (default: HALFBYTE_API_KEY)"
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="key that requests must have; may be repeated (default: HALFBYTE_API_KEY)",
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--parallel", metavar="N", type=int, default=16, help="sequences decoded at the same time (default: %(default)s)")
@@ -50,17 +58,23 @@ def add(commands: Commands) -> None:
     limits.add_argument("--max-new-tokens", metavar="N", type=int, help="of an answer (default: what fits the model)")
     limits.add_argument("--max-body", metavar="MB", type=float, default=4, help="size of a request (default: %(default)s)")
     limits.add_argument("--timeout", metavar="SECONDS", type=float, default=600, help="of a request (default: %(default)s)")
-    limits.add_argument("--grace", metavar="SECONDS", type=float, default=10, help="of running requests after SIGTERM (default: %(default)s)")
+    limits.add_argument(
+        "--grace", metavar="SECONDS", type=float, default=10, help="of running requests after SIGTERM (default: %(default)s)"
+    )
     model = parser.add_argument_group("model")
-    model.add_argument("--temperature", type=float, default=1.0, help="of requests that give none (default: %(default)s, as in OpenAI's API)")
+    model.add_argument(
+        "--temperature", type=float, default=1.0, help="of requests that give none (default: %(default)s, as in OpenAI's API)"
+    )
     model.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
-    model.add_argument("--prefix-cache", metavar="MB", type=float, default=512, help="KV caches kept for shared prefixes (default: %(default)s)")
+    model.add_argument(
+        "--prefix-cache", metavar="MB", type=float, default=512, help="KV caches kept for shared prefixes (default: %(default)s)"
+    )
     model.add_argument("--draft", metavar="MODEL", type=path_argument, help="smaller model of the same vocabulary that guesses tokens")
     model.add_argument(
         "--speculate",
         metavar="N",
         type=int,
-        help="guess up to N tokens at a time while one sequence runs alone, by the draft model or from the text so far (default: 8 with --draft)",
+        help="guess up to N tokens at a time while one sequence runs, by the draft model or from the text so far (default: 8 with --draft)",
     )
     model.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     add_device(parser)
@@ -79,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
         serving = server.Serving(settings, language, sentences)
         if not settings.keys and not _is_loopback(sock.getsockname()[0]):
             print(
-                f"halfbyte: warning: everyone who reaches {server.address_of(sock)} can use this server: give it an --api-key", file=sys.stderr
+                f"halfbyte: warning: everyone who reaches {server.address_of(sock)} can use this server: give it an --api-key",
+                file=sys.stderr,
             )
 
         def ready() -> None:
@@ -102,8 +117,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     try:
         import llguidance  # noqa: F401
 
-        from halfbyte.serve.settings import Settings
         from halfbyte.serve.server import Serving  # noqa: F401
+        from halfbyte.serve.settings import Settings
     except ImportError as e:
         if (e.name or "").partition(".")[0] not in _PACKAGES:
             raise

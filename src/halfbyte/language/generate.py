@@ -1,7 +1,7 @@
 """Generates text for sequences that join and leave while others run (continuous batching).
 
 A sequence is read in the KV cache of its own. One that is alone is also decoded there. Several are decoded in the slots of one cache, one
-token of each per step. Caches of earlier sequences stay (prefix_cache.py): a prompt that begins with the same tokens, as in a chat or after
+token of each per step. Caches of earlier sequences stay (`PrefixCache`): a prompt that begins with the same tokens, as in a chat or after
 the same instructions, is read from where they differ. Long prompts are read in chunks, between which the others are decoded.
 """
 
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.cache import Cache, PrefixCache, Slots
 from halfbyte.errors import ArgumentError
-from halfbyte.language.prefix_cache import PrefixCache
 from halfbyte.language.sampling import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream

@@ -64,7 +64,12 @@ def build(services: Services, settings: Settings) -> ASGIApp:
         Route("/v1/rerank", handlers.rerank, methods=["POST"]),
     ]
     known = frozenset(route.path for route in routes)
-    return Gate(Starlette(routes=routes, exception_handlers={HTTPException: _refused, ApiError: _error, Exception: _fault}), settings, services.metrics, known)
+    return Gate(
+        Starlette(routes=routes, exception_handlers={HTTPException: _refused, ApiError: _error, Exception: _fault}),
+        settings,
+        services.metrics,
+        known,
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -219,7 +224,9 @@ class _Handlers:
             return service, asked
         if asked.model is not None and asked.model not in [model["id"] for model in self._models()]:
             raise self._unknown(asked.model)
-        raise ApiError(404, f"{asked.model or 'this server'} does not {what}: start halfbyte serve with a model that does", "model_not_found", "model")
+        raise ApiError(
+            404, f"{asked.model or 'this server'} does not {what}: start halfbyte serve with a model that does", "model_not_found", "model"
+        )
 
     async def _read(self, kind: type[R], request: Request) -> R:
         """Read and check the body of a request.
@@ -260,7 +267,7 @@ async def _limited(request: Request, most: int) -> bytes:
         elif size > _DRAINED * most:
             break
     if size > most:
-        raise ApiError(413, f"a body has {most} bytes at most, got {size} or more: send less", "body_too_large", headers={"Connection": "close"})
+        raise ApiError(
+            413, f"a body has {most} bytes at most, got {size} or more: send less", "body_too_large", headers={"Connection": "close"}
+        )
     return b"".join(chunks)
-
-

@@ -31,7 +31,9 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     for name in ("messages", "template"):
         if name in variables:
-            raise ApiError(400, f"chat_template_kwargs has the template's own variables, got {name}: leave it out", param="chat_template_kwargs")
+            raise ApiError(
+                400, f"chat_template_kwargs has the template's own variables, got {name}: leave it out", param="chat_template_kwargs"
+            )
     if request.tools and request.tool_choice != "none":
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
     return model.chat_prompt(messages, **variables)

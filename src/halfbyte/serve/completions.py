@@ -107,7 +107,9 @@ class TextService:
             assert isinstance(asked, CompletionRequest)
             prompts = asked.prompts
         if n * len(prompts) > self._settings.choices:
-            raise ApiError(400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n")
+            raise ApiError(
+                400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n"
+            )
         special = not isinstance(asked, ChatRequest)
         echoes, total = [], 0
         for text in prompts:
@@ -128,7 +130,9 @@ class TextService:
         if isinstance(text, list):
             ids, vocabulary = text, self._model.spec.vocabulary
             if min(ids) < 0 or max(ids) >= vocabulary:
-                raise ApiError(400, f"token ids are 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}: use the model's tokens", param="prompt")
+                raise ApiError(
+                    400, f"token ids are 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}: use the model's tokens", param="prompt"
+                )
         else:
             if most is not None and len(text) > most * self._longest_token:  # not worth the time that tokens take
                 what = f"a prompt has {most} tokens of {self._longest_token} characters at most here, got {len(text)} characters"
@@ -138,7 +142,9 @@ class TextService:
             raise ApiError(400, f"a prompt has {most} tokens at most here, got {len(ids)}: use a shorter text", "context_length_exceeded")
         if self.positions is not None and len(ids) >= self.positions:
             raise ApiError(
-                400, f"the prompt has {len(ids)} tokens, the model {self.positions} positions: use a shorter text", "context_length_exceeded"
+                400,
+                f"the prompt has {len(ids)} tokens, the model {self.positions} positions: use a shorter text",
+                "context_length_exceeded",
             )
         return ids
 
@@ -203,7 +209,9 @@ class TextService:
         ends = update.finish_reason == "stop" and update.choices and update.choices[-1].id in self._model.tokenizer.eos_ids
         return update.choices[:-1] if ends else update.choices
 
-    async def _events(self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, with_usage: bool) -> AsyncIterator[bytes]:
+    async def _events(
+        self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, with_usage: bool
+    ) -> AsyncIterator[bytes]:
         request = prepared.request
         answers = [Answer(prepared.names) for _ in request.jobs]
         empty = {"usage": None} if with_usage else {}
@@ -218,20 +226,20 @@ class TextService:
                 yield chunk(format.delta(index, echo, None, None, []))
         try:
             async for update in request.updates():
-                text, calls = answers[update.index].push(update.text), list[Any]()
+                text, calls = answers[update.sequence].push(update.text), list[Any]()
                 choices = self._shown(asked, update)
                 if update.finish_reason is not None:
-                    rest, calls = answers[update.index].finish()
+                    rest, calls = answers[update.sequence].finish()
                     text += rest
                     if text or choices:
-                        yield chunk(format.delta(update.index, text, choices, None, []))
+                        yield chunk(format.delta(update.sequence, text, choices, None, []))
                     if calls:
-                        yield chunk(format.delta(update.index, "", None, None, calls))
-                    last = format.delta(update.index, "", None, update.finish_reason, calls)
+                        yield chunk(format.delta(update.sequence, "", None, None, calls))
+                    last = format.delta(update.sequence, "", None, update.finish_reason, calls)
                     last.get("delta", {}).pop("tool_calls", None)
                     yield chunk(last)
                 elif text or choices:
-                    yield chunk(format.delta(update.index, text, choices, None, []))
+                    yield chunk(format.delta(update.sequence, text, choices, None, []))
         except ApiError as e:
             yield event(e.document())
             return
@@ -241,17 +249,16 @@ class TextService:
             yield event(format.document([], usage(request, prepared.prompt_tokens), chunk=True))
         yield DONE
 
-    async def _whole(
-        self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, headers: dict[str, str]
-    ) -> Response:
+    async def _whole(self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, headers: dict[str, str]) -> Response:
         request = prepared.request
-        texts, reasons = list(prepared.echoes), [None for _ in request.jobs]
+        texts = list(prepared.echoes)
+        reasons: list[str | None] = [None for _ in request.jobs]
         tokens: list[list[Choice]] = [[] for _ in request.jobs]
         answers: list[str] = ["" for _ in request.jobs]
         async for update in request.updates():
-            answers[update.index] += update.text
-            tokens[update.index] += self._shown(asked, update) or []
-            reasons[update.index] = update.finish_reason or reasons[update.index]  # type: ignore[call-overload]
+            answers[update.sequence] += update.text
+            tokens[update.sequence] += self._shown(asked, update) or []
+            reasons[update.sequence] = update.finish_reason or reasons[update.sequence]
         if request.cancelled:
             return Response(status_code=499)
         choices = []

@@ -62,7 +62,9 @@ class Encoder:
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as e:
-            raise UnsupportedError(f"sentence encoders need the package sentence-transformers ({e}): pip install sentence-transformers") from e
+            raise UnsupportedError(
+                f"sentence encoders need the package sentence-transformers ({e}): pip install sentence-transformers"
+            ) from e
         from halfbyte.integrations.transformers.optimize.optimizing import optimize_
 
         try:
@@ -111,7 +113,9 @@ class Encoder:
         """
         with self._lock:
             if self._waiting and self._waiting + len(texts) > self._most:
-                raise ApiError(429, f"{self._waiting} texts wait, {self._most} at most: ask again later", "queue_full", headers={"Retry-After": "1"})
+                raise ApiError(
+                    429, f"{self._waiting} texts wait, {self._most} at most: ask again later", "queue_full", headers={"Retry-After": "1"}
+                )
             self._waiting += len(texts)
         task = _Task(list(texts), Future())
         self._queue.put(task)

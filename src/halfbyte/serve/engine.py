@@ -1,8 +1,8 @@
 """`Engine`: the thread that owns a language model's `Batch`, and how the event loop talks to it.
 
-The event loop puts `Job`s, the sequences of a `Request`, into a queue. The thread moves them into the batch, decodes step by step, and hands
-new text to the event loop, once per step. The loop never waits for the model, and the model never for a client: text that a slow client
-has not read yet waits in its request, as one string.
+The event loop puts `Job`s, the sequences of a `Request`, into a queue. The thread moves them into the batch, decodes step by step, and
+hands new text to the event loop, once per step. The loop never waits for the model, and the model never for a client: text
+that a slow client has not read yet waits in its request.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Update(NamedTuple):
     """What is new of a sequence.
 
     Attributes:
-        index: Of the sequence in its request.
+        sequence: Its index in the request.
         text: New text.
         choices: New tokens with log probabilities, where they were asked for.
         finish_reason: "stop" or "length" with the last update.
     """
 
-    index: int
+    sequence: int
     text: str
     choices: list[Choice]
     finish_reason: str | None
@@ -206,7 +206,10 @@ class Engine:
             raise ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
         if self._unfinished + len(request.jobs) > self._most:
             raise ApiError(
-                429, f"{self._unfinished} sequences run and wait, {self._most} at most: ask again later", "queue_full", headers={"Retry-After": "1"}
+                429,
+                f"{self._unfinished} sequences run and wait, {self._most} at most: ask again later",
+                "queue_full",
+                headers={"Retry-After": "1"},
             )
         self._unfinished += len(request.jobs)
         self._idle.clear()

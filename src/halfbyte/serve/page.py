@@ -22,9 +22,18 @@ def headers() -> dict[str, str]:
     """Return its headers: the browser runs the page's own script and style alone, and connects to this server alone."""
     text = html().decode("utf-8")
     sources = {tag: [_hash(part) for part in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)] for tag in ("script", "style")}
-    rules = f"default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; script-src {' '.join(sources['script'])}; style-src {' '.join(sources['style'])}"
+    rules = {
+        "default-src": ["'none'"],
+        "connect-src": ["'self'"],
+        "img-src": ["data:"],
+        "script-src": sources["script"],
+        "style-src": sources["style"],
+        "base-uri": ["'none'"],
+        "form-action": ["'none'"],
+        "frame-ancestors": ["'none'"],
+    }
     return {
-        "Content-Security-Policy": rules,
+        "Content-Security-Policy": "; ".join(f"{name} {' '.join(values)}" for name, values in rules.items()),
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-cache",

@@ -127,7 +127,7 @@ class CompletionRequest(GenerationRequest):
         """The prompts, texts or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[list-item, return-value]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
 class Part(BaseModel):

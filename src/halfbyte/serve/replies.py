@@ -63,10 +63,10 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-class watching:  # noqa: N801 - a context manager, named like one
+class watching:
     """A context in which `gone` is called if the client goes away."""
 
-    def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, gone: Callable[[], object]) -> None:
         self._receive, self._gone = receive, gone
 
     async def _watch(self) -> None:

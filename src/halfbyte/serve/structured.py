@@ -40,7 +40,9 @@ class Grammars:
 
         ends = [id for id in self._tokenizer.eos_ids if id < self._vocabulary]
         if not ends:
-            raise UnsupportedError("the tokenizer of this model has no token that ends an answer: leave out response_format and tool_choice")
+            raise UnsupportedError(
+                "the tokenizer of this model has no token that ends an answer: leave out response_format and tool_choice"
+            )
         backend = cast(Any, self._tokenizer.backend)
         return LLTokenizer(backend.to_str(), n_vocab=self._vocabulary, eos_token=ends)
 

@@ -31,9 +31,11 @@ class VectorService:
     async def embed(self, asked: EmbeddingRequest, receive: Receive) -> Response:
         """Answer POST /v1/embeddings."""
         if asked.dimensions not in (None, self.encoder.dimensions):
-            raise ApiError(400, f"embeddings have {self.encoder.dimensions} dimensions, got {asked.dimensions}: leave it out", param="dimensions")
+            raise ApiError(
+                400, f"embeddings have {self.encoder.dimensions} dimensions, got {asked.dimensions}: leave it out", param="dimensions"
+            )
         given = [asked.input] if isinstance(asked.input, str) or isinstance(asked.input[0], int) else asked.input
-        texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]  # type: ignore[arg-type]
+        texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
         rows, tokens = await self._rows(texts, receive)
         if asked.encoding_format == "base64":
             data: list[Any] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
