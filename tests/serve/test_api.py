@@ -226,6 +226,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "'time'"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"documents": 1}}, "documents"),
     ({"stream": "yes"}, "stream"),
 ]
 

@@ -137,8 +137,9 @@ def test_the_time_of_a_request(model: LanguageModel, monkeypatch: pytest.MonkeyP
         with hurried.client.stream("POST", "/v1/completions", json={"prompt": PROMPT, **LONG}) as response:
             assert response.status_code == 200
             assert refusal(hurried.complete(), 504), "in the queue, too"
-            last = response.read().decode().strip().split("\n\n")[-1]
-        assert "time" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            events = response.read().decode().strip().split("\n\n")
+        assert "time" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        assert "cancelled" not in "".join(events)
         hurried.wait_until_idle()
         assert text(hurried.complete())
 

@@ -19,7 +19,7 @@ needs_chromium = pytest.mark.skipif(
     shutil.which("chromium") is None or shutil.which("chromedriver") is None,
     reason="Chromium is not installed: apt-get install chromium chromium-driver",
 )
-_FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking")
+_FLAGS: tuple[str, ...] = ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking")
 _FLAGS += ("disable-component-update", "disable-sync", "disable-dev-shm-usage", "hide-scrollbars")
 
 

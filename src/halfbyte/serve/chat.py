@@ -29,7 +29,7 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
     """
     messages = [_plain(message) for message in request.messages]
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    for name in ("messages", "template"):
+    for name in ("self", "messages", "template"):
         if name in variables:
             raise ApiError(
                 400, f"chat_template_kwargs has the template's own variables, got {name}: leave it out", param="chat_template_kwargs"

@@ -125,9 +125,10 @@ class Request:
             for job in self.jobs:
                 if job.is_updated:
                     job.is_updated = False
-                    update = Update(job.index, "".join(job.text), job.choices, job.finish_reason)
+                    left -= job.finish_reason is not None
+                    reason = None if job.finish_reason == "cancelled" else job.finish_reason
+                    update = Update(job.index, "".join(job.text), job.choices, reason)
                     job.text, job.choices = [], []
-                    left -= update.finish_reason is not None
                     yield update
             if self.error is not None:
                 raise self.error
@@ -315,7 +316,7 @@ class Engine:
                 error = ApiError(400, faults[0], "schema_too_complex", "response_format") if faults else None
             changes.append(_Change(job, text, choices, count - job.sent_tokens, reason, error))
             job.sent_tokens = count
-        self._metrics.step(self._batch)
+        self._metrics.step(self._batch, sum(change.new_tokens for change in changes))
         if changes:
             self._tell(changes)
 

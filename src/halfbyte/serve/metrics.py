@@ -51,7 +51,6 @@ class Metrics:
 
     def finished(self, generation: Generation) -> None:
         """Count an answer."""
-        self._new.inc(len(generation.ids))
         if len(generation.ids) > 1:
             self._per_token.observe(1 / generation.decode_rate)
 
@@ -59,8 +58,9 @@ class Metrics:
         """Take a function that returns the number of sequences that run or wait."""
         self._running.set_function(sequences)
 
-    def step(self, batch: Batch) -> None:
-        """Take the state of a batch."""
+    def step(self, batch: Batch, tokens: int) -> None:
+        """Take the state of a batch after a step that has generated so many tokens."""
+        self._new.inc(tokens)
         self._guessed.set(batch.guessed)
         self._accepted.set(batch.accepted)
 
