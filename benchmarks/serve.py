@@ -66,9 +66,8 @@ def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             own = [row for row in rows if (row["contender"], row["clients"]) == (contender, clients)]
             median = {name: statistics.median(row[name] for row in own) for name in ("rate", "p50", "p95", "cpu")}
             ratio = statistics.median(of_first[row["round"]] / row["rate"] for row in own)
-            print(
-                f"{clients:7} {contender:18} {median['rate']:9.1f} {ratio:6.2f} {median['p50']:16.0f} {median['p95']:8.0f} {median['cpu']:7.2f}"
-            )
+            figures = f"{median['rate']:9.1f} {ratio:6.2f} {median['p50']:16.0f} {median['p95']:8.0f} {median['cpu']:7.2f}"
+            print(f"{clients:7} {contender:18} {figures}")
 
 
 def measured(args: argparse.Namespace, contender: str) -> list[dict[str, Any]]:
@@ -189,7 +188,7 @@ def generate_halfbyte(args: argparse.Namespace) -> None:
         count, before = 0, time.process_time()
         started = time.perf_counter()
         for request in range(args.requests):
-            prompts = [prompt(args, index, request) for index in range(clients)]
+            prompts = [f"{os.urandom(4).hex()} {prompt(args, index, request)}" for index in range(clients)]
             found = model.generate(prompts, max_new_tokens=args.new, ignore_eos=True)
             count += sum(len(one.ids) for one in found)
         seconds = time.perf_counter() - started
