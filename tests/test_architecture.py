@@ -45,7 +45,8 @@ RANKS = {
     "integrations": 8,
     "evaluate": 8,
     "language": 8,
-    "cli": 9,
+    "serve": 9,
+    "cli": 10,
 }
 # Packages that `import halfbyte` must not need, and the one part that may import each at module level.
 HEAVY = {
@@ -54,6 +55,11 @@ HEAVY = {
     "transformers": "halfbyte.integrations",
     "peft": "halfbyte.integrations",
     "rich": "halfbyte.cli",
+    "starlette": "halfbyte.serve",
+    "uvicorn": "halfbyte.serve",
+    "pydantic": "halfbyte.serve",
+    "prometheus_client": "halfbyte.serve",
+    "llguidance": None,
     "gguf": None,
     "sentence_transformers": None,
     "onnx": None,

@@ -13,6 +13,7 @@ from halfbyte import env
 from halfbyte.errors import ArgumentError
 
 ACCESSORS: dict[str, Callable[[], object]] = {
+    "HALFBYTE_API_KEY": env.api_key,
     "HALFBYTE_CACHE": env.cache,
     "HALFBYTE_CHECK": env.check,
     "HALFBYTE_DUMP": env.dump,
@@ -41,6 +42,7 @@ def test_unset_and_empty_give_the_default(monkeypatch: pytest.MonkeyPatch, value
         if value is not None:
             monkeypatch.setenv(name, value)
     assert env.cache() == user_cache_path("halfbyte", appauthor=False)
+    assert env.api_key() is None
     assert (env.dump(), env.isa(), env.threads(), env.tune(), env.packed_bytes()) == (None, None, None, False, 16 * 10**9)
 
 

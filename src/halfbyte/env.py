@@ -42,6 +42,7 @@ class Variable(NamedTuple):
 
 
 VARIABLES = (
+    Variable("HALFBYTE_API_KEY", "key that requests to `halfbyte serve` must have", "none is needed"),
     Variable("HALFBYTE_CACHE", "folder for compiled kernels and measured choices", "the user's cache folder"),
     Variable("HALFBYTE_CHECK", "0: `optimize_` does not compare a model with the plain one the first time", "it compares"),
     Variable("HALFBYTE_DUMP", "folder that receives the IR and assembly of every kernel compiled", "nothing is written"),
@@ -54,9 +55,15 @@ VARIABLES = (
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
     Variable("HALFBYTE_TUNE", "1: measure GPU kernels for each new shape, and keep the times in the cache folder", "nothing is measured"),
 )
+SECRET = {"HALFBYTE_API_KEY"}  # variables whose values are not shown
 
 
 NO_HOME = "this user has no home folder"  # why `cache` returns None
+
+
+def api_key() -> str | None:
+    """The API key of `halfbyte serve` (HALFBYTE_API_KEY), or None."""
+    return _text("HALFBYTE_API_KEY")
 
 
 def cache() -> Path | None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from browser import Browser, browser
+from browser import Browser, chromium, needs_chromium
 from language_model import make_language_model
 
 from halfbyte.bench import cpu, step
@@ -220,13 +220,15 @@ def test_a_model_is_timed_in_one_format(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.fixture(scope="module")
 def desktop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("desktop")) as window:
+    with chromium(tmp_path_factory.mktemp("desktop")) as window:
+        window.resize(1200, 900)
         yield window
 
 
 @pytest.fixture(scope="module")
 def phone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("phone"), width=390, height=844, phone=True) as window:
+    with chromium(tmp_path_factory.mktemp("phone")) as window:
+        window.resize(390, 844, phone=True)
         yield window
 
 
@@ -234,20 +236,22 @@ def phone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def shown(tmp_path: Path) -> Callable[[Browser, str], None]:
     def show(window: Browser, kind: str) -> None:
         (tmp_path / "page.html").write_text(PAGES[kind](EVIL), encoding="utf-8")
-        window.open(tmp_path / "page.html")
+        window.open((tmp_path / "page.html").as_uri())
 
     return show
 
 
+@needs_chromium
 @pytest.mark.parametrize("kind", PAGES)
 def test_the_browser_has_nothing_to_complain_of(kind: str, desktop: Browser, shown: Callable[[Browser, str], None]) -> None:
     shown(desktop, kind)
-    assert desktop.console() == []
+    assert desktop.log() == []
     assert desktop.run("return document.title") != "evil"
     assert desktop.run("return performance.getEntriesByType('resource').length") == 0
     assert desktop.run("return JSON.parse(document.getElementById('data').textContent) !== null")
 
 
+@needs_chromium
 def test_each_point_is_where_its_data_says(desktop: Browser, shown: Callable[[Browser, str], None]) -> None:
     """On logarithmic axes equal ratios are equal distances: the line through the first and last point predicts all between."""
     shown(desktop, "cpu")
@@ -268,6 +272,7 @@ def test_each_point_is_where_its_data_says(desktop: Browser, shown: Callable[[Br
                 assert point[place] == pytest.approx(low[place] + slope * (point[value] - low[value]), abs=0.1)
 
 
+@needs_chromium
 def test_a_legend_hides_and_a_point_tells(desktop: Browser, shown: Callable[[Browser, str], None]) -> None:
     shown(desktop, "cpu")
     count = "return [...document.querySelector('.chart').querySelectorAll('circle')].filter(c => c.getClientRects().length).length"
@@ -280,6 +285,7 @@ def test_a_legend_hides_and_a_point_tells(desktop: Browser, shown: Callable[[Bro
     assert desktop.run("const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent").startswith(EVIL)
 
 
+@needs_chromium
 def test_light_and_dark(desktop: Browser, shown: Callable[[Browser, str], None], tmp_path: Path) -> None:
     colours = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
     shown(desktop, "step")
@@ -294,6 +300,7 @@ def _rgb(digits: str) -> str:
     return f"rgb({', '.join(str(int(digits[i : i + 2], 16)) for i in (0, 2, 4))})"
 
 
+@needs_chromium
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_phone_shows_it_readably(kind: str, phone: Browser, shown: Callable[[Browser, str], None]) -> None:
     """Nothing is wider than the screen but tables, which scroll by themselves, and no text is smaller than 8 pixels."""
@@ -306,4 +313,4 @@ def test_a_phone_shows_it_readably(kind: str, phone: Browser, shown: Callable[[B
     })"""
     )
     assert all(size >= 8 for size in sizes), min(sizes)
-    assert phone.console() == []
+    assert phone.log() == []

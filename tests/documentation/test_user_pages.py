@@ -23,7 +23,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 WITH_EXAMPLES = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
 
 # Commands that test_documentation.py parses and that do not run here: they need a GPU, a terminal, or seconds of measurements.
-NOT_RUN = ("doctor", "bench", "tune", "eval", "chat", "explain --m", "--device cuda", "--calibration")
+NOT_RUN = ("doctor", "bench", "tune", "eval", "chat", "serve", "explain --m", "--device cuda", "--calibration")
 
 
 @pytest.mark.skipif(not (ROOT / "models").is_dir(), reason="models/ is in the repository, not in the source distribution")

@@ -130,6 +130,7 @@ class Repeating:
 
     def __init__(self, model: CpuModel) -> None:
         self._model, self.calls, self.spec, self.most_decode, self.most_verify, self.where = model, 0, model.spec, 1, 8, None
+        self.least_prefill = 1
 
     def _logits(self, ids: list[int]) -> torch.Tensor:
         self.calls += 1
@@ -166,8 +167,7 @@ def test_an_end_among_the_guesses_leaves_the_cache_as_without(tokenizer: Tokeniz
         while batch.running:
             batch.step()
         assert (generation.ids, generation.finish_reason, batch.guessed) == ([0, 1], "stop", 3 if speculate else 0)
-        assert batch._kept is not None
-        assert batch._kept[1].length == 15  # the end token is not read
+        assert batch._prefixes.entries[-1].cache.length == 15  # the end token is not read
 
 
 @pytest.mark.parametrize(

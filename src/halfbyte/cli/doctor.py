@@ -181,6 +181,7 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 def _variables() -> dict[str, Any]:
     known = {variable.name: os.environ[variable.name] for variable in env.VARIABLES if os.environ.get(variable.name)}
+    known |= {name: "set, not shown" for name in known if name in env.SECRET}
     return {"set": known, "unknown": env.unknown()}
 
 

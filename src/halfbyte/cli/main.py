@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 
 from halfbyte import __version__
-from halfbyte.cli import bench, chat, convert, doctor, eval, explain, generate, inspect, quantize, tune
+from halfbyte.cli import bench, chat, convert, doctor, eval, explain, generate, inspect, quantize, serve, tune
 from halfbyte.errors import HalfbyteError
 
 # Iterations that an idle OpenMP thread waits for work by spinning: some hundred µs, longer than from token to token. The usual 300 000
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (quantize, convert, inspect, eval, generate, chat, bench, tune, explain, doctor):
+    for command in (quantize, convert, inspect, eval, generate, chat, serve, bench, tune, explain, doctor):
         command.add(commands)
     return parser
 

@@ -133,10 +133,26 @@ class LayerCache:
             mine[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
             mine[slot, :, stop - count : stop] = theirs[0, :, other.length - count : other.length]
 
+    def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
+        """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
+        skipped = max(start - other.first, 0)
+        self.first, count = max(other.first - start, 0), other.length - skipped
+        count = min(count, length - self.first)
+        size = round_up(count + self._step, _STEP)
+        self.memory = next(_stamps)
+        with torch.inference_mode(False), torch.no_grad():
+            self.buffers = [buffer.new_empty((1, buffer.shape[1], size, buffer.shape[3])) for buffer in other.buffers]
+            for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+                mine[0, :, :count] = theirs[slot, :, skipped : skipped + count]
+        self.length = count
+
+    def can_cut(self, length: int) -> bool:
+        """Whether the tokens that are attended to after the first `length` of the sequence are still in the buffers."""
+        return length - (length if self._window is None else min(length, self._window - 1)) >= self.first
+
     def cut(self, length: int) -> bool:
         """Forget the tokens of the sequence from `length` on. Returns False where a window has lost tokens that others need now."""
-        seen = length if self._window is None else min(length, self._window - 1)
-        if length - seen < self.first:
+        if not self.can_cut(length):
             return False
         self.length = length - self.first
         return True
@@ -183,6 +199,7 @@ class Cache:
         self.layers: Sequence[LayerCache] = [*own.values()]
         self.by_layer = [own[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
         self.batch, self.length, self._most = batch, 0, most
+        self._new = partial(Cache, spec, int8=int8, most=most, where=where)
         self._moved()
 
     def _moved(self) -> None:
@@ -199,6 +216,21 @@ class Cache:
         self.length += tokens
         for layer in self.layers:
             layer.length += tokens
+
+    def can_cut(self, length: int) -> bool:
+        """Whether `cut` to so many tokens is possible."""
+        return all(layer.can_cut(length) for layer in self.layers)
+
+    def copy(self, length: int) -> Cache:
+        """Copy the first `length` tokens of the first sequence, for which `can_cut` holds, to a cache of its own."""
+        return self._copy(0, 0, length)
+
+    def _copy(self, slot: int, start: int, length: int) -> Cache:
+        other = self._new()
+        for mine, source in zip(other.layers, self.layers, strict=True):
+            mine.copy_from(source, slot, start, length)
+        other.length = length
+        return other
 
     def cut(self, length: int) -> bool:
         """Forget the tokens from `length` on.
@@ -280,6 +312,10 @@ class Slots(Cache):
             mine.put(self.batch - 1, other, self.length)
         self._moved()
 
+    def copy_of(self, slot: int) -> Cache:
+        """Copy the sequence of a slot to a cache of its own."""
+        return self._copy(slot, self.starts[slot], self.length - self.starts[slot])
+
     def leave(self, slot: int) -> None:
         """Free a slot; the last one that is taken moves into its place."""
         last = self.batch - 1
@@ -306,3 +342,86 @@ class Slots(Cache):
         self.starts = [start + tokens for start in self.starts]
         for layer in self.layers:
             layer.shift(tokens, self.length)
+
+
+class Prefix(NamedTuple):
+    """The cache of one sequence.
+
+    Attributes:
+        ids: The `cache.length` token ids of the sequence.
+        cache: Their keys and values.
+    """
+
+    ids: list[int]
+    cache: Cache
+
+
+class PrefixCache:
+    """The KV caches of earlier sequences, so that a prompt that begins like one of them is prefilled from where they differ.
+
+    Entries are whole caches; the least recently used ones are dropped beyond a number of bytes. A prompt that continues an entry takes it
+    over, one that shares a part of it gets a copy, as long as both fit.
+
+    Attributes:
+        entries: The least recently used one first.
+        limit: Bytes of all entries; the newest entry stays even if it is larger.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        """Make an empty cache. limit: bytes; 0: keep only the newest sequence."""
+        self.limit, self.entries = limit, list[Prefix]()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entry.cache.nbytes for entry in self.entries)
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self.entries = []
+
+    def put(self, ids: Sequence[int], cache: Cache) -> None:
+        """Keep the cache of a sequence, which the caller gives away, and drop entries that it makes useless or that no longer fit."""
+        kept = list(ids[: cache.length])
+        self.entries = [entry for entry in self.entries if entry.ids != kept[: len(entry.ids)] or not cache.can_cut(len(entry.ids))]
+        self.entries.append(Prefix(kept, cache))
+        used = self.nbytes
+        while len(self.entries) > 1 and used > self.limit:
+            used -= self.entries.pop(0).cache.nbytes
+
+    def take(self, prompt: Sequence[int], most: int, least: int, switch: int | None) -> tuple[Cache, int] | None:
+        """Return a cache with the longest prefix of a prompt that an entry has.
+
+        Args:
+            prompt: Token ids.
+            most: Tokens of the prefix, at most.
+            least: Tokens of the prefix, at least.
+            switch: Length at which rope switches frequencies: a prompt on one side of it shares nothing with an entry on the other.
+
+        Returns:
+            The cache, which belongs to the caller, and its length; None where no entry has a prefix of `least` tokens.
+        """
+        if most < least:
+            return None
+        ids, best, longest = list(prompt), None, max(least, 1) - 1
+        for entry in self.entries:
+            same_frequencies = switch is None or (entry.cache.length > switch) == (len(ids) > switch)
+            same = common_prefix(entry.ids, ids, most)
+            if same_frequencies and same > longest and entry.cache.can_cut(same):
+                best, longest = entry, same
+        if best is None:
+            return None
+        self.entries.remove(best)
+        if longest < best.cache.length and self.nbytes + 2 * best.cache.nbytes <= self.limit:
+            self.entries.append(best)  # the most recently used one
+            return best.cache.copy(longest), longest
+        best.cache.cut(longest)
+        return best.cache, longest
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """The number of tokens, at most so many, in which two sequences begin alike."""
+    most = min(most, len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(index for index in range(most) if one[index] != other[index])

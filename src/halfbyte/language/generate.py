@@ -1,8 +1,8 @@
 """Generates text for sequences that join and leave while others run (continuous batching).
 
-A sequence is read in the KV cache of its own. One that is alone is also decoded there, and its cache stays when it has ended: the next
-prompt that begins with the same tokens, as in a chat, is read from where they differ. Several are decoded in the slots of one cache, one
-token of each per step.
+A sequence is read in the KV cache of its own. One that is alone is also decoded there. Several are decoded in the slots of one cache, one
+token of each per step. Caches of earlier sequences stay (`PrefixCache`): a prompt that begins with the same tokens, as in a chat or after
+the same instructions, is read from where they differ. Long prompts are read in chunks, between which the others are decoded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.cache import Cache, PrefixCache, Slots
 from halfbyte.errors import ArgumentError
-from halfbyte.language.sampling import Choice, Sampler, Sampling
+from halfbyte.language.sampling import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 128
 MOST_GUESSES = 64
+PREFILL_CHUNK = 512  # tokens of prompts that are read before others are decoded
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -44,6 +45,7 @@ class Generation:
         text: Text of the answer so far.
         finish_reason: "stop" after an end token or a stop string, "length" after `max_new_tokens`, "cancelled"; None while it runs.
         cached_tokens: Tokens of the prompt that were in the cache already.
+        processors: Change its logits before a token is chosen.
         started, first_token, last_token: Times in seconds of `time.perf_counter`.
     """
 
@@ -55,6 +57,7 @@ class Generation:
     text: str = ""
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    processors: Sequence[LogitsProcessor] = ()
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
@@ -68,6 +71,14 @@ class Generation:
     def decode_rate(self) -> float:
         """Tokens per second after the first; 0 if there are none."""
         return (len(self.ids) - 1) / max(self.last_token - self.first_token, 1e-9) if len(self.ids) > 1 else 0.0
+
+
+@dataclass(eq=False)
+class _Prefill:
+    """A prompt of which a part has been read into its cache."""
+
+    generation: Generation
+    cache: Cache
 
 
 @dataclass(eq=False)
@@ -86,6 +97,10 @@ class _Running:
 class Batch:
     """Runs sequences of one model.
 
+    Attributes:
+        guessed, accepted: Tokens that were guessed, and how many of these were right.
+        failed: The sequence whose prompt was being read when `step` raised an exception last; None: another step failed.
+
     Example:
         batch = Batch(model, tokenizer)
         one, two = batch.submit([1, 2, 3], Sampling()), batch.submit([1, 5], Sampling(temperature=0.7))
@@ -103,6 +118,7 @@ class Batch:
         int8_cache: bool = False,
         speculate: int = 0,
         draft: CpuModel | GpuModel | None = None,
+        prefix_bytes: int = 0,
     ) -> None:
         """Make an empty batch.
 
@@ -113,6 +129,8 @@ class Batch:
             int8_cache: Keep keys and values in 8 bits.
             speculate: Tokens that are guessed at most, and checked together, while one sequence runs alone; 0: none.
             draft: A smaller model with the same vocabulary that guesses; None: guesses are looked up in the text so far.
+            prefix_bytes: Bytes of KV caches of earlier sequences that stay for prompts with the same beginning; 0: of the last sequence
+                that ran alone.
 
         Raises:
             ArgumentError: The model decodes fewer sequences at a time.
@@ -130,7 +148,10 @@ class Batch:
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
         self._interrupted: list[_Running] = []  # have no cache, after an exception in a step, and are read again
-        self._kept: tuple[list[int], Cache] | None = None  # of the sequence that ran last, and alone
+        self._prefill: _Prefill | None = None
+        self.failed: Generation | None = None
+        self._read = 0  # tokens of prompts since the last decode step
+        self._prefixes = PrefixCache(prefix_bytes)
         self.accepted = self.guessed = 0
 
     @property
@@ -138,12 +159,18 @@ class Batch:
         """Whether there are sequences that have not finished."""
         return bool(self._active or self._waiting or self._interrupted)
 
-    def submit(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    @property
+    def prefilling(self) -> Generation | None:
+        """The sequence whose prompt has been read in part."""
+        return None if self._prefill is None else self._prefill.generation
+
+    def submit(self, prompt_ids: Sequence[int], sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> Generation:
         """Add a sequence, which starts with one of the next steps.
 
         Args:
             prompt_ids: Token ids of the prompt.
             sampling: How its tokens are chosen.
+            processors: Change its logits before a token is chosen.
 
         Raises:
             ArgumentError: The prompt is empty, has ids that the model does not have, or is longer than the model's positions.
@@ -163,7 +190,7 @@ class Batch:
                 f"max_new_tokens is at most {left} after {len(ids)} tokens, as the model has {spec.max_positions} positions, got {asked}: "
                 "use less"
             )
-        generation = Generation(ids, sampling, min(wanted, left))
+        generation = Generation(ids, sampling, min(wanted, left), processors=processors)
         self._waiting.append(generation)
         return generation
 
@@ -172,6 +199,8 @@ class Batch:
         if generation in self._waiting:
             self._waiting.remove(generation)
             generation.finish_reason = "cancelled"
+        if self._prefill is not None and self._prefill.generation is generation:
+            self._end_prefill(self._prefill)
         for running in [one for one in self._interrupted if one.generation is generation]:
             self._interrupted.remove(running)
             generation.finish_reason = "cancelled"
@@ -180,7 +209,7 @@ class Batch:
             self._leave(running)
 
     def step(self) -> list[tuple[Generation, str]]:
-        """Read the next prompt that waits, or decode a token of each sequence that runs.
+        """Read a chunk of the next prompt that waits, or decode a token of each sequence that runs.
 
         Returns:
             The sequences that have new tokens, and their new text, which may be empty.
@@ -188,14 +217,16 @@ class Batch:
         try:
             return self._step()
         except BaseException:
+            self.failed = self.prefilling
             self._forget_caches()
             raise
 
     def _step(self) -> list[tuple[Generation, str]]:
         while self._interrupted:
             self._resume(self._interrupted[0])
-        if self._waiting and len(self._active) < self._capacity:
-            return [self._start(self._waiting[0])]
+        if self._waiting and len(self._active) < self._capacity and (self._read < PREFILL_CHUNK or not self._active):
+            return self._continue_prefill()
+        self._read = 0
         if not self._active:
             return []
         if len(self._active) == 1 and self._active[0].cache is not None:
@@ -206,7 +237,8 @@ class Batch:
         """Forget keys and values, which an exception may have left half written: the sequences that run are read again."""
         self._interrupted = [one for one in (*self._interrupted, *self._active) if one.generation.finish_reason is None]
         self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._interrupted))
-        self._active, self._kept = [], None
+        self._active, self._prefill = [], None
+        self._prefixes.clear()
         if self._draft is not None:
             self._draft.forget()
         if self._slots is not None:
@@ -232,40 +264,55 @@ class Batch:
     def _new_slots(self) -> Slots:
         return Slots(self._model.spec, self._capacity, int8=self._int8, where=self._model.where)
 
-    def _start(self, generation: Generation) -> tuple[Generation, str]:
-        """Read a prompt and choose the first token."""
-        generation.started = time.perf_counter()
-        cache, known = self._cache_for(generation.prompt_ids)
-        generation.cached_tokens = known
-        logits = self._model.prefill(generation.prompt_ids[known:], cache)
-        sampler = Sampler(generation.sampling, generation.prompt_ids)
+    def _continue_prefill(self) -> list[tuple[Generation, str]]:
+        """Read a chunk of the first prompt that waits; after the last one, choose the first token."""
+        if self._prefill is None:
+            generation = self._waiting[0]
+            generation.started = time.perf_counter()
+            for one in self._active if self._prefixes.limit else ():  # so that its cache may be copied
+                self._take_slot(one)
+            cache, generation.cached_tokens = self._cache_for(generation.prompt_ids)
+            self._prefill = _Prefill(generation, cache)
+        generation, cache = self._prefill.generation, self._prefill.cache
+        prompt, start = generation.prompt_ids, cache.length
+        end = min(len(prompt), start + PREFILL_CHUNK)
+        if 0 < len(prompt) - end < self._model.least_prefill:
+            end = len(prompt) - self._model.least_prefill
+        self._read += end - start
+        logits = self._model.prefill(prompt[start:end], cache, total=len(prompt))
+        return [self._start(generation, cache, logits)] if end == len(prompt) else []
+
+    def _end_prefill(self, prefill: _Prefill) -> None:
+        """Keep what has been read of the prompt of a sequence that is cancelled."""
+        self._prefixes.put(prefill.generation.prompt_ids, prefill.cache)
+        self._prefill = None
+
+    def _start(self, generation: Generation, cache: Cache, logits: Tensor) -> tuple[Generation, str]:
+        """Choose the first token after a prompt."""
+        sampler = Sampler(generation.sampling, generation.prompt_ids, generation.processors)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
         guesser = self._draft or PromptLookup() if self._speculate else None
         running, chosen = _Running(generation, sampler, stream, cache, 0, guesser), sampler.choose(_where_sampled(logits, [sampler]))
         self._active.append(running)
         self._waiting.remove(generation)
+        self._prefill = None
         piece = self._accept(running, chosen)
         generation.first_token = generation.last_token
         self._share_slots()
         return generation, piece
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
-        """A cache for a prompt, and how many of its tokens are in there: those of the last text that it begins with."""
-        if self._kept is not None:
-            (ids, cache), self._kept = self._kept, None
-            same = next((i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), min(len(ids), len(prompt)))
-            # The others are read, for the logits of the last one; and on a CPU so many that the prompt has the same logits without a cache.
-            least = self._model.least_prefill
-            same = min(same, len(prompt) - least, cache.length)
-            switch = self._model.spec.rope_switch
-            same_frequencies = switch is None or (cache.length > switch) == (len(prompt) > switch)
-            if same >= least and same_frequencies and cache.cut(same):
-                return cache, same
-        return self._new_cache(), 0
+        """A cache for a prompt, and how many of its tokens are in there."""
+        # The others are read, for the logits of the last one; and on a CPU so many that the prompt has the same logits without a cache.
+        least = self._model.least_prefill
+        found = self._prefixes.take(prompt, len(prompt) - least, least, self._model.spec.rope_switch)
+        return (self._new_cache(), 0) if found is None else found
 
     def _take_slot(self, running: _Running) -> None:
         if running.cache is not None and self._slots is not None:
             self._slots.join(running.cache)
+            if self._prefixes.limit:
+                self._prefixes.put([*running.generation.prompt_ids, *running.generation.ids], running.cache)
             running.cache = None
 
     def _decode_alone(self, running: _Running) -> tuple[Generation, str]:
@@ -292,6 +339,8 @@ class Batch:
         samplers = [one.sampler for one in runs]
         if self._model.where is None:
             logits = self._model.decode(waiting, cache, None if slots is None else slots.mask(), positions)
+            if all(sampler.is_plain for sampler in samplers):
+                return most_likely(logits)
         elif all(sampler.is_plain for sampler in samplers):
             goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
             model = cast("GpuModel", self._model)
@@ -361,11 +410,13 @@ class Batch:
         return piece
 
     def _leave(self, running: _Running) -> None:
+        ids = [*running.generation.prompt_ids, *running.generation.ids]
         if running.cache is not None:
-            ids = [*running.generation.prompt_ids, *running.generation.ids]
-            self._kept = ids, running.cache
+            self._prefixes.put(ids, running.cache)
             self._active.remove(running)
             return
+        if self._prefixes.limit and self._slots is not None:
+            self._prefixes.put(ids, self._slots.copy_of(self._active.index(running)))
         self._free_slot(running)
 
     def _free_slot(self, running: _Running) -> None:

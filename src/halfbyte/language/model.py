@@ -127,15 +127,17 @@ class LanguageModel:
         self._speculate = (0 if draft is None else _GUESSES) if speculate is None else speculate
         self._batch = self.batch(1)
 
-    def batch(self, slots: int | None = None) -> Batch:
+    def batch(self, slots: int | None = None, *, prefix_bytes: int = 0) -> Batch:
         """Make a batch of sequences that join and leave while others run.
 
         Args:
             slots: Sequences that are decoded at the same time, at most; None: 16, or `most_sequences` if that is less.
+            prefix_bytes: Bytes of KV caches of earlier sequences that stay for prompts with the same beginning; 0: of the last sequence
+                that ran alone.
         """
         slots = min(16, self.most_sequences) if slots is None else slots
-        speculate, draft = self._speculate, self._draft
-        return Batch(self._model, self.tokenizer, slots=slots, int8_cache=self._int8, speculate=speculate, draft=draft)
+        how: dict[str, Any] = {"int8_cache": self._int8, "speculate": self._speculate, "draft": self._draft, "prefix_bytes": prefix_bytes}
+        return Batch(self._model, self.tokenizer, slots=slots, **how)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,16 @@ class Sampling:
             raise ArgumentError("top_k, top_p and min_p have no effect without sampling: add a temperature, such as 0.7")
 
 
+class LogitsProcessor(Protocol):
+    """Changes the logits of one sequence before each of its tokens is chosen: excludes tokens that a grammar forbids, or adds a bias."""
+
+    def process(self, logits: Tensor) -> Tensor:
+        """Return other logits [N] for the next token, of which one at least is above -inf; the given ones are not changed."""
+
+    def accept(self, token: int) -> None:
+        """Learn which token was chosen."""
+
+
 class Choice(NamedTuple):
     """A token with log probabilities, natural logarithms by the model's logits before penalties and temperature.
 
@@ -125,14 +135,15 @@ class Sampler:
         id = sampler.choose(logits)
     """
 
-    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int] = (), processors: Sequence[LogitsProcessor] = ()) -> None:
         """Starts a sequence.
 
         Args:
             sampling: How tokens are chosen.
             prompt_ids: Ids of the prompt's tokens, to which the repetition penalty applies.
+            processors: Change the logits before penalties, one after the other.
         """
-        self.sampling = sampling
+        self.sampling, self._processors = sampling, tuple(processors)
         self._penalizes = sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
         self._seen = _Ids(prompt_ids if sampling.repetition_penalty != 1 else ())
         self._counts: Counter[int] = Counter()
@@ -146,7 +157,7 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Whether it chooses the most likely token, without penalties and log probabilities."""
-        return self._generator is None and not self._penalizes and self.sampling.logprobs is None
+        return self._generator is None and not self._penalizes and self.sampling.logprobs is None and not self._processors
 
     def choose(self, logits: Tensor) -> int | Choice:
         """Chooses the next token.
@@ -167,12 +178,17 @@ class Sampler:
             raise ArgumentError(
                 f"logits are a vector [N] of floating-point numbers, got {shape} {logits.dtype}: pass those of one sequence"
             )
-        scores = self._penalized(logits) if self._penalizes else logits
+        scores = logits
+        for processor in self._processors:
+            scores = processor.process(scores)
+        scores = self._penalized(scores) if self._penalizes else scores
         chosen = self._draw(scores) if self._generator is not None else _most_likely(scores)
         if self._penalizes:
             self._counts[chosen] += 1
             if self.sampling.repetition_penalty != 1:
                 self._seen.add(chosen)
+        for processor in self._processors:
+            processor.accept(chosen)
         return chosen if self.sampling.logprobs is None else _with_logprobs(logits, chosen, self.sampling.logprobs)
 
     def _penalized(self, logits: Tensor) -> Tensor:

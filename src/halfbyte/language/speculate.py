@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.cache import Cache, common_prefix
 from halfbyte.language.sampling import Choice, Sampler, most_likely
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Draft:
     def _guess(self, text: list[int], count: int) -> list[int]:
         spec = self._model.spec
         long_rope = spec.rope_switch is not None and len(text) > spec.rope_switch
-        same = _common(self._tokens, text, len(text) - 1)
+        same = common_prefix(self._tokens, text, len(text) - 1)
         if long_rope != self._long_rope or not self._cache.cut(same):
             self.forget()
             self._long_rope, same = long_rope, 0
@@ -180,14 +180,6 @@ class Draft:
     def checked(self, guessed: int, right: int) -> None:
         """Learn how many of the last guesses were right."""
         self._acceptance.update(guessed, right)
-
-
-def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """The number of tokens, at most so many, in which two texts begin alike."""
-    most = min(most, len(one))
-    if one[:most] == other[:most]:
-        return most
-    return next(index for index in range(most) if one[index] != other[index])
 
 
 def accepted_tokens(sampler: Sampler, logits: Tensor, guesses: Sequence[int]) -> list[int | Choice]:

@@ -17,6 +17,7 @@ from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.gguf import File, is_gguf
 from halfbyte.language import tokenizer_folder
 
+_LONG = 1 << 14  # characters of a text from which on other threads run while it is tokenized
 _ID_LIMIT = 1 << 32  # tokenizers stores ids in 32 bits
 # What transformers' clean_up_tokenization replaces, in this order.
 _CLEAN_UP = (
@@ -51,6 +52,7 @@ class Backend(Protocol):
     def decoder(self) -> object: ...
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> _Encoding: ...
+    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> list[_Encoding]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def id_to_token(self, id: int) -> str | None: ...
     def token_to_id(self, token: str) -> int | None: ...
@@ -173,6 +175,8 @@ class Tokenizer:
             raise ArgumentError(
                 f"the text has a lone surrogate {text[e.start]!a} at character {e.start}, which is no text: decode it as UTF-8 first"
             ) from e
+        if len(text) > _LONG:  # `encode` holds Python's lock
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

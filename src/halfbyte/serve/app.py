@@ -1,0 +1,273 @@
+"""The ASGI application: routes, and the gate that every request passes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from halfbyte.serve import metrics as prometheus
+from halfbyte.serve import page
+from halfbyte.serve.completions import TextService
+from halfbyte.serve.metrics import Metrics
+from halfbyte.serve.protocol import ApiRequest, ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, parse
+from halfbyte.serve.replies import ApiError, json_reply
+from halfbyte.serve.settings import Settings
+from halfbyte.serve.vectors import VectorService
+
+_log = logging.getLogger("halfbyte.serve")
+_OPEN = ("/", "/health")  # need no key
+_BODY_SECONDS = 60.0  # that a client has to send its body
+_DRAINED = 16  # times the limit: what is read of a body that is too large, so that its client sees the response
+R = TypeVar("R", bound=ApiRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a server serves: a language model, an encoder, or both.
+
+    Attributes:
+        text: The language model.
+        vectors: The encoder.
+        metrics: Of both.
+    """
+
+    text: TextService | None
+    vectors: VectorService | None
+    metrics: Metrics
+
+
+def build(services: Services, settings: Settings) -> ASGIApp:
+    """Build the application."""
+    handlers = _Handlers(services, settings)
+    routes = [
+        Route("/", handlers.page),
+        Route("/health", handlers.health),
+        Route("/metrics", handlers.metrics),
+        Route("/v1/models", handlers.models),
+        Route("/v1/models/{name:path}", handlers.model),
+        Route("/v1/completions", handlers.complete, methods=["POST"]),
+        Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/v1/embeddings", handlers.embed, methods=["POST"]),
+        Route("/v1/rerank", handlers.rerank, methods=["POST"]),
+    ]
+    known = frozenset(route.path for route in routes)
+    return Gate(
+        Starlette(routes=routes, exception_handlers={HTTPException: _refused, ApiError: _error, Exception: _fault}),
+        settings,
+        services.metrics,
+        known,
+    )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = "allows another method" if error.status_code == 405 else "is none of this server's"
+    message = f"{request.method} {request.url.path[:200]}: this path {what}; see /v1/models, /v1/completions and /v1/chat/completions"
+    return ApiError(error.status_code, message, "not_found", headers=dict(error.headers or {})).reply()
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.reply()
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    return ApiError(500, "this is a fault of the server, which its log describes: report it").reply()
+
+
+class Gate:
+    """Checks the key and the host of a request, counts it, and answers errors in OpenAI's shape."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, paths: frozenset[str]) -> None:
+        """Stand before an application. paths: what metrics tell apart."""
+        self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
+        self._keys = [key.encode() for key in settings.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        started, status = time.perf_counter(), 500
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            try:
+                self._check(scope)
+                await self._app(scope, receive, counted)
+            except ApiError as e:
+                await e.reply()(scope, receive, counted)
+            except ClientDisconnect:  # while it sent its body
+                status = 499
+            except Exception:  # has been answered
+                _log.exception("a request has failed")
+        finally:
+            path = scope["path"]
+            self._metrics.request(path if path in self._paths else "other", status, started)
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        if self._keys:
+            if scope["path"] not in _OPEN and not self._has_key(headers):
+                what = "the API key is wrong" if b"authorization" in headers else "an API key is needed"
+                raise ApiError(
+                    401, f"{what}: send the header Authorization: Bearer KEY", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+                )
+            return
+        name = _host_name(headers.get(b"host", b"").decode("latin-1"))
+        if not (name in ("", "localhost", self._settings.host.lower()) or _is_address(name)):
+            # A web page of another site may have had its name resolve to this server, to read what it answers (DNS rebinding).
+            raise ApiError(403, f"this server has no API key, and is not asked by the host name {name[:100]!r}: start it with --api-key")
+
+    def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class _Handlers:
+    """The endpoints."""
+
+    def __init__(self, services: Services, settings: Settings) -> None:
+        self._text, self._vectors, self._metrics, self._settings = services.text, services.vectors, services.metrics, settings
+        self._created = int(time.time())
+
+    async def page(self, request: Request) -> Response:
+        return Response(page.html(), media_type="text/html", headers=page.headers())
+
+    async def health(self, request: Request) -> Response:
+        if self._text is not None and not self._text.engine.is_ready:
+            raise ApiError(503, "the server is shutting down, or its model has failed: start it again", "not_ready")
+        return json_reply({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.page(), headers={"Content-Type": prometheus.CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        return json_reply({"object": "list", "data": self._models()})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for model in self._models():
+            if model["id"] == name:
+                return json_reply(model)
+        raise self._unknown(name)
+
+    def _models(self) -> list[dict[str, object]]:
+        head = {"object": "model", "created": self._created, "owned_by": "halfbyte"}
+        models: list[dict[str, object]] = []
+        if self._text is not None:
+            models.append({"id": self._text.name, **head, "max_model_len": self._text.positions, "chat": self._text.has_chat})
+        if self._vectors is not None:
+            encoder = self._vectors.encoder
+            models.append({"id": self._vectors.name, **head, "max_model_len": encoder.most_tokens, "dimensions": encoder.dimensions})
+        return models
+
+    def _unknown(self, name: str) -> ApiError:
+        names = ", ".join(str(model["id"]) for model in self._models())
+        return ApiError(404, f"there is no model {name[:200]!r} here: ask for {names}", "model_not_found", "model")
+
+    async def complete(self, request: Request) -> Response:
+        service, asked = self._service(self._text, await self._read(CompletionRequest, request), "write text")
+        return await service.complete(asked, request.receive)
+
+    async def chat(self, request: Request) -> Response:
+        service, asked = self._service(self._text, await self._read(ChatRequest, request), "write text")
+        return await service.chat(asked, request.receive)
+
+    async def embed(self, request: Request) -> Response:
+        service, asked = self._service(self._vectors, await self._read(EmbeddingRequest, request), "embed texts")
+        return await service.embed(asked, request.receive)
+
+    async def rerank(self, request: Request) -> Response:
+        service, asked = self._service(self._vectors, await self._read(RerankRequest, request), "embed texts")
+        return await service.rerank(asked, request.receive)
+
+    def _service(self, service: S | None, asked: R, what: str) -> tuple[S, R]:
+        """The service that a request is for.
+
+        Raises:
+            ApiError: There is none.
+        """
+        if service is not None and asked.model in (None, service.name):
+            return service, asked
+        if asked.model is not None and asked.model not in [model["id"] for model in self._models()]:
+            raise self._unknown(asked.model)
+        raise ApiError(
+            404, f"{asked.model or 'this server'} does not {what}: start halfbyte serve with a model that does", "model_not_found", "model"
+        )
+
+    async def _read(self, kind: type[R], request: Request) -> R:
+        """Read and check the body of a request.
+
+        Raises:
+            ApiError: It is too large or too slow, no JSON, or not a request of this kind.
+        """
+        content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content != "application/json" and not content.endswith("+json"):
+            # Web pages of other sites can send bodies of some other types without being asked by the browser for permission.
+            raise ApiError(400, f"the body is JSON, got Content-Type {content[:100]!r}: send the header Content-Type: application/json")
+        return await _off_loop(kind, await _body(request, self._settings.body_bytes))
+
+
+S = TypeVar("S", TextService, VectorService)
+
+
+async def _off_loop(kind: type[R], body: bytes) -> R:
+    if len(body) < 1 << 16:
+        return parse(kind, body)
+    return await asyncio.to_thread(parse, kind, body)
+
+
+async def _body(request: Request, most: int) -> bytes:
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await _limited(request, most)
+    except TimeoutError as e:
+        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} seconds: send it faster", "timeout") from e
+
+
+async def _limited(request: Request, most: int) -> bytes:
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= most:
+            chunks.append(chunk)
+        elif size > _DRAINED * most:
+            break
+    if size > most:
+        raise ApiError(
+            413, f"a body has {most} bytes at most, got {size} or more: send less", "body_too_large", headers={"Connection": "close"}
+        )
+    return b"".join(chunks)

@@ -1,0 +1,292 @@
+"""/v1/completions and /v1/chat/completions: a request becomes sequences of the engine, their tokens a response or events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, NamedTuple
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from halfbyte.errors import ArgumentError, HalfbyteError
+from halfbyte.language.model import LanguageModel
+from halfbyte.language.sampling import Choice
+from halfbyte.serve.chat import Answer, forced_call, prompt
+from halfbyte.serve.engine import Engine, Job, Processor, Request, Update
+from halfbyte.serve.formats import ChatFormat, CompletionFormat, TokenTexts, usage
+from halfbyte.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
+from halfbyte.serve.replies import DONE, ApiError, EventStream, event, json_reply, watching
+from halfbyte.serve.settings import Settings
+from halfbyte.serve.structured import Bias, Grammars
+
+_DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+
+
+class _Prepared(NamedTuple):
+    """A request that is ready for the engine.
+
+    Attributes:
+        request: With its jobs.
+        echoes: Text that comes before each sequence.
+        prompt_tokens: Tokens of all prompts.
+        names: Functions that may be called.
+    """
+
+    request: Request
+    echoes: list[str]
+    prompt_tokens: int
+    names: list[str]
+
+
+class TextService:
+    """Answers requests for text with one model."""
+
+    def __init__(
+        self, name: str, model: LanguageModel, engine: Engine, settings: Settings, defaults: dict[str, Any], executor: Executor
+    ) -> None:
+        """Make a service.
+
+        Args:
+            name: Of the model, in responses.
+            model: For its tokenizer and chat template; the engine computes.
+            engine: Runs sequences.
+            settings: Limits.
+            defaults: Settings of sampling that the model's folder gives.
+            executor: For work on texts, which would take the event loop too long.
+        """
+        self.name, self.engine = name, engine
+        self._model, self._settings, self._executor = model, settings, executor
+        self._defaults = {"temperature": settings.temperature, **defaults}
+        self._tokens = TokenTexts(model.tokenizer)
+        self._longest_token = max(map(len, model.tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+        self._grammars = Grammars(model.tokenizer, model.spec.vocabulary)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return "default" in self._model.tokenizer.chat_templates
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of prompt and answer that the model has positions for."""
+        return self._model.spec.max_positions
+
+    async def complete(self, asked: CompletionRequest, receive: Receive) -> Response:
+        """Answer POST /v1/completions."""
+        if asked.best_of not in (None, asked.n or 1):
+            raise ApiError(400, f"best_of is n, {asked.n or 1}, here, got {asked.best_of}: leave it out", param="best_of")
+        if asked.echo and asked.logprobs is not None:
+            raise ApiError(400, "echo has no log probabilities of the prompt here: leave out echo or logprobs", param="echo")
+        return await self._answer(asked, CompletionFormat(self.name, self._tokens), receive)
+
+    async def chat(self, asked: ChatRequest, receive: Receive) -> Response:
+        """Answer POST /v1/chat/completions."""
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
+        return await self._answer(asked, ChatFormat(self.name, self._tokens), receive)
+
+    # Preparation, in a thread of the executor
+
+    def _prepare(self, asked: GenerationRequest, request: Request) -> _Prepared:
+        """Tokenize, check the limits, compile the grammar.
+
+        Raises:
+            ApiError, HalfbyteError: The request cannot be answered.
+        """
+        n, names, schema = asked.n or 1, list[str](), _schema(asked.response_format)
+        if isinstance(asked, ChatRequest):
+            prompts: Sequence[str | list[int]] = [prompt(self._model, asked)]
+            if asked.tools and asked.tool_choice != "none":
+                names = [tool.function.name for tool in asked.tools]
+            schema = forced_call(asked) or schema
+        else:
+            assert isinstance(asked, CompletionRequest)
+            prompts = asked.prompts
+        if n * len(prompts) > self._settings.choices:
+            raise ApiError(
+                400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n"
+            )
+        special = not isinstance(asked, ChatRequest)
+        echoes, total = [], 0
+        for text in prompts:
+            ids = self._ids(text, special)
+            total += len(ids)
+            new_tokens = self._new_tokens(asked, len(ids))
+            echo = isinstance(asked, CompletionRequest) and asked.echo
+            shown = (text if isinstance(text, str) else self._model.tokenizer.decode(ids)) if echo else ""
+            for _ in range(n):
+                index = len(request.jobs)
+                sampling = asked.sampling(self._defaults, new_tokens, index)
+                request.jobs.append(Job(request, index, ids, sampling, self._processors(asked, schema)))
+                echoes.append(shown)
+        return _Prepared(request, echoes, total, names)
+
+    def _ids(self, text: str | list[int], special: bool) -> list[int]:
+        most = self._settings.prompt_tokens or self.positions
+        if isinstance(text, list):
+            ids, vocabulary = text, self._model.spec.vocabulary
+            if min(ids) < 0 or max(ids) >= vocabulary:
+                raise ApiError(
+                    400, f"token ids are 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}: use the model's tokens", param="prompt"
+                )
+        else:
+            if most is not None and len(text) > most * self._longest_token:  # not worth the time that tokens take
+                what = f"a prompt has {most} tokens of {self._longest_token} characters at most here, got {len(text)} characters"
+                raise ApiError(400, f"{what}: use a shorter text", "context_length_exceeded")
+            ids = self._model.tokenizer.encode(text, add_special_tokens=special)
+        if most is not None and len(ids) > most:
+            raise ApiError(400, f"a prompt has {most} tokens at most here, got {len(ids)}: use a shorter text", "context_length_exceeded")
+        if self.positions is not None and len(ids) >= self.positions:
+            raise ApiError(
+                400,
+                f"the prompt has {len(ids)} tokens, the model {self.positions} positions: use a shorter text",
+                "context_length_exceeded",
+            )
+        return ids
+
+    def _new_tokens(self, asked: GenerationRequest, prompt_tokens: int) -> int:
+        room = None if self.positions is None else self.positions - prompt_tokens
+        limits = [limit for limit in (room, self._settings.new_tokens) if limit is not None]
+        wanted = asked.most_new_tokens
+        if wanted is None and not isinstance(asked, ChatRequest):
+            wanted = min([_DEFAULT_NEW_TOKENS, *limits])
+        if wanted is None:
+            return min(limits, default=4096)
+        if wanted < 1:
+            raise ApiError(400, f"max_tokens is 1 or more, got {wanted}: ask for at least one token", param="max_tokens")
+        if limits and wanted > min(limits):
+            raise ApiError(
+                400,
+                f"max_tokens is {min(limits)} at most after a prompt of {prompt_tokens} tokens, got {wanted}: ask for fewer",
+                "context_length_exceeded",
+                "max_tokens",
+            )
+        return wanted
+
+    def _processors(self, asked: GenerationRequest, schema: dict[str, Any] | None) -> list[Processor]:
+        processors: list[Processor] = []
+        if asked.logit_bias:
+            processors.append(Bias(asked.logit_bias, self._model.spec.vocabulary))
+        if schema is not None:
+            processors.append(self._grammars.json_schema(schema))
+        return processors
+
+    # The answer, on the event loop
+
+    async def _answer(self, asked: GenerationRequest, format: CompletionFormat, receive: Receive) -> Response:
+        request = Request(time.monotonic() + self._settings.seconds)
+        headers = {"halfbyte-ignored": ", ".join(asked.ignored)[:1000]} if asked.ignored else {}
+        async with watching(receive, request.cancel):
+            loop = asyncio.get_running_loop()
+            try:
+                prepared = await loop.run_in_executor(self._executor, partial(self._prepare, asked, request))
+            except ArgumentError as e:
+                raise ApiError(400, str(e), "invalid_value") from e
+            except HalfbyteError as e:  # the model's template or tokenizer
+                raise ApiError(400, str(e), "unsupported_value") from e
+            if request.cancelled:
+                return Response(status_code=499)
+            self.engine.submit(request)
+            try:
+                await request.started()
+                if asked.stream:
+                    with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+                    events = self._events(prepared, format, asked, with_usage)
+                    return EventStream(events, request.cancel, self._settings.seconds + 1, _ascii(headers))
+                return await self._whole(prepared, format, asked, _ascii(headers))
+            except BaseException:
+                request.cancel()
+                raise
+
+    def _shown(self, asked: GenerationRequest, update: Update) -> list[Choice] | None:
+        """The tokens of an update that have log probabilities: not that which ends the answer."""
+        if asked.most_likely is None:
+            return None
+        ends = update.finish_reason == "stop" and update.choices and update.choices[-1].id in self._model.tokenizer.eos_ids
+        return update.choices[:-1] if ends else update.choices
+
+    async def _events(
+        self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, with_usage: bool
+    ) -> AsyncIterator[bytes]:
+        request = prepared.request
+        answers = [Answer(prepared.names) for _ in request.jobs]
+        empty = {"usage": None} if with_usage else {}
+
+        def chunk(choice: dict[str, Any]) -> bytes:
+            return event({**format.document([choice], None, chunk=True), **empty})
+
+        for index, echo in enumerate(prepared.echoes):
+            if (choice := format.first(index)) is not None:
+                yield chunk(choice)
+            if echo:
+                yield chunk(format.delta(index, echo, None, None, []))
+        try:
+            async for update in request.updates():
+                text, calls = answers[update.sequence].push(update.text), list[Any]()
+                choices = self._shown(asked, update)
+                if update.finish_reason is not None:
+                    rest, calls = answers[update.sequence].finish()
+                    text += rest
+                    if text or choices:
+                        yield chunk(format.delta(update.sequence, text, choices, None, []))
+                    if calls:
+                        yield chunk(format.delta(update.sequence, "", None, None, calls))
+                    last = format.delta(update.sequence, "", None, update.finish_reason, calls)
+                    last.get("delta", {}).pop("tool_calls", None)
+                    yield chunk(last)
+                elif text or choices:
+                    yield chunk(format.delta(update.sequence, text, choices, None, []))
+        except ApiError as e:
+            yield event(e.document())
+            return
+        if request.cancelled:
+            return
+        if with_usage:
+            yield event(format.document([], usage(request, prepared.prompt_tokens), chunk=True))
+        yield DONE
+
+    async def _whole(self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, headers: dict[str, str]) -> Response:
+        request = prepared.request
+        texts = list(prepared.echoes)
+        reasons: list[str | None] = [None for _ in request.jobs]
+        tokens: list[list[Choice]] = [[] for _ in request.jobs]
+        answers: list[str] = ["" for _ in request.jobs]
+        async for update in request.updates():
+            answers[update.sequence] += update.text
+            tokens[update.sequence] += self._shown(asked, update) or []
+            reasons[update.sequence] = update.finish_reason or reasons[update.sequence]
+        if request.cancelled:
+            return Response(status_code=499)
+        choices = []
+        for index, reason in enumerate(reasons):
+            answer = Answer(prepared.names)
+            given = answer.push(answers[index])
+            rest, calls = answer.finish()
+            shown = tokens[index] if asked.most_likely is not None else None
+            choices.append(format.whole(index, texts[index] + given + rest, shown, reason, calls))
+        return json_reply(format.document(choices, usage(request, prepared.prompt_tokens), chunk=False), headers=headers)
+
+
+def _schema(format: ResponseFormat | None) -> dict[str, Any] | None:
+    """The JSON schema of an answer; None: any text."""
+    match format:
+        case None:
+            return None
+        case ResponseFormat(type="text"):
+            return None
+        case ResponseFormat(type="json_object"):
+            return {"type": "object"}
+        case ResponseFormat(json_schema=None):
+            raise ApiError(400, "response_format of type json_schema has a json_schema: add it", param="response_format.json_schema")
+        case ResponseFormat(json_schema=named):
+            schema = named.schema_ if named is not None else True
+            return schema if isinstance(schema, dict) else ({} if schema else {"not": {}})
+
+
+def _ascii(headers: dict[str, str]) -> dict[str, str]:
+    """Headers whose values are safe to send, whatever clients called their fields."""
+    return {name: "".join(c if " " <= c <= "~" else "?" for c in value) for name, value in headers.items()}

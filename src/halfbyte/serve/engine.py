@@ -1,0 +1,350 @@
+"""`Engine`: the thread that owns a language model's `Batch`, and how the event loop talks to it.
+
+The event loop puts `Job`s, the sequences of a `Request`, into a queue. The thread moves them into the batch, decodes step by step, and
+hands new text to the event loop, once per step. The loop never waits for the model, and the model never for a client: text
+that a slow client has not read yet waits in its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.language.generate import Batch, Generation
+from halfbyte.language.sampling import Choice, LogitsProcessor, Sampling
+from halfbyte.serve.metrics import Metrics
+from halfbyte.serve.replies import ApiError
+
+_log = logging.getLogger("halfbyte.serve")
+
+
+class Processor(LogitsProcessor, Protocol):
+    """A logits processor that may give up."""
+
+    error: str | None
+
+
+class Update(NamedTuple):
+    """What is new of a sequence.
+
+    Attributes:
+        sequence: Its index in the request.
+        text: New text.
+        choices: New tokens with log probabilities, where they were asked for.
+        finish_reason: "stop" or "length" with the last update.
+    """
+
+    sequence: int
+    text: str
+    choices: list[Choice]
+    finish_reason: str | None
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence of a request. The engine's thread has `generation`, the event loop what follows it."""
+
+    request: Request
+    index: int
+    prompt_ids: list[int]
+    sampling: Sampling
+    processors: Sequence[Processor] = ()
+    generation: Generation | None = None
+    sent_tokens: int = 0
+    text: list[str] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    new_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    is_updated: bool = False
+
+
+class Request:
+    """The sequences of one request, for the event loop.
+
+    Attributes:
+        jobs: The sequences.
+        deadline: Time of `time.monotonic` at which it is ended.
+        cancelled: Whether nobody waits for it any more.
+        error: Why it has failed, or None.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.jobs: list[Job] = []
+        self.deadline, self.cancelled = deadline, False
+        self.error: ApiError | None = None
+        self._event = asyncio.Event()
+
+    def cancel(self) -> None:
+        """End it: nobody waits for its text any more."""
+        self.cancelled = True
+        self._event.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error, the first one of several."""
+        self.error = self.error or error
+        self.cancel()
+
+    def wake(self) -> None:
+        """Tell who waits that there is something new."""
+        self._event.set()
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were generated so far."""
+        return sum(job.new_tokens for job in self.jobs)
+
+    async def started(self) -> None:
+        """Wait for the first token of a sequence.
+
+        Raises:
+            ApiError: There will be none.
+        """
+        while not any(job.is_updated for job in self.jobs) and not self.cancelled:
+            await self._event.wait()
+            self._event.clear()
+        if self.error is not None:
+            raise self.error
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """Yield what is new of the sequences until all have finished, or the request is cancelled.
+
+        Raises:
+            ApiError: It has failed.
+        """
+        left = len(self.jobs)
+        while left:
+            for job in self.jobs:
+                if job.is_updated:
+                    job.is_updated = False
+                    left -= job.finish_reason is not None
+                    reason = None if job.finish_reason == "cancelled" else job.finish_reason
+                    update = Update(job.index, "".join(job.text), job.choices, reason)
+                    job.text, job.choices = [], []
+                    yield update
+            if self.error is not None:
+                raise self.error
+            if self.cancelled or not left:
+                return
+            await self._event.wait()
+            self._event.clear()
+
+
+class _Change(NamedTuple):
+    """What the event loop is told of a sequence after a step."""
+
+    job: Job
+    text: str
+    choices: list[Choice]
+    new_tokens: int
+    finish_reason: str | None
+    error: ApiError | None
+
+
+class Engine:
+    """Runs the sequences of requests, in a thread of its own.
+
+    Example:
+        engine = Engine(model.batch(16, prefix_bytes=1 << 29), most_waiting=64, metrics=Metrics())
+        engine.start(asyncio.get_running_loop())
+        engine.submit(request)
+        async for update in request.updates(): ...
+    """
+
+    def __init__(self, batch: Batch, *, parallel: int, most_waiting: int, metrics: Metrics) -> None:
+        """Make an engine, whose thread does not run yet.
+
+        Args:
+            batch: That the thread will own.
+            parallel: Sequences that the batch decodes at the same time.
+            most_waiting: Sequences beyond these that wait, at most.
+            metrics: To count in.
+        """
+        self._batch, self._metrics = batch, metrics
+        self._most = parallel + most_waiting
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: dict[Generation, Job] = {}  # the thread's
+        self._unfinished = 0  # the event loop's
+        self._closing, self._ending = False, False
+        self._idle, self._hurried = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="halfbyte-engine", daemon=True)
+
+    # The event loop's side
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread."""
+        self._loop = loop
+        self._metrics.watch(lambda: self._unfinished)
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that run or wait."""
+        return self._unfinished
+
+    def submit(self, request: Request) -> None:
+        """Add the sequences of a request.
+
+        Raises:
+            ApiError: There is no room for them in the queue, or the server is shutting down.
+        """
+        if not self.is_ready:
+            raise ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
+        if self._unfinished + len(request.jobs) > self._most:
+            raise ApiError(
+                429,
+                f"{self._unfinished} sequences run and wait, {self._most} at most: ask again later",
+                "queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self._unfinished += len(request.jobs)
+        self._idle.clear()
+        for job in request.jobs:
+            self._inbox.put(job)
+
+    def hurry(self) -> None:
+        """Let `close` wait no longer; called in a signal's handler, too."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._hurried.set)
+
+    async def close(self, grace: float) -> None:
+        """Refuse new requests, give the others `grace` seconds to finish, end those that do not, and stop the thread."""
+        self._closing = True
+        waits = [asyncio.create_task(event.wait()) for event in (self._idle, self._hurried)]
+        await asyncio.wait(waits, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        self._ending = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, 30.0)
+
+    def _deliver(self, changes: list[_Change]) -> None:
+        for job, text, choices, new_tokens, finish_reason, error in changes:
+            if text:
+                job.text.append(text)
+            job.choices += choices
+            job.new_tokens += new_tokens
+            job.is_updated = True
+            if finish_reason is not None:
+                job.finish_reason = finish_reason
+                self._unfinished -= 1
+            if error is not None:
+                job.request.fail(error)
+            job.request.wake()
+        if not self._unfinished:
+            self._idle.set()
+
+    # The thread's side
+
+    def _run(self) -> None:
+        try:
+            while self._admit():
+                self._drop()
+                if self._batch.running:
+                    self._step()
+        except BaseException:
+            _log.exception("the engine's thread has failed")
+            raise
+        finally:
+            self._end_all(ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down"))
+
+    def _admit(self) -> bool:
+        """Move new sequences into the batch; wait for one if none runs. False: the thread has to stop."""
+        while True:
+            try:
+                job = self._inbox.get(block=not self._batch.running)
+            except queue.Empty:
+                return not self._ending
+            if job is None or self._ending:
+                if job is not None:
+                    self._inbox.put(job)  # `_end_all` finds it
+                return False
+            try:
+                job.generation = self._batch.submit(job.prompt_ids, job.sampling, job.processors)
+                self._jobs[job.generation] = job
+            except HalfbyteError as e:
+                self._tell([self._failure(job, ApiError(400, str(e)))])
+
+    def _drop(self) -> None:
+        """End sequences that nobody waits for, or whose time is over."""
+        now, changes = time.monotonic(), []
+        for generation, job in list(self._jobs.items()):
+            is_late = now > job.request.deadline
+            if not job.request.cancelled and not is_late:
+                continue
+            self._batch.cancel(generation)
+            del self._jobs[generation]
+            error = ApiError(504, "the time of this request is over: ask for fewer tokens, or later", "timeout") if is_late else None
+            changes.append(self._failure(job, error))
+        if changes:
+            self._tell(changes)
+
+    def _step(self) -> None:
+        try:
+            pieces = self._batch.step()
+        except Exception as e:
+            self._fail(e)
+            return
+        changes = []
+        for generation, text in pieces:
+            job = self._jobs[generation]
+            count, reason = len(generation.ids), generation.finish_reason
+            choices = generation.choices[job.sent_tokens :] if generation.choices else []
+            if not job.sent_tokens:
+                self._metrics.first_token(generation)
+                job.cached_tokens = generation.cached_tokens
+            error = None
+            if reason is not None:
+                del self._jobs[generation]
+                self._metrics.finished(generation)
+                faults = [processor.error for processor in job.processors if processor.error is not None]
+                error = ApiError(400, faults[0], "schema_too_complex", "response_format") if faults else None
+            changes.append(_Change(job, text, choices, count - job.sent_tokens, reason, error))
+            job.sent_tokens = count
+        self._metrics.step(self._batch, sum(change.new_tokens for change in changes))
+        if changes:
+            self._tell(changes)
+
+    def _fail(self, error: Exception) -> None:
+        """End the sequence whose prompt could not be read, or all of them after an error of another step."""
+        _log.error("a step of the model has failed", exc_info=error)
+        failed = self._batch.failed
+        ended = [job for generation, job in self._jobs.items() if failed is None or generation is failed]
+        for job in ended:
+            assert job.generation is not None
+            self._batch.cancel(job.generation)
+            del self._jobs[job.generation]
+        said = str(error) if isinstance(error, HalfbyteError) else f"{type(error).__name__}, which the server's log describes"
+        self._tell([self._failure(job, ApiError(500, f"the model has failed ({said}): ask again", "model_failed")) for job in ended])
+
+    def _end_all(self, error: ApiError) -> None:
+        left = list(self._jobs.values())
+        self._jobs = {}
+        with suppress(queue.Empty):
+            while True:
+                job = self._inbox.get(block=False)
+                left += [] if job is None else [job]
+        self._tell([self._failure(job, error) for job in left])
+
+    def _failure(self, job: Job, error: ApiError | None) -> _Change:
+        return _Change(job, "", [], 0, "cancelled", error)
+
+    def _tell(self, changes: list[_Change]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._deliver, changes)

@@ -1,0 +1,122 @@
+"""The JSON of answers: choices, deltas, log probabilities and usage, in the shapes of both endpoints for text."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from halfbyte import __version__
+from halfbyte.language.sampling import Choice
+from halfbyte.language.tokenizer import Tokenizer
+from halfbyte.serve.engine import Request
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens, for log probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.text = lru_cache(maxsize=1 << 14)(self._text)
+
+    def _text(self, token: int) -> str:
+        text = self._tokenizer.backend.decode([token], False)
+        return text or self._tokenizer.backend.id_to_token(token) or ""
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return a token as /v1/chat/completions has it."""
+        text = self.text(token)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def usage(request: Request, prompt_tokens: int) -> dict[str, Any]:
+    """Return the numbers of tokens of a request."""
+    new, cached = request.new_tokens, max((job.cached_tokens for job in request.jobs), default=0)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new,
+        "total_tokens": prompt_tokens + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class CompletionFormat:
+    """/v1/completions"""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, model: str, tokens: TokenTexts) -> None:
+        self._tokens = tokens
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head["system_fingerprint"] = f"halfbyte-{__version__}"
+        self._offsets: dict[int, int] = {}
+
+    def document(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
+        """Return a whole response, or a chunk of a stream."""
+        kind = self.chunk_kind if chunk else self.kind
+        document = {**self._head, "object": kind, "choices": choices}
+        return document if usage is None else {**document, "usage": usage}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Return the choice of the chunk with which a sequence begins, if there is one."""
+        return None
+
+    def delta(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
+        """Return what is new of a sequence."""
+        return {"index": index, "text": text, "logprobs": self._logprobs(index, choices), "finish_reason": reason}
+
+    def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
+        """Return a sequence."""
+        return self.delta(index, text, choices, reason, calls)
+
+    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+        if choices is None:
+            return None
+        texts = [self._tokens.text(choice.id) for choice in choices]
+        offset, offsets = self._offsets.get(index, 0), []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(choice.logprob, -9999.0) for choice in choices],
+            "top_logprobs": [{self._tokens.text(id): max(value, -9999.0) for id, value in choice.top} for choice in choices],
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat(CompletionFormat):
+    """/v1/chat/completions"""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def delta(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(index, choices), "finish_reason": _reason(reason, calls)}
+
+    def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {"index": index, "message": message, "logprobs": self._logprobs(index, choices), "finish_reason": _reason(reason, calls)}
+
+    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+        if choices is None:
+            return None
+        entry = self._tokens.entry
+        content = [
+            {**entry(choice.id, choice.logprob), "top_logprobs": [entry(id, value) for id, value in choice.top]} for choice in choices
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _reason(reason: str | None, calls: list[Any]) -> str | None:
+    return "tool_calls" if calls and reason == "stop" else reason

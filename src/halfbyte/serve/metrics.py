@@ -1,0 +1,73 @@
+"""Prometheus metrics of a server, at /metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from halfbyte.language.generate import Batch, Generation
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+
+class Metrics:
+    """Counts requests and tokens. Each server has a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter("halfbyte_requests", "Requests by endpoint and status code", ("endpoint", "status"), registry=registry)
+        self._request_seconds = Histogram(
+            "halfbyte_request_seconds", "Time of a request", ("endpoint",), registry=registry, buckets=_SECONDS
+        )
+        self._first = Histogram(
+            "halfbyte_prefill_seconds", "Time from when a prompt leaves the queue to its first token", registry=registry, buckets=_SECONDS
+        )
+        self._per_token = Histogram(
+            "halfbyte_seconds_per_token", "Mean time from token to token of a sequence", registry=registry, buckets=_PER_TOKEN
+        )
+        self._prompt = Counter("halfbyte_prompt_tokens", "Tokens of prompts", registry=registry)
+        self._cached = Counter("halfbyte_cached_prompt_tokens", "Tokens of prompts that were in the KV cache", registry=registry)
+        self._new = Counter("halfbyte_generated_tokens", "Tokens that were generated", registry=registry)
+        self._guessed = Gauge("halfbyte_guessed_tokens", "Tokens that speculative decoding has guessed", registry=registry)
+        self._accepted = Gauge("halfbyte_accepted_tokens", "Guessed tokens that were right", registry=registry)
+        self._running = Gauge("halfbyte_unfinished_sequences", "Sequences that run or wait", registry=registry)
+        self._embedded = Counter("halfbyte_embedded_tokens", "Tokens of texts that were embedded", registry=registry)
+
+    def request(self, endpoint: str, status: int, started: float) -> None:
+        """Count a request that began at a time of `time.perf_counter`."""
+        self._requests.labels(endpoint, str(status)).inc()
+        self._request_seconds.labels(endpoint).observe(time.perf_counter() - started)
+
+    def first_token(self, generation: Generation) -> None:
+        """Count a prompt."""
+        self._prompt.inc(len(generation.prompt_ids))
+        self._cached.inc(generation.cached_tokens)
+        self._first.observe(generation.first_token - generation.started)
+
+    def finished(self, generation: Generation) -> None:
+        """Count an answer."""
+        if len(generation.ids) > 1:
+            self._per_token.observe(1 / generation.decode_rate)
+
+    def watch(self, sequences: Callable[[], float]) -> None:
+        """Take a function that returns the number of sequences that run or wait."""
+        self._running.set_function(sequences)
+
+    def step(self, batch: Batch, tokens: int) -> None:
+        """Take the state of a batch after a step that has generated so many tokens."""
+        self._new.inc(tokens)
+        self._guessed.set(batch.guessed)
+        self._accepted.set(batch.accepted)
+
+    def embedded(self, tokens: int) -> None:
+        """Count texts that were embedded."""
+        self._embedded.inc(tokens)
+
+    def page(self) -> bytes:
+        """Return all of them in Prometheus' text format."""
+        return generate_latest(self._registry)

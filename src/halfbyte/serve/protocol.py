@@ -1,0 +1,274 @@
+"""Requests of OpenAI's API, as pydantic models. What a field means: https://platform.openai.com/docs/api-reference.
+
+A field that would change the answer and is not supported is refused; any other unknown one is ignored, and named in the response header
+`halfbyte-ignored`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr, ValidationError
+
+from halfbyte.language.sampling import Sampling
+from halfbyte.serve.replies import ApiError
+
+_NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # of OpenAI's own service
+_REFUSED = {"suffix", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options"}
+
+TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
+
+
+class ApiRequest(BaseModel):
+    """What all requests have."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: StrictStr | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that have no effect."""
+        return sorted(name for name in self.model_extra or {} if name not in _NO_EFFECT)
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    include_usage: StrictBool = False
+
+
+class JsonSchema(BaseModel):
+    """A schema by name."""
+
+    name: StrictStr = "schema"
+    schema_: dict[str, Any] | StrictBool = Field(default=True, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(ApiRequest):
+    """What requests for text have."""
+
+    max_tokens: StrictInt | None = None
+    temperature: FiniteFloat | None = None
+    top_p: FiniteFloat | None = None
+    top_k: StrictInt | None = None
+    min_p: FiniteFloat | None = None
+    repetition_penalty: FiniteFloat | None = None
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    logit_bias: dict[str, FiniteFloat] | None = None
+    seed: StrictInt | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=16)] | None = None
+    n: Annotated[StrictInt, Field(ge=1)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    ignore_eos: StrictBool = False
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """Tokens of an answer, as asked for."""
+        return self.max_tokens
+
+    @property
+    def most_likely(self) -> int | None:
+        """Number of most likely tokens with log probabilities; None: no log probabilities."""
+        raise NotImplementedError
+
+    def sampling(self, defaults: dict[str, Any], new_tokens: int, index: int) -> Sampling:
+        """Return the settings of one of the request's sequences.
+
+        Args:
+            defaults: Of fields that the request leaves out.
+            new_tokens: Tokens of the answer, at most.
+            index: Of the sequence: each has a seed of its own.
+
+        Raises:
+            ArgumentError: A value is out of its range.
+        """
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        settings = {**defaults, **{name: value for name in names if (value := getattr(self, name)) is not None}}
+        if settings.get("top_k") in (-1, 0):  # as other servers spell "all tokens"
+            del settings["top_k"]
+        Sampling(**{**settings, "temperature": settings["temperature"] or 1.0})  # what has no effect is checked, too
+        if not settings["temperature"]:
+            settings = {name: value for name, value in settings.items() if name not in ("top_p", "top_k", "min_p")}
+        return Sampling(
+            **settings,
+            seed=None if self.seed is None else self.seed + index,
+            max_new_tokens=new_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else self.stop or (),
+            logprobs=self.most_likely,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions"""
+
+    prompt: StrictStr | TokenIds | Annotated[list[StrictStr], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    echo: StrictBool = False
+    best_of: StrictInt | None = None
+
+    @property
+    def most_likely(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, texts or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+
+class Part(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class FunctionCall(BaseModel):
+    """A function and its arguments, JSON as a text."""
+
+    name: StrictStr
+    arguments: StrictStr = "{}"
+
+
+class ToolCall(BaseModel):
+    """A call that an earlier answer asked for."""
+
+    id: StrictStr | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[Part] | None = None
+    name: StrictStr | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: StrictStr | None = None
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[StrictStr, Field(min_length=1, max_length=256)]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """The name of a function."""
+
+    name: StrictStr
+
+
+class NamedTool(BaseModel):
+    """The tool that has to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class EmbeddingRequest(ApiRequest):
+    """POST /v1/embeddings"""
+
+    input: StrictStr | TokenIds | Annotated[list[StrictStr], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: StrictInt | None = None
+
+
+class Document(BaseModel):
+    """A document, as some clients write it."""
+
+    text: StrictStr
+
+
+class RerankRequest(ApiRequest):
+    """POST /v1/rerank, of Cohere's and Jina's APIs"""
+
+    query: StrictStr
+    documents: Annotated[list[StrictStr | Document], Field(min_length=1)]
+    top_n: Annotated[StrictInt, Field(ge=1)] | None = None
+    return_documents: StrictBool = True
+
+
+R = TypeVar("R", bound=ApiRequest)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Read a request.
+
+    Raises:
+        ApiError: It is no JSON object, or a field has a wrong type or is not supported.
+    """
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as e:
+        raise _invalid(e) from e
+    for name, value in (request.model_extra or {}).items():
+        if name in _REFUSED and value not in (None, [], {}):
+            raise ApiError(400, f"{name} is not supported here: leave it out", "unsupported_parameter", name)
+    return request
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The error for the first field that is wrong; of the alternatives of a union for the one that comes farthest."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON ({first['msg']}): send one JSON object", "invalid_json")
+    place = [str(part) for part in first["loc"] if not _is_alternative(part)]
+    param = ".".join(place)[:200] or None
+    what = f"{param}: {first['msg']}" if param else f"the body is a JSON object: {first['msg']}"
+    return ApiError(400, f"{what}; see the API's reference for what is allowed", "invalid_type", param)
+
+
+def _is_alternative(part: int | str) -> bool:
+    """Whether a part of a field's place names an alternative of a union."""
+    return isinstance(part, str) and (not part.isidentifier() or part in ("str", "int", "bool", "constrained-str"))

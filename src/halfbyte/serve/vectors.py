@@ -1,0 +1,96 @@
+"""/v1/embeddings and /v1/rerank: texts become embeddings, documents are ordered by their cosine with a query."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from halfbyte.serve.encoder import Encoder
+from halfbyte.serve.metrics import Metrics
+from halfbyte.serve.protocol import EmbeddingRequest, RerankRequest
+from halfbyte.serve.replies import ApiError, json_reply, watching
+from halfbyte.serve.settings import Settings
+
+
+class VectorService:
+    """Answers requests for embeddings with one encoder."""
+
+    def __init__(self, name: str, encoder: Encoder, settings: Settings, metrics: Metrics, executor: Executor) -> None:
+        """Make a service. name: of the model, in responses; executor: for work on texts."""
+        self.name, self.encoder = name, encoder
+        self._settings, self._metrics, self._executor = settings, metrics, executor
+
+    async def embed(self, asked: EmbeddingRequest, receive: Receive) -> Response:
+        """Answer POST /v1/embeddings."""
+        if asked.dimensions not in (None, self.encoder.dimensions):
+            raise ApiError(
+                400, f"embeddings have {self.encoder.dimensions} dimensions, got {asked.dimensions}: leave it out", param="dimensions"
+            )
+        given = [asked.input] if isinstance(asked.input, str) or isinstance(asked.input[0], int) else asked.input
+        texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
+        rows, tokens = await self._rows(texts, receive)
+        if asked.encoding_format == "base64":
+            data: list[Any] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
+        else:
+            data = rows.tolist()
+        items = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(data)]
+        return json_reply({"object": "list", "data": items, "model": self.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+
+    async def rerank(self, asked: RerankRequest, receive: Receive) -> Response:
+        """Answer POST /v1/rerank."""
+        documents = [document if isinstance(document, str) else document.text for document in asked.documents]
+        query, document = self.encoder.prompt("query"), self.encoder.prompt("document")
+        rows, tokens = await self._rows([query + asked.query, *(document + text for text in documents)], receive)
+        scores = (rows[1:] @ rows[0]).tolist()
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
+        results = [
+            {
+                "index": index,
+                "relevance_score": scores[index],
+                **({"document": {"text": documents[index]}} if asked.return_documents else {}),
+            }
+            for index in order
+        ]
+        return json_reply({"id": f"rerank-{uuid.uuid4().hex}", "model": self.name, "results": results, "usage": {"total_tokens": tokens}})
+
+    async def _rows(self, texts: Sequence[str], receive: Receive) -> tuple[Any, int]:
+        """Embeddings [texts, dimensions], and the number of tokens of all texts.
+
+        Raises:
+            ApiError: A text is empty or too long, there are too many, or the time is over.
+        """
+        if len(texts) > self._settings.inputs:
+            raise ApiError(400, f"a request has {self._settings.inputs} texts at most, got {len(texts)}: ask several times", param="input")
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:
+                raise ApiError(400, f"a text has a lone surrogate at character {e.start}: send UTF-8", param="input") from e
+        loop = asyncio.get_running_loop()
+        counts = await loop.run_in_executor(self._executor, partial(self.encoder.count, texts))
+        most = self.encoder.most_tokens
+        if most is not None and max(counts) > most:
+            at = counts.index(max(counts))
+            raise ApiError(
+                400, f"a text has {most} tokens at most, got {counts[at]} in text {at}: divide it", "context_length_exceeded", "input"
+            )
+        future = asyncio.wrap_future(self.encoder.encode(texts))
+        try:
+            async with asyncio.timeout(self._settings.seconds), watching(receive, future.cancel):
+                rows = await future
+        except TimeoutError as e:
+            raise ApiError(504, "the time of this request is over: send fewer texts, or later", "timeout") from e
+        except asyncio.CancelledError:
+            if future.cancelled():
+                raise ApiError(499, "the client has gone away") from None
+            raise
+        self._metrics.embedded(sum(counts))
+        return rows, sum(counts)
