@@ -132,7 +132,7 @@ def test_a_full_queue(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_time_of_a_request(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, 0.01)
-    with serve(model, seconds=0.3, parallel=1) as hurried:
+    with serve(model, seconds=1.0, parallel=1) as hurried:
         assert "time" in refusal(hurried.complete(max_tokens=3000, ignore_eos=True), 504)
         with hurried.client.stream("POST", "/v1/completions", json={"prompt": PROMPT, **LONG}) as response:
             assert response.status_code == 200
@@ -267,25 +267,29 @@ def test_a_step_that_fails(server: Server, expected: str, model: LanguageModel, 
 
 def test_the_end_of_a_server(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, 0.01)
-    ended: list[str] = []
-    with httpx2.Client(timeout=20) as client, serve(model, grace=0.5) as closing:
+    ended: dict[int, str] = {}
+    with httpx2.Client(timeout=60) as client, serve(model, grace=60) as closing:
 
-        def read(body: dict[str, Any]) -> None:
-            asked = {"prompt": PROMPT, "ignore_eos": True, "stream": True, **body}
+        def read(most: int) -> None:
+            asked = {"prompt": PROMPT, "ignore_eos": True, "stream": True, "max_tokens": most}
             with client.stream("POST", f"{closing.url}/v1/completions", json=asked) as response:
-                ended.append(response.read().decode())
+                ended[most] = response.read().decode().strip()
 
-        threads = [threading.Thread(target=read, args=({"max_tokens": most},)) for most in (20, 3000)]
-        for thread in threads:
-            thread.start()
-        while closing.serving._engine.unfinished < 2:  # type: ignore[union-attr]
+        def hurry() -> None:
+            short.join()
+            closing.serving.hurry()
+
+        short, long = (threading.Thread(target=read, args=(most,)) for most in (20, 3000))
+        others = [long, threading.Thread(target=hurry)]
+        short.start()
+        long.start()
+        while closing.serving._engine.unfinished < 2 and short.is_alive():  # type: ignore[union-attr]
             time.sleep(0.005)
-        time.sleep(0.05)
-    for thread in threads:
+        others[1].start()
+    for thread in others:
         thread.join(20)
-    short, long = sorted(ended, key=len)
-    assert short.strip().endswith("data: [DONE]"), "what can finish in time does"
-    assert "shutting down" in long
+    assert ended[20].endswith("data: [DONE]"), "what can finish in time does"
+    assert "shutting down" in ended[3000], "a second signal ends the others"
 
 
 # Malformed bodies
