@@ -53,6 +53,7 @@ HEAVY = {
     "triton": "halfbyte.kernels.gpu",
     "transformers": "halfbyte.integrations",
     "peft": "halfbyte.integrations",
+    "vllm": "halfbyte.integrations.vllm",
     "rich": "halfbyte.cli",
     "gguf": None,
     "sentence_transformers": None,
