@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import halfbyte as hb
 
@@ -71,4 +71,45 @@ def make_served(name: str, folder: Path) -> Path:
     return folder
 
 
-Builder = Callable[[Path], Path]
+
+# Checkpoints of other projects -> the format in halfbyte that `export` writes them from. A head stays in floating point.
+FOREIGN = {
+    "awq": ("awq", float_compute("int4_g64_zp", skip=("lm_head", "*embed_tokens"))),
+    "gptq": ("gptq", float_compute("int4_g64", skip=("lm_head", "*embed_tokens"))),
+    "compressed-tensors": ("compressed-tensors", float_compute("int4_g64", skip=("lm_head", "*embed_tokens"))),
+    "compressed-tensors, zero points": ("compressed-tensors", float_compute("int4_g32_zp", skip=("lm_head", "*embed_tokens"))),
+}
+
+
+def make_foreign(name: str, folder: Path) -> Path:
+    """Writes the checkpoint of FOREIGN called `name` to `folder`, and returns it."""
+    kind, config = FOREIGN[name]
+    model = make_float(Served("Llama", config, {"tie_word_embeddings": False}))
+    hb.save(hb.quantize_(model, config), folder.with_name(f"{folder.name}-halfbyte"))
+    hb.export(folder.with_name(f"{folder.name}-halfbyte"), folder, kind)
+    return folder
+
+
+def make_w8a8(folder: Path, *, symmetric: bool) -> Path:
+    """Writes a compressed-tensors checkpoint with int8 weights and int8 activations, which are quantized for each row as they come."""
+    model = make_float(Served("Llama", float_compute("int8_channel"), {"tie_word_embeddings": False}))
+    tensors: dict[str, torch.Tensor] = dict(model.state_dict())
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        codes = hb.quantize(tensors.pop(name), "int8_channel")
+        tensors |= {name: codes.data, f"{name}_scale": codes.scale}
+    model.config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+                "input_activations": {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    model.config.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.distributed import get_tensor_model_parallel_world_size as tensor_parallel_size
 from vllm.logger import init_logger
-from vllm.model_executor.kernels import linear as _linear_kernels
+from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
@@ -66,11 +66,13 @@ __all__ = [
     "QuantizationConfig",
     "QuantizeMethodBase",
     "RoutedExperts",
+    "PlatformEnum",
     "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
     "WeightsMapper",
     "apply_moe_activation",
     "current_platform",
+    "linear_kernels",
     "log",
     "pass_over_llvmlite",
     "prefer_kernel",
@@ -89,7 +91,7 @@ log: Any = init_logger("vllm.halfbyte")
 def prefer_kernel(kernel: type[MPLinearKernel | Int8ScaledMMLinearKernel]) -> None:
     """Puts a kernel before vLLM's own ones for CPUs, which follow where it cannot implement a layer."""
     weight_only = issubclass(kernel, MPLinearKernel)
-    table = _linear_kernels._POSSIBLE_KERNELS if weight_only else _linear_kernels._POSSIBLE_INT8_KERNELS
+    table = linear_kernels._POSSIBLE_KERNELS if weight_only else linear_kernels._POSSIBLE_INT8_KERNELS
     kernels = table[PlatformEnum.CPU]
     if kernel not in kernels:
         kernels.insert(0, kernel)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.checkpoint.native.manifest import SECTION
 from halfbyte.checkpoint.native.quantization_config import METHOD, Module, parse
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.vllm import api
@@ -17,6 +18,8 @@ from halfbyte.integrations.vllm.linear import HalfbyteLinearMethod
 from halfbyte.integrations.vllm.names import RENAMED, QuantizedModules
 
 __all__ = ["METHOD", "HalfbyteConfig"]
+
+_KINDS = ("Linear", "Embedding", "Experts")
 
 
 class HalfbyteConfig(api.QuantizationConfig):
@@ -54,7 +57,18 @@ class HalfbyteConfig(api.QuantizationConfig):
         self.modules.rename(hf_to_vllm_mapper.apply_dict)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Notes whether the head shares the embedding's weight, which then is stored once."""
+        """Notes whether the head shares the embedding's weight, which then is stored once.
+
+        Raises UnsupportedError where modules are quantized that vLLM has in floating point, such as convolutions.
+        """
+        weights = (getattr(hf_config, SECTION, None) or {}).get("weights", {})
+        for name, weight in weights.items():
+            if weight.get("kind") not in _KINDS:
+                module = name.removesuffix(".weight")
+                raise UnsupportedError(
+                    f"{module} is a quantized {weight.get('kind')}, and vLLM's models take {', '.join(_KINDS)} alone: "
+                    f"leave it in floating point, with halfbyte.Config(…, skip=({module!r},))"
+                )
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self._tied_head = bool(getattr(text, "tie_word_embeddings", False))
 

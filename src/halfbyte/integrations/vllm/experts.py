@@ -23,6 +23,9 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         gate_up, down: Modules of the checkpoint.
         moe: vLLM's description of the layer.
         prefix: The layer's name.
+
+    Raises:
+        UnsupportedError: The experts have biases, or one scale for all.
     """
 
     def __init__(self, gate_up: Module, down: Module, moe: Any, prefix: str) -> None:
