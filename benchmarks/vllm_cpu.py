@@ -88,12 +88,10 @@ def make_synthetic(target: Path) -> Path:
     """A Llama of the shapes that benchmarks/llm.py calls 0.6b, with random weights in bfloat16."""
     import torch
     import transformers
-    from llm_models import FAMILIES
+    from llm_models import make_config
 
-    family = FAMILIES["llama"]
-    config = getattr(transformers, family.config)(**family.always, **family.sizes["0.6b"], max_position_embeddings=1024, dtype=torch.bfloat16)
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(target)
+    transformers.LlamaForCausalLM(make_config("llama", "0.6b")).bfloat16().save_pretrained(target)
     return target
 
 
@@ -111,8 +109,7 @@ def start(args: argparse.Namespace, name: str, model: Path) -> Any:
     given = [sys.executable, __file__, "--worker", str(model), "--dtype", name if name in FLOATS else args.dtype, "--new", str(args.new)]
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **os.environ}
     worker = subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    while (said := read(worker)) != "ready":
-        del said
+    read(worker)
     return worker
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ class Served(NamedTuple):
 
     kind: str
     config: hb.Config
-    settings: dict[str, Any] = {}
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 def float_compute(fmt: str, **settings: Any) -> hb.Config:
@@ -69,7 +71,6 @@ def make_served(name: str, folder: Path) -> Path:
     served = MODELS[name]
     hb.save(hb.quantize_(make_float(served), served.config), folder)
     return folder
-
 
 
 # Checkpoints of other projects -> the format in halfbyte that `export` writes them from. A head stays in floating point.

@@ -1,6 +1,6 @@
 """What vLLM says to prompts: in this process, or as a program, which tensor parallelism needs.
 
-    python vllm_worker.py FOLDER OUT.pt '{"tensor_parallel_size": 2}'
+python vllm_worker.py FOLDER OUT.pt '{"tensor_parallel_size": 2}'
 """
 
 from __future__ import annotations

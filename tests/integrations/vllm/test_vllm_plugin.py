@@ -1,5 +1,6 @@
 """What vLLM finds: the entry point, the quantization method, kernels before its own, parameters that its loaders shard."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import copy
@@ -170,7 +171,8 @@ def test_parts_of_a_fused_layer_take_their_shards() -> None:
         parameter.tp_rank, parameter.tp_size = 3, 4
         for shard, one in zip("qk", codes, strict=True):
             if name != "weight":
-                parameter.load_qkv_weight(to_dense(one)[name.removeprefix("weight_")], shard_id=shard, num_heads=2, shard_offset=0, shard_size=8)
+                stored = to_dense(one)[name.removeprefix("weight_")]
+                parameter.load_qkv_weight(stored, shard_id=shard, num_heads=2, shard_offset=0, shard_size=8)
     for module, part, one, start in zip(modules, parts, codes, (24, 8), strict=True):
         assert torch.equal(loaded_codes(module, (8, 32), part).dequantize(), one.dequantize()[start : start + 8])
 

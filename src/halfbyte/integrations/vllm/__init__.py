@@ -1,5 +1,6 @@
-"""halfbyte in vLLM, as a plugin that vLLM finds by the entry point `vllm.general_plugins`. The engine, its scheduler, KV cache, sharding and
-weight loaders are vLLM's; halfbyte brings the quantization method "halfbyte" and kernels.
+"""halfbyte in vLLM, as a plugin that vLLM finds by the entry point `vllm.general_plugins`.
+
+The engine, its scheduler, KV cache, sharding and weight loaders are vLLM's; halfbyte brings the quantization method "halfbyte" and kernels.
 
 register.py    called by vLLM in each of its processes
 api.py         everything of vLLM that the plugin uses: no other file imports vLLM

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
@@ -15,7 +14,9 @@ from halfbyte.integrations.vllm.linear import HalfbyteLinearMethod
 
 @api.register_weight_loader_v2_supported_method
 class HalfbyteEmbeddingMethod(HalfbyteLinearMethod):
-    """Rows of a quantized table, and products with it. vLLM pads the vocabulary with rows of zeros, and gives each process some of the rows.
+    """Rows of a quantized table, and products with it.
+
+    vLLM pads the vocabulary with rows of zeros, and gives each process some of the rows.
 
     Args:
         module: Of the checkpoint.

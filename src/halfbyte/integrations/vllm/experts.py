@@ -39,7 +39,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
                     "quantize them to int8_channel"
                 )
         if moe.has_bias:
-            raise UnsupportedError(f"the experts of {prefix} have biases, which the plugin does not add: serve this model with halfbyte serve")
+            raise UnsupportedError(f"the experts of {prefix} have biases, which the plugin does not add: use halfbyte.LanguageModel")
 
     def create_weights(
         self,
