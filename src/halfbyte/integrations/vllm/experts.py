@@ -99,7 +99,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
             topk_weights = topk_weights.masked_fill(topk_ids < 0, 0)
             topk_ids = topk_ids.clamp(min=0)
         gate_up, down = self._packed["w13"], self._packed["w2"]
-        settings = [{"compute": module.compute, "activation": module.activation} for module in self.stacks.values()]
+        settings: list[dict[str, Any]] = [{"compute": module.compute, "activation": module.activation} for module in self.stacks.values()]
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         inner = ops.grouped_linear(x, gate_up, topk_ids, **settings[0]).flatten(0, 1)

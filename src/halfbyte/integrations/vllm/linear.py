@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class HalfbyteLinearMethod(api.LinearMethodBase):
         prefix: The layer's name.
     """
 
-    def __init__(self, modules: Sequence[Module | None], prefix: str) -> None:
+    def __init__(self, modules: tuple[Module | None, ...], prefix: str) -> None:
         self.modules, self.prefix = modules, prefix
 
     def create_weights(

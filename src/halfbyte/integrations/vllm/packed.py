@@ -41,6 +41,9 @@ class Part:
 class PackedRows(nn.Module):
     """Rows of a layer that one product computes: y = x · Wᵀ + bias."""
 
+    input_order: Tensor | None
+    weight: Tensor  # where it is in floating point
+
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__()
         first = parts[0]
@@ -89,7 +92,7 @@ class PackedLayer(nn.Module):
 
     def describe(self, dtype: torch.dtype) -> str:
         """Say in which formats the weights are and which kernel multiplies, for the log."""
-        return " and ".join(text for text, _ in groupby(describe(product, dtype) for product in self.products))
+        return " and ".join(text for text, _ in groupby(describe(rows, dtype) for rows in self.products if isinstance(rows, PackedRows)))
 
 
 def describe(rows: PackedRows, dtype: torch.dtype) -> str:
