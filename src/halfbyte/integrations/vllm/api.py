@@ -11,6 +11,7 @@ import functools
 import sys
 from typing import Any
 
+from vllm import envs as _envs
 from vllm.distributed import get_tensor_model_parallel_world_size as tensor_parallel_size
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear as linear_kernels
@@ -72,6 +73,7 @@ __all__ = [
     "WeightsMapper",
     "apply_moe_activation",
     "current_platform",
+    "key_compiled_graphs",
     "linear_kernels",
     "log",
     "pass_over_llvmlite",
@@ -95,6 +97,14 @@ def prefer_kernel(kernel: type[MPLinearKernel | Int8ScaledMMLinearKernel]) -> No
     kernels = table[PlatformEnum.CPU]
     if kernel not in kernels:
         kernels.insert(0, kernel)
+
+
+def key_compiled_graphs(value: str) -> None:
+    """Makes `value` part of the key under which vLLM keeps compiled graphs on disk.
+
+    A graph of a layer on halfbyte's kernels takes other weights than one on vLLM's, and the key has nothing else to tell them apart.
+    """
+    _envs.environment_variables["HALFBYTE"] = lambda: value
 
 
 def pass_over_llvmlite() -> None:

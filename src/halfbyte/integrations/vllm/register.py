@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfbyte import env
+from halfbyte import __version__, env
 from halfbyte.versions import why_untested
 
 
@@ -19,6 +19,7 @@ def register() -> None:
     api.pass_over_llvmlite()
     if METHOD not in api.QUANTIZATION_METHODS:
         api.register_quantization_config(METHOD)(HalfbyteConfig)
+    api.key_compiled_graphs(f"{__version__}, kernels {'on' if env.vllm_kernels() else 'off'}")
     if env.vllm_kernels():
         from halfbyte.integrations.vllm.int8 import HalfbyteInt8Kernel
         from halfbyte.integrations.vllm.wna16 import HalfbyteWNA16Kernel
