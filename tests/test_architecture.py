@@ -54,6 +54,7 @@ HEAVY = {
     "triton": "halfbyte.kernels.gpu",
     "transformers": "halfbyte.integrations",
     "peft": "halfbyte.integrations",
+    "vllm": "halfbyte.integrations.vllm",
     "rich": "halfbyte.cli",
     "starlette": "halfbyte.serve",
     "uvicorn": "halfbyte.serve",

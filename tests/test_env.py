@@ -21,6 +21,7 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "HALFBYTE_PACKED_GB": env.packed_bytes,
     "HALFBYTE_THREADS": env.threads,
     "HALFBYTE_TUNE": env.tune,
+    "HALFBYTE_VLLM_KERNELS": env.vllm_kernels,
 }
 
 
@@ -127,7 +128,7 @@ def test_bad_packed_bytes(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         env.packed_bytes()
 
 
-@pytest.mark.parametrize(("name", "default"), [("HALFBYTE_TUNE", False), ("HALFBYTE_CHECK", True)])
+@pytest.mark.parametrize(("name", "default"), [("HALFBYTE_TUNE", False), ("HALFBYTE_CHECK", True), ("HALFBYTE_VLLM_KERNELS", True)])
 def test_switches(name: str, default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     read = ACCESSORS[name]
     assert read() is default

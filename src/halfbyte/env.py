@@ -54,6 +54,11 @@ VARIABLES = (
     ),
     Variable("HALFBYTE_THREADS", "threads of the CPU kernels, 1 or more", "as many as torch uses"),
     Variable("HALFBYTE_TUNE", "1: measure GPU kernels for each new shape, and keep the times in the cache folder", "nothing is measured"),
+    Variable(
+        "HALFBYTE_VLLM_KERNELS",
+        "0: vLLM runs AWQ, GPTQ and compressed-tensors checkpoints on its own kernels only",
+        "they run on halfbyte's CPU kernels",
+    ),
 )
 SECRET = {"HALFBYTE_API_KEY"}  # variables whose values are not shown
 
@@ -131,6 +136,14 @@ def check() -> bool:
 def tune() -> bool:
     """Whether GPU kernels are measured for each new shape (HALFBYTE_TUNE). Raises ArgumentError for anything but 0 and 1."""
     return _switch("HALFBYTE_TUNE", default=False)
+
+
+def vllm_kernels() -> bool:
+    """Whether vLLM may run other projects' checkpoints on halfbyte's kernels (HALFBYTE_VLLM_KERNELS).
+
+    Raises ArgumentError for anything but 0 and 1.
+    """
+    return _switch("HALFBYTE_VLLM_KERNELS", default=True)
 
 
 def _switch(name: str, *, default: bool) -> bool:

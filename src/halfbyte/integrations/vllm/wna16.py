@@ -1,0 +1,64 @@
+"""halfbyte's kernels under AWQ, GPTQ and compressed-tensors checkpoints with integer weights and float activations (W4A16, W8A16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfbyte.integrations.vllm import api
+from halfbyte.integrations.vllm.foreign import weight_only_codes, weight_only_format
+from halfbyte.integrations.vllm.packed import PackedLayer, Part
+from halfbyte.nn.modules.quantized import guard
+
+_SYMMETRIC = {api.scalar_types.uint4b8: 4, api.scalar_types.uint8b128: 8}
+_WITH_ZERO_POINTS = {api.scalar_types.uint4: 4, api.scalar_types.uint8: 8}
+
+
+class HalfbyteWNA16Kernel(api.MPLinearKernel):
+    """y = x · Wᵀ + bias, with W in integers of 4 or 8 bits, in blocks or per channel, with or without zero points."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        """Return whether a layer is computed by halfbyte, and why not."""
+        bits = (_WITH_ZERO_POINTS if c.zero_points else _SYMMETRIC).get(c.weight_type)
+        if bits is None:
+            return False, f"halfbyte has no kernels for weights of type {c.weight_type}"
+        if c.group_size == 0 or c.group_size < -1:
+            return False, f"halfbyte takes groups of 1 and more inputs, got {c.group_size}"
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        c = self.config
+        quantized, scale, zero = self._get_weight_params(layer)
+        stored = _rows_first(_unpacked(quantized, c.weight_type), quantized)
+        points = None
+        if c.zero_points and zero is not None:
+            points = _rows_first(_unpacked(zero, c.weight_type), zero)
+        scale_data = _rows_first(scale.data, scale)
+        bits = (_WITH_ZERO_POINTS if c.zero_points else _SYMMETRIC)[c.weight_type]
+        fmt = weight_only_format(bits, c.group_size, zero_points=c.zero_points, scale=scale_data.dtype)
+        layer.packed = PackedLayer([Part(weight_only_codes(fmt, stored, scale_data, points))])
+        for name in (self.w_s_name, self.w_zp_name):
+            if name and getattr(layer, name, None) is not None:
+                delattr(layer, name)
+        # LoRA looks under this name for the layer's device.
+        setattr(layer, self.w_q_name, nn.Parameter(guard(quantized.device), requires_grad=False))
+        api.log.info_once("halfbyte multiplies layers in %s", layer.packed.describe(c.act_type))
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return layer.packed(x, bias)  # type: ignore[no-any-return]
+
+
+def _unpacked(parameter: Any, weight_type: Any) -> Tensor:
+    values: Tensor = api.unpack_quantized_values_into_int32(parameter.data, weight_type, parameter.packed_dim)
+    return values
+
+
+def _rows_first(tensor: Tensor, parameter: Any) -> Tensor:
+    """[outputs, inputs or blocks], whichever order the parameter has."""
+    return tensor if parameter.output_dim == 0 else tensor.t()
