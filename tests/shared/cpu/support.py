@@ -12,6 +12,7 @@ import torch
 from llvmlite import binding
 from torch import Tensor
 
+from halfbyte import env
 from halfbyte.kernels.cpu.codegen import jit
 from halfbyte.kernels.cpu.codegen.ir import Function, Module, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -20,7 +21,7 @@ from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.layouts.base import Packed
 
-RUNNABLE = [isa for isa in ISAS if isa.missing() is None]
+RUNNABLE = [isa for isa in ISAS if isa.missing() is None and env.isa() in (None, isa.name)]
 IR_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
