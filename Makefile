@@ -9,13 +9,17 @@ PIP_ARGS ?=
 PIP := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 COMPAT := -m pytest -c tests/compat/pytest.ini --rootdir . --confcutdir . -n auto --dist worksteal $(ARGS)
 
-.PHONY: help test compat compat-newest compat-oldest compat-vllm lint types docs docs-pages figures demo bench release clean
+.PHONY: help test quick compat compat-newest compat-oldest compat-vllm lint types docs docs-pages figures demo bench release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 test: lint types ## ruff, mypy, then pytest (ARGS="-k name" for some tests)
 	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
+
+quick: lint types ## ruff, mypy, and the tests that tests/quick.txt names, on one instruction set: a minute and a half
+	HALFBYTE_ISA=$$($(BIN)/python -c 'from halfbyte.kernels.cpu.codegen import isas; print(isas.current().name)') \
+		$(BIN)/python -m pytest -q -n auto @tests/quick.txt
 
 compat: compat-newest compat-oldest ## the compatibility suite with the newest and the oldest versions of other packages
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -97,9 +98,15 @@ def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
     return [f"{module}: {sentence}" for sentence in found]
 
 
+@functools.lru_cache(maxsize=2)
+def _nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a file, which each rule goes through."""
+    return list(ast.walk(tree))
+
+
 def _imported(tree: ast.AST) -> Iterator[str]:
     """Every module that is imported anywhere in the tree, inside functions and under TYPE_CHECKING too."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree) if isinstance(tree, ast.Module) else ast.walk(tree):
         match node:
             case ast.Import():
                 # A plain `import halfbyte` is judged by what is taken from it.
@@ -164,7 +171,7 @@ def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _too_many_parameters(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not _compiled_by_triton(node):
             a = node.args
             names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg)))]
@@ -177,7 +184,7 @@ def _left_to_defaults(module: str, tree: ast.AST) -> Iterator[str]:
     """Kernels are told addresses: memory of another size or device than they expect is read or written beside its ends."""
     if module.split(".")[1:2] in ([package] for package in MAY_USE_DEFAULTS):
         return
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in OF_DEFAULT_DEVICE:
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -195,7 +202,7 @@ def _compiled_by_triton(node: ast.AST) -> bool:
 def _kept_bounds(tree: ast.AST) -> Iterator[str]:
     """Variables that bound a `for` inside of another one, which then changes them: unless they have another use, Triton 3.6 takes them for
     dead and keeps what they were at first (triton-lang/triton#9036). In `while` it does not."""
-    for function in ast.walk(tree):
+    for function in _nodes(tree):
         if not _compiled_by_triton(function):
             continue
         for outer in (node for node in ast.walk(function) if isinstance(node, ast.For)):
@@ -221,7 +228,7 @@ def _families(module: str, tree: ast.AST) -> Iterator[str]:
     if module.split(".")[1:2] not in ([package] for package in WITHOUT_FAMILIES):
         return
     names = FAMILY_NAMES - TOKENIZERS.get(module, set())
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
         if " " not in text and (name := text.partition(".")[0]) in names:
             yield f"line {node.lineno}: {name} is a family of models: what is special about it belongs into decoder/families"
@@ -229,7 +236,7 @@ def _families(module: str, tree: ast.AST) -> Iterator[str]:
 
 def _open_matches(tree: ast.AST) -> Iterator[str]:
     """A `match` over names, of activations, dtypes, formats, …, raises for those that it does not name."""
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Match)):
+    for node in (node for node in _nodes(tree) if isinstance(node, ast.Match)):
         alternatives = [getattr(case.pattern, "patterns", [case.pattern]) for case in node.cases]
         names = [part for parts in alternatives for part in parts if isinstance(part, ast.MatchValue)]
         if any(isinstance(part.value, ast.Constant) and isinstance(part.value.value, str) for part in names):
@@ -259,13 +266,13 @@ def stores(text: str) -> list[str]:
                 values |= {name.id: part for name, part in zip(names, parts, strict=False) if isinstance(name, ast.Name)}
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 values[name] = value
-    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    found = {name for node in _nodes(tree) if isinstance(node, ast.Global) for name in node.names}
     of_threads = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and "threading.local" in map(ast.unparse, node.bases)}
     caches = _CACHES | of_threads
     found |= {name for name, value in values.items() if isinstance(value, ast.Call) and _class_of(value) in caches}
     contexts = {name for name, value in values.items() if isinstance(value, ast.Call) and _class_of(value) == "ContextVar"}
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
-    for node in (node for function in functions for node in ast.walk(function)):
+    functions = [node for node in _nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    for node in {node for function in functions for node in ast.walk(function)}:  # those of inner functions once
         match node:
             case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
                 found.add(name)
@@ -351,7 +358,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     texts = {module: path.read_text("utf-8") for module, path in _sources() if path.name != "__init__.py"}
     imports: dict[str, set[str]] = {}
     for module, text in texts.items():
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+        nodes = [node for node in _nodes(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
         named = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names} | {str(node.module) for node in nodes}
         imports[module] = named & texts.keys() - {module}
     while lowest := [module for module, needed in imports.items() if not needed & imports.keys()]:

@@ -1,5 +1,5 @@
 """The program of a decoder of every family, and which kernel computes each op. That programs compute the models is tested in
-`test_language_families.py`."""
+`families/test_language_families.py`."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from captured_graphs import count_replays
 from language_model import make_language_model
 from tiny_decoders import CASES, vary_
 
@@ -29,7 +30,6 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.model import LanguageModel
-from halfbyte.ops.graph_capture import CapturedGraph
 from halfbyte.ops.replay import tapes
 
 KINDS = [
@@ -68,21 +68,7 @@ def ids_of(count: int) -> list[int]:
 @pytest.fixture(autouse=True)
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The replays of each graph."""
-    made: list[int] = []
-    capture, again = CapturedGraph.capture, CapturedGraph.replay
-
-    def counted(self: Any, run: Any) -> Any:
-        found = capture(self, run)
-        made.append(0)
-        return found
-
-    def replayed(self: Any) -> None:
-        made[-1] += 1
-        again(self)
-
-    monkeypatch.setattr(CapturedGraph, "capture", counted)
-    monkeypatch.setattr(CapturedGraph, "replay", replayed)
-    return made
+    return count_replays(monkeypatch)
 
 
 def in_pieces(model: CpuModel | GpuModel, ids: list[int], *, int8: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ from emulated.amx import EmulatedAMX
 from encoder_parts import encoder_layer
 from guarded_memory import ENDS, guarded, guarded_allocations, placed, same, scratch, some
 from samples import random_codes
-from support import RUNNABLE
+from support import AVAILABLE
 from torch import Tensor
 
 from halfbyte import ops
@@ -113,7 +113,7 @@ def products_on_matrix_units(tell: Tell) -> None:
         *(("q4_1", "int8", "block_offset", 16, 32, 64), ("int4_g40_zp", "bf16", "block", 18, 33, 95)),
     )
     unit = EmulatedAMX()
-    for name, inner, activation, m, n, k in cases if current() is RUNNABLE[0] and unit.matrix.missing() is None else ():
+    for name, inner, activation, m, n, k in cases if current() is AVAILABLE[0] and unit.matrix.missing() is None else ():
         fmt, dtype = as_format(name), torch.bfloat16 if inner == "bf16" else torch.float32
         kernel = LinearKernel(fmt, n, k, dtype, inner, activation, isa=unit)  # type: ignore[arg-type]
         x, packed, bias = torch.randn(m, k).to(dtype), cpu_tiles.pack(random_codes(fmt, (n, k))), torch.randn(n)

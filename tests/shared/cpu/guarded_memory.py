@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support import RUNNABLE
+from support import AVAILABLE
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -22,7 +22,7 @@ _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def some(cases: Iterable[Any]) -> list[Any]:
     """On the best instruction set all; on the others, which share most code, every other one, in turn."""
-    number = RUNNABLE.index(current())
+    number = AVAILABLE.index(current())
     return list(cases)[number % 2 :: 2] if number else list(cases)
 
 

@@ -3,13 +3,16 @@
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
 from llvmlite import binding
 from torch import Tensor
 
+from halfbyte import env
 from halfbyte.kernels.cpu.codegen import jit
 from halfbyte.kernels.cpu.codegen.ir import Function, Module, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -18,7 +21,8 @@ from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.layouts.base import Packed
 
-RUNNABLE = [isa for isa in ISAS if isa.missing() is None]
+AVAILABLE = [isa for isa in ISAS if isa.missing() is None]
+RUNNABLE = [isa for isa in AVAILABLE if env.isa() in (None, isa.name)]  # what tests run on
 IR_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -107,6 +111,24 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int, stride: int = 0) 
     whole = torch.full((m, k + stride), torch.nan, dtype=dtype)
     whole[:, :k] = x
     return whole[:, :k]
+
+
+def covering(modules: Iterable[Module]) -> list[Module]:
+    """Some of the modules, in which each instruction of all stands with the types that it has in them: enough to show that a target's
+    compiler knows them all."""
+    found = {module: _instructions(module) for module in modules}
+    uses = Counter(instruction for instructions in found.values() for instruction in instructions)
+    for module in sorted(found, key=lambda module: len(module.text()), reverse=True):  # the largest take longest
+        if all(uses[instruction] > 1 for instruction in found[module]):
+            uses.subtract(found.pop(module))
+    return list(found)
+
+
+def _instructions(module: Module) -> set[str]:
+    """Each line without the names and numbers of its operands."""
+    lines = (line for line in module.text().splitlines() if line.startswith("  "))
+    plain = (re.sub(r"%[\w.]+|\bi32 \d+\b|(?<![\w.<])-?(?:\d[\d.e+-]*|0x\w+)(?![\w.]| x )", "_", line) for line in lines)
+    return {re.sub(r"!\w+|<(?:\w+ _(?:, )?)+>", "_", line) for line in plain}
 
 
 def pairwise(*dimensions: Sequence[object]) -> list[tuple[object, ...]]:

@@ -47,7 +47,7 @@ GLM = {**SCORED, "n_routed_experts": 12, "n_shared_experts": 2}
 GEMMA4 = {**SIZES, "global_head_dim": 64, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
 FULL = {"layer_types": ["full_attention"] * 2}
 OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99, "use_double_wide_mlp": True}
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS: dict[str, partial[Any]] = {
     "llama": partial(transformers.LlamaConfig, **SIZES, attention_bias=True, mlp_bias=True),
     "mistral": partial(transformers.MistralConfig, **SIZES, sliding_window=16),
     "qwen2": partial(transformers.Qwen2Config, **WITHOUT, use_sliding_window=True, **MIXED),
@@ -173,10 +173,15 @@ def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None 
 
 # Windows of 16 that become full, that are full after the prompt, and that take several tokens once they are full.
 WIDTHS = [(9, *[1] * 24), (30, *[1] * 5), (9, *[1] * 12, 5, *[1] * 4, 17, *[1] * 3)]
+PROMPTS = [(9, 5, 17, 3), (30, 1, 5), (9, 1, 7)]
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("kind", KINDS)
+def of_each(widths: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
+    """With all of these each kind that has windows; the others differ by them in nothing, and have the last."""
+    return [(kind, w) for kind, config in KINDS.items() for w in (widths if "sliding_window" in config.keywords else widths[-1:])]
+
+
+@pytest.mark.parametrize(("kind", "widths"), of_each(WIDTHS))
 def test_the_same_logits(kind: str, widths: tuple[int, ...], device: torch.device, calls: list[bool]) -> None:
     plain, short = pair(kind, device)
     found = logits(short, static_cache(short, 64), widths)
@@ -233,8 +238,7 @@ def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]
     return done(monkeypatch, prompt_gpu, "tokens")
 
 
-@pytest.mark.parametrize("widths", [(9, 1, 7), (30, 1, 5), (9, 5, 17, 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "widths"), of_each(PROMPTS))
 def test_prompts(kind: str, widths: tuple[int, ...], device: torch.device, prompts: list[bool]) -> None:
     """The first, and those that go on: with caches that are static, with windows as rings, and growing, and without any."""
     plain, short = pair(kind, device)

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from captured_graphs import count_replays
 from test_generating import ASKED, FAMILIES, AfterThree, Odd, both, make, make_family, prompt, transformers_own
 from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
 
@@ -21,7 +22,6 @@ from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.generate import generating, graphs
 from halfbyte.integrations.transformers.generate.steps import likeliest
 from halfbyte.kernels.gpu.runtime import scratch
-from halfbyte.ops.graph_capture import CapturedGraph
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +41,7 @@ def quantized() -> Any:
 @pytest.fixture(autouse=True)
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The replays of each graph."""
-    made: list[int] = []
-    capture, replay = CapturedGraph.capture, CapturedGraph.replay
-
-    def counted(self: Any, run: Any) -> Any:
-        found = capture(self, run)
-        made.append(0)
-        return found
-
-    def replayed(self: Any) -> None:
-        made[-1] += 1
-        replay(self)
-
-    monkeypatch.setattr(CapturedGraph, "capture", counted)
-    monkeypatch.setattr(CapturedGraph, "replay", replayed)
-    return made
+    return count_replays(monkeypatch)
 
 
 def there(*lengths: int) -> dict[str, Any]:

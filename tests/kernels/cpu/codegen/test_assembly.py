@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support import LLVM, RUNNABLE, pairwise, skip_what_crashes
+from support import LLVM, RUNNABLE, covering, pairwise, skip_what_crashes
 
 from halfbyte.formats import Format, as_format
 from halfbyte.kernels.cpu import probe
@@ -336,6 +336,6 @@ def test_all_is_compiled_for_other_instruction_sets(isa: ISA) -> None:
         modules.append(quantize.build(QuantizeSpec("bf16", bits, zero, "f32", family), isa))
     for inner, bits, out in (*pairwise(("int8", "float"), (4, 8), halves), ("int8", 4, "i8"), ("int8", 8, "i8")):
         modules.append(tile.build(spec_of(isa, inner, bits, "none", (8, False), 3, out=out), isa))
-    for module in modules:
+    for module in covering(modules):
         text = jit.compile_assembly(module, isa)
         assert all(f"\n{function.name}:" in text for function in module.functions)

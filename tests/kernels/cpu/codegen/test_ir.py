@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import RUNNABLE, call, elementwise
+from support import RUNNABLE, call, covering, elementwise
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import ir
@@ -277,3 +277,16 @@ def test_types() -> None:
     assert (ir.lanes_of("ptr"), ir.element_of("ptr"), ir.bytes_of("ptr")) == (1, "ptr", 8)
     types = ("float", "<8 x float>", "<32 x bfloat>", "<4 x i8>", "half")
     assert [ir.mangled(t) for t in types] == ["f32", "v8f32", "v32bf16", "v4i8", "f16"]
+
+
+def test_covering_modules_have_each_instruction_of_all() -> None:
+    def module(*types: str) -> Module:
+        made = Module()
+        f = made.function("f", ["ptr"] * 2)
+        for kind in types:
+            f.parameters[0].store(f.parameters[1].load(kind, 8) + f.parameters[1].load(kind), 4)
+        return made
+
+    whole, part, other = module("i32", "<4 x i32>"), module("<4 x i32>"), module("float")
+    assert covering([part, whole, other]) == [whole, other]
+    assert covering([module("i32"), part, whole]) != [whole], "the smaller ones take less to compile"

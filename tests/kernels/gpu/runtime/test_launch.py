@@ -14,24 +14,14 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.language as tl
 from aot import Job, compile_all
 from triton.backends.compiler import GPUTarget
+from triton_kernels import add
 
 from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.kernels.gpu.hopper import skinny_tile as skinny_hopper_tile
 from halfbyte.kernels.gpu.runtime import compile_time, launch
 from halfbyte.machine import Gpu
-
-
-@triton.jit
-def add(x, y, pair, n, addend, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < n
-    total = tl.load(x + i, mask=mask) + addend
-    if pair[0] is not None:
-        total += tl.load(pair[0] + i, mask=mask)
-    tl.store(y + i, total, mask=mask)
 
 
 def test_run_and_record(device: torch.device) -> None:
