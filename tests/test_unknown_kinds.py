@@ -25,7 +25,7 @@ from halfbyte.formats import blocks, spec
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels import layer_kinds, problem, reference
-from halfbyte.kernels.cpu import chain
+from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import elements, isas
 from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -230,7 +230,7 @@ def test_a_gate_function(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: decoding.normed_linear(x, None, packed, gates=NEW),
         lambda: decoding.normed_linear(x, None, packed, gates=NEW, gated=False),
         lambda: decoding.activated_in_torch(x, NEW, 1.0, gated=True),
-        *(built(chain.build, chain.Step(kind, "silu"), gates=NEW) for kind in ("panels", "product")),
+        *(built(step_sequence.build, step_sequence.Step(kind, "silu"), gates=NEW) for kind in ("panels", "product")),
     )
 
 
@@ -243,7 +243,9 @@ def test_gate_functions_are_what_their_definitions_say(function: layer_kinds.Gat
 
 
 def test_a_function_of_logits() -> None:
-    unsupported("'new'", lambda: layer_kinds.logits_in_torch(weight(), (NEW, 2.0)), built(chain.build, chain.Step("cap"), kind=NEW))
+    unsupported(
+        "'new'", lambda: layer_kinds.logits_in_torch(weight(), (NEW, 2.0)), built(step_sequence.build, step_sequence.Step("cap"), kind=NEW)
+    )
 
 
 def test_scores_of_a_router() -> None:
@@ -333,7 +335,7 @@ def test_an_instruction_set_in_one_list_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_table_has_all_kinds() -> None:
-    assert {*chain.GATES} == {*layer_kinds.GATES}
+    assert {*step_sequence.GATES} == {*layer_kinds.GATES}
     assert {isa.name for isa in isas.ISAS} == {*env.ISAS}
     assert {element.dtype for element in elements.ELEMENTS.values()} >= {*spec.SCALE_DTYPES.values(), *checks.FLOATS}
     assert {*elements.ELEMENTS} >= {*spec.SCALE_DTYPES}

@@ -26,7 +26,7 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.program import TORCH, Lowered, program_of
 from halfbyte.dispatch import cpu
 from halfbyte.dispatch.gpu import choose_gpu, packs_pairs
-from halfbyte.kernels.cpu.chain import Chain
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
@@ -197,8 +197,8 @@ def test_kernels_on_a_cpu_are_those_of_the_model(opened: Opened, monkeypatch: py
 @families("float")
 def test_steps_of_a_token_on_a_cpu_are_those_of_the_native_call(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     chains: list[Any] = []
-    run, (_, mine) = Chain.run, opened
-    monkeypatch.setattr(Chain, "run", lambda self: (chains.append(self), run(self))[1])
+    run, (_, mine) = StepSequence.run, opened
+    monkeypatch.setattr(StepSequence, "run", lambda self: (chains.append(self), run(self))[1])
     mine.decode([5], Cache(mine.spec))
     kernels = lower_cpu.decode_kernels(program_of(mine.spec))
     own = [lowered.op for lowered in kernels if lowered.fused_into is None]

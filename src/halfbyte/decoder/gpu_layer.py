@@ -12,7 +12,7 @@ One new token of each sequence:
 
 Many tokens of each sequence: the same with norms and gates in kernels of their own, `turn` (qk norms, rope and the cache's new entries) and
 `attend_many`. An op that a GPU has no kernel for is that op in torch (`ops`). All launches of a layer are replayed together, once layers
-with the same launches have made them twice (`chain`): one by one they take the host longer than the GPU.
+with the same launches have made them twice (`replay_layer`): one by one they take the host longer than the GPU.
 
 Called by `lower_gpu.py` with layers of a specification, and by `integrations` with those of live modules.
 """
@@ -173,7 +173,7 @@ def packed_layer(attention: Attention, mlp: MLP | Experts | None, own: PerLayerI
     return GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down_proj, down_factor), per_layer)
 
 
-def chain(
+def replay_layer(
     name: str,
     layer: GpuLayer,
     steps: Callable[[], Sequence[Tensor]],
@@ -214,7 +214,7 @@ def decode(
         return [with_own_input(layer, _decoded(layer, x, rotary, cache, mask, advance), own)]
 
     others = mask, *(rotary or (None, None)), cache.keys, cache.values, length, *(cache.scales or (None, None)), own
-    (y,) = chain("token", layer, steps, x, others, advance, cache.ring, undo=lambda: length.sub_(advance))
+    (y,) = replay_layer("token", layer, steps, x, others, advance, cache.ring, undo=lambda: length.sub_(advance))
     return y
 
 
@@ -286,7 +286,7 @@ def prefill(
         return [_after(layer, x, z, queries, cache, mask, own)]
 
     others = mask, *(rotary or (None, None)), cache.keys, cache.values, cache.length, own
-    (y,) = chain(name, layer, steps, x, others)
+    (y,) = replay_layer(name, layer, steps, x, others)
     return y
 
 
@@ -317,7 +317,7 @@ def prefill_with(
         z, queries = _before(first, x, rotary, KeyValues(keys, values, None))
         return [keys, values, queries, *(() if z is x else (z,))]
 
-    keys, values, queries, *read = chain("before", layer, begin, x, rotary or (None, None))
+    keys, values, queries, *read = replay_layer("before", layer, begin, x, rotary or (None, None))
     z = read[0] if read else x
     if update is not None:
         keys, values = update(keys, values)
@@ -326,7 +326,7 @@ def prefill_with(
     def end() -> list[Tensor]:
         return [_after(layer, x, z, queries, KeyValues(keys, values, length), seen, own)]
 
-    (y,) = chain("after", layer, end, x, (None if z is x else z, queries, keys, values, length, seen, own))
+    (y,) = replay_layer("after", layer, end, x, (None if z is x else z, queries, keys, values, length, seen, own))
     return y, (keys, values)
 
 

@@ -132,9 +132,9 @@ def _encodes_unrounded(fmt: Format) -> bool:
 
 def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The minimum and maximum of each block, float32 [r, nb]; a zero is +0."""
-    pairs = [torch.aminmax(as_blocks(rows, fmt), dim=-1) for rows in group]
-    lo, hi = pairs[0].min, pairs[0].max
-    for pair in pairs[1:]:
+    extremes = [torch.aminmax(as_blocks(rows, fmt), dim=-1) for rows in group]
+    lo, hi = extremes[0].min, extremes[0].max
+    for pair in extremes[1:]:
         lo, hi = torch.minimum(lo, pair.min), torch.maximum(hi, pair.max)
     return lo + 0.0, hi + 0.0
 

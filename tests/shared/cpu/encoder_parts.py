@@ -13,12 +13,12 @@ from torch.nn import functional
 from halfbyte import ops
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.cpu import chain
-from halfbyte.kernels.cpu.chain import NORM, Step
+from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import gelu, runtime
 from halfbyte.kernels.cpu.codegen.exponential import BOUND
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.step_sequence import NORM, Step
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer
 from halfbyte.ops.transformer.layers import LayerNorm, Weight
@@ -100,7 +100,7 @@ Launch = Callable[[dict[str, int | tuple[float, float]], dict[str, int]], None]
 
 def native(isa: ISA, threads: int) -> Launch:
     def launch(fields: dict[str, int | tuple[float, float]], _: dict[str, int]) -> None:
-        block = arguments(NORM, compiled(chain.build, Step("norm", centred=True), isa), fields)
+        block = arguments(NORM, compiled(step_sequence.build, Step("norm", layer_norm=True), isa), fields)
         runtime.runner()(ctypes.addressof(block), threads)
 
     return launch

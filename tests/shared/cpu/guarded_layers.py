@@ -309,7 +309,7 @@ def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed |
             rows = None if head is None else _weight(head, bias, place)
             logits = None if head is None else ("cap", 3.0)
             stack, norm = [one.build(place) for one in both], Norm(place(last), 1e-5)
-            model = DecodingStep(stack, _like(table, place), norm, rows, turns=(0, 1), factor=1.5, logits=logits)
+            model = DecodingStep(stack, _like(table, place), norm, rows, rope_index=(0, 1), factor=1.5, logits=logits)
             kept = [_writable(cache, flush) for cache in caches]
             rotary = [place(turn) for turn in turns]
             outputs = []

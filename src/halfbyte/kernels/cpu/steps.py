@@ -1,4 +1,4 @@
-"""Programs: calls of kernels for tensors of fixed sizes, made once and run as one call (`chain.py`), again and again.
+"""Programs: calls of kernels for tensors of fixed sizes, made once and run as one call (`step_sequence.py`), again and again.
 
 What lies between the steps shares one block of memory: each result takes the first gap that is large enough, and its place is free after
 the last step that reads it. So a small network stays in the caches, which memory taken anew at each step would pass through.
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.conv.planned import ConvCall
 from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.layouts.base import round_up
 
 _ALIGNED = 64
@@ -105,7 +105,7 @@ class Program:
                         _pack(block, offset, base + places[value])
             blocks += both
         self._kept = [one.step.kept for one in wired]
-        self._chain = Chain(blocks, threads)
+        self._sequence = StepSequence(blocks, threads)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: those that the call brings, then those that are given, in order of their steps, to be filled."""
@@ -113,7 +113,7 @@ class Program:
             address = tensor.data_ptr()
             for block, offset in places:
                 _pack(block, offset, address)
-        self._chain.run()
+        self._sequence.run()
 
 
 def _places(wired: Sequence[Wired], brought: int) -> tuple[dict[int, int], int]:

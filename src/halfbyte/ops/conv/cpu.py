@@ -33,7 +33,7 @@ from halfbyte.ops.conv.images import (
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.conv.planned import ConvCall, OwnWeights, PlannedConv
+    from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, RearrangedWeights
     from halfbyte.kernels.cpu.steps import Step
 
 _CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ class _Plan(NamedTuple):
     weight_bytes: int
     table_shape: tuple[int, int, int]
     kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply
-    other: OwnWeights | None  # where that is faster
+    other: RearrangedWeights | None  # where that is faster
 
 
 _plans = Bounded[tuple[Any, ...], _Plan](4096)

@@ -47,13 +47,13 @@ SOFTCAP = "the kernels have no soft cap of scores"
 _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "normed_linear(Tensor x, Tensor? norm, float eps, bool plus_one, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
+    "normed_linear(Tensor x, Tensor? norm, float eps, bool unit_offset, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
     "bool gated, float factor) -> Tensor"
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int rotary_dim, str rope_interleaved, "
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor? sinks, float scale, int rotary_dim, str rope_interleaved, "
     "bool norm_after_rope, str projections, bool v_norm, float factor, int advance, bool ring, float? cap) -> Tensor"
 )
 
@@ -82,9 +82,9 @@ def normed_linear(
     n, k = packed.shape
     if norm is not None and norm.layer_norm:
         x, norm = normed(x, norm), None
-    weight, eps, plus_one = rms_parts(norm)
+    weight, eps, unit_offset = rms_parts(norm)
     settings = packed.name, n, k, gates, gated, factor
-    return OPS.normed_linear.default(x, weight, eps, plus_one, packed.data, bias, *settings)  # type: ignore[no-any-return]
+    return OPS.normed_linear.default(x, weight, eps, unit_offset, packed.data, bias, *settings)  # type: ignore[no-any-return]
 
 
 def attend(
@@ -126,9 +126,9 @@ def attend(
     """
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.qk_norm
-    (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
+    (q_norm, eps, unit_offset), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
     of_heads = heads.scale, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, heads.projections, heads.v_norm
-    settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring, heads.softcap
+    settings = eps, unit_offset, heads.sinks, *of_heads, factor, advance, ring, heads.softcap
     of_codes = (None, None) if scales is None else scales
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, *of_codes, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
@@ -151,7 +151,7 @@ def _normed(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
     format: str,
@@ -163,7 +163,7 @@ def _normed(
 ) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
     _check_normed(x, norm, n, k, gates, gated=gated)
-    z = x if norm is None else norm_in_torch(x, Norm(norm, eps, plus_one))
+    z = x if norm is None else norm_in_torch(x, Norm(norm, eps, unit_offset))
     y = _product(z, weight, bias, format, n, k)
     return activated_in_torch(y, gates, factor, gated=gated) if gates else y
 
@@ -199,7 +199,7 @@ def _normed_cuda(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
     format: str,
@@ -218,7 +218,7 @@ def _normed_cuda(
     problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
     plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=bias is not None)
     if isinstance(plan, str):
-        return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, gated, factor)
+        return _normed(x, norm, eps, unit_offset, weight, bias, format, n, k, gates, gated, factor)
     from halfbyte.kernels.gpu.linear import skinny, skinny_hopper
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
@@ -226,9 +226,9 @@ def _normed_cuda(
         check_bias(bias, n, x.device)
     shape = *x.shape[:-1], n // 2 if gates and gated else n
     within = gates if gated and plan.config is not None else ""  # what the product has
-    inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
+    inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, unit_offset)
     with on(x):
-        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
+        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, unit_offset))
         z = z.view(rows, k)
         if plan.config is not None:
             weight, bias = aligned(weight), None if bias is None else bias.contiguous()
@@ -318,7 +318,7 @@ class _Token(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
-    plus_one: bool
+    unit_offset: bool
     sinks: Tensor | None
     scale: float
     rotary_dim: int
@@ -340,7 +340,7 @@ class _Token(NamedTuple):
     def norms(self) -> tuple[Norm, Norm] | None:
         if self.q_norm is None or self.k_norm is None:
             return None
-        return Norm(self.q_norm, self.eps, self.plus_one), Norm(self.k_norm, self.eps, self.plus_one)
+        return Norm(self.q_norm, self.eps, self.unit_offset), Norm(self.k_norm, self.eps, self.unit_offset)
 
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
@@ -560,7 +560,7 @@ def _normed_fake(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
     format: str,

@@ -73,7 +73,7 @@ class DecodingStep:
         norm: Norm,
         head: Weight | None,
         windows: Sequence[int | None] | None = None,
-        turns: Sequence[int] | None = None,
+        rope_index: Sequence[int] | None = None,
         *,
         factor: float = 1.0,
         logits: tuple[LogitsFunction, float] | None = None,
@@ -103,7 +103,7 @@ class DecodingStep:
         last = None if head is None else tensors.product(head)
         self._windows = tuple(windows or (None,) * len(layers))
         inner = tuple(layer.inner for layer in layers)
-        turns = tuple(turns or (0,) * len(layers))
+        rope_index = tuple(rope_index or (0,) * len(layers))
         of_layers = None
         if inputs is not None:
             # norm(s * y) is that of y with another eps.
@@ -113,7 +113,7 @@ class DecodingStep:
             product = tensors.product(inputs.projection)
             of_layers = decoding_step.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
         of_last = norm_of(tensors, norm)
-        self._model = decoding_step.Model(inner, rows[0], factor, of_last, last, logits, self._windows, turns, of_layers)
+        self._model = decoding_step.Model(inner, rows[0], factor, of_last, last, logits, self._windows, rope_index, of_layers)
         self._threads = runtime.threads
         self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
         self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.copied]
@@ -153,7 +153,7 @@ class DecodingStep:
             if isinstance(table, Tensor):
                 to.copy_(table[ids])
         for b, at in enumerate(rotary):
-            steps.turn(b, at)
+            steps.set_rope(b, at)
         y = torch.empty(len(ids), 1, self._width, dtype=torch.float32, device="cpu")
         steps.run(length, y.data_ptr(), mask)
         return y
@@ -170,8 +170,8 @@ class DecodingStep:
 
         found, x = tuple(entries()), torch.empty(batch, tokens, self._k, dtype=torch.float32, device="cpu")
         for layer, entry in zip(self._layers, found, strict=True):
-            turn = x.new_empty(1, tokens, layer.rotary)
-            layer.check(x, (turn, turn), *entry, None)
+            angles = x.new_empty(1, tokens, layer.rotary)
+            layer.check(x, (angles, angles), *entry, None)
         if len(dtypes := {keys.dtype for keys, _, _ in found}) > 1:
             raise ArgumentError(f"a cache of one type is taken, got {dtypes}")
         for (_, _, there), window in zip(found, self._windows, strict=True):

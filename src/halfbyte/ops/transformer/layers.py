@@ -14,7 +14,7 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.chain import Product
+    from halfbyte.kernels.cpu.step_sequence import Product
 
 
 class Weight(NamedTuple):
@@ -80,7 +80,7 @@ class Addresses:
     def product(self, weight: Weight, *, gelu: bool = False) -> Product:
         """The product of float32 activations and this weight, followed by GELU if `gelu`; of stacked weights that of the first."""
         from halfbyte.dispatch.cpu import kernel_for
-        from halfbyte.kernels.cpu.chain import Product
+        from halfbyte.kernels.cpu.step_sequence import Product
 
         n, k = weight.packed.shape[-2:]
         sparse = weight.packed.layout == cpu_tiles.SPARSE

@@ -29,7 +29,7 @@ from halfbyte.ops.transformer.norms import norm_in_torch, why_not_norm
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, Tensor? bias, int chosen, bool normalized, "
+    "add_experts(Tensor x, Tensor norm, float eps, bool unit_offset, Tensor router, Tensor? bias, int chosen, bool normalized, "
     "str scores, Tensor? correction, float factor, Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, "
     "str down_format, Tensor? down_bias, int inner, float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, "
     "Tensor? own_up_bias, Tensor? own_down, str own_down_format, Tensor? own_down_bias, int own_inner, str compute, "
@@ -84,7 +84,7 @@ class _Arguments(NamedTuple):
     x: Tensor
     norm: Tensor
     eps: float
-    plus_one: bool
+    unit_offset: bool
     router: Tensor
     bias: Tensor | None
     chosen: int
@@ -113,7 +113,7 @@ class _Arguments(NamedTuple):
 
     @property
     def before(self) -> Norm:
-        return Norm(self.norm, self.eps, self.plus_one)
+        return Norm(self.norm, self.eps, self.unit_offset)
 
     def check(self) -> None:
         """Raises ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
@@ -216,7 +216,7 @@ def _add_experts_cuda(*args: Any) -> Tensor:
     with on(x):
         own = None if a.own is None else (a.own.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
         router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
-        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
+        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.unit_offset), router, z, logits)
         correction = None if a.correction is None else a.correction.contiguous()
         choice = routing.Choice(a.normalized, a.scores, correction, a.factor)
         routing.launch_choice(here, logits, ids, weights, choice)

@@ -446,7 +446,7 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     cases = (None, 1), (mask, 3)
     found = [[logits(short, static_cache(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
     assert len(replayed_layers("token")) >= 4, "the first layer and the others, each with and without a mask"
-    monkeypatch.setattr(gpu_layer, "chain", lambda _name, _layer, steps, *_, **__: steps())
+    monkeypatch.setattr(gpu_layer, "replay_layer", lambda _name, _layer, steps, *_, **__: steps())
     for (first, again), case in zip(found, cases, strict=True):
         assert torch.equal(first, again)
         assert torch.equal(first, logits(short, static_cache(short, 64), (9, *[1] * 24), *case))

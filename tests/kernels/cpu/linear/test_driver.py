@@ -35,7 +35,16 @@ def test_the_last_tiles_ask_in_turn(asking: int) -> None:
     isa = RUNNABLE[0]
     tile = jit.load("tile", recorder, isa)["tile"]
     said = torch.full((TILES, 2), -1, dtype=torch.int64)
-    some = {"tile_rows": 1, "tiles": TILES, "n": 32, "panel_groups": 1, "chunks": 1, "at_once": 1, "together": 1, "in_turn": asking}
+    some = {
+        "tile_rows": 1,
+        "tiles": TILES,
+        "n": 32,
+        "panel_groups": 1,
+        "chunks": 1,
+        "at_once": 1,
+        "together": 1,
+        "prefetching_tiles": asking,
+    }
     block = LINEAR.buffer({"tile_function": tile, "out": said.data_ptr(), "out_stride": 16, **some})
     panels = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(jit.load("driver", driver.build, isa)["panels"])
     panels(ctypes.addressof(block), 0, 1)

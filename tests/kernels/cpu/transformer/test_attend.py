@@ -7,10 +7,10 @@ import torch
 from attention import CASES, attended, check, native
 from support import RUNNABLE, elementwise
 
-from halfbyte.kernels.cpu.chain import shares
 from halfbyte.kernels.cpu.codegen.exponential import BOUND, exp, relu_squared, silu
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.step_sequence import shares
 from halfbyte.kernels.cpu.transformer.attend import AttendSpec, supports
 
 ISAS = [isa for isa in RUNNABLE if isa.arch]

@@ -14,8 +14,8 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes
-from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.transformer import experts as kernel
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.decoder import Norm
@@ -98,7 +98,7 @@ def run(half: Experts, h: Tensor, threads: int) -> Tensor:
     plan: Any = half.inner(tensors).plan(len(h), threads, h.data_ptr())
     plan.point(out.data_ptr())
     for _ in range(2):  # the second one finds the memory as the first one left it
-        Chain(plan.blocks, threads).run()
+        StepSequence(plan.blocks, threads).run()
     return out
 
 

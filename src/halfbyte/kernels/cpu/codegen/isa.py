@@ -89,7 +89,7 @@ class ISA:
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     once = 0  # rows up to which one tile for all asks for weights that need not stay in a cache
-    asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
+    least_prefetching_tiles = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
     all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
     asking_tiles = 1 << 62  # the most that ask: of more, the last ones
     asks_for_shares = False  # where data have 8 bits, for lines side by side, not for units in turn
@@ -248,13 +248,13 @@ class ISA:
         """A step's activations that are all 1."""
         return f.value("i32", 0x01010101).splat(self.lanes)
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         """Whether a unit (at most 32 k) has accumulators of its own, which `widen` adds to the block's int32 totals."""
         return bits == 4  # eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720)
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
         """The accumulator of a unit at its beginning."""
-        return f.value(self.shorts, 0) if self.apart(bits) else total
+        return f.value(self.shorts, 0) if self.narrow_accumulators(bits) else total
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         """acc + products of the unit weights of a step with its activations `a`, 32 bits of `laid_out` codes in each lane."""
@@ -308,9 +308,9 @@ class ISA:
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""
-        return total + self._pair_sums(acc) if self.apart(bits) else acc
+        return total + self._pair_sums(acc) if self.narrow_accumulators(bits) else acc
 
-    def turned(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
+    def transposed_accumulators(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
         """A block's int32 totals (row by row, a vector each) to the form in which `int8_unit` keeps them, and back again."""
         return totals
 

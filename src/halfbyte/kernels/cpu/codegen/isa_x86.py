@@ -12,7 +12,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of
 from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit, Tiling
 from halfbyte.kernels.cpu.linear.prefetch import LONG_PANEL
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pair_sums
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
@@ -63,7 +63,7 @@ class AVX2(ISA):
         # One core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four. More rows of 8-bit weights
         # do not wait for memory.
         panels = 4 if fmt.bits == 4 or m <= 2 else 1
-        if inner == "int8" and has_pairs(fmt) and not 2 < m < 6:
+        if inner == "int8" and has_pair_sums(fmt) and not 2 < m < 6:
             return Tiling(*self.direct_tile, panels)
         if m <= 2:
             return Tiling(m, 4, panels)
@@ -157,7 +157,7 @@ class AVX2(ISA):
         return acc + self._products(f, a.bits(self.shorts), b.bits(self.shorts))
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
-        return total + self._products(f, acc, f.value(self.shorts, 1)) if self.apart(bits) else acc
+        return total + self._products(f, acc, f.value(self.shorts, 1)) if self.narrow_accumulators(bits) else acc
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
         return f.call(self.quads, "llvm.x86.avx2.pshuf.b", codes, picks)
@@ -196,7 +196,7 @@ class AVX512(AVX2):
     expands = False  # not measured
 
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        return Tiling(*self.direct_tile) if inner == "int8" and has_pairs(geo.format) else Tiling(min(m, 6), 2)
+        return Tiling(*self.direct_tile) if inner == "int8" and has_pair_sums(geo.format) else Tiling(min(m, 6), 2)
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         return f.call(self.shorts, "llvm.x86.avx512.pmaddubs.w.512", unsigned, signed)
@@ -232,7 +232,7 @@ class AVXVNNI(ISA):
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(m, 4) if m <= 2 else Tiling(min(m, 5 if inner == "int8" else 6), 2)
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         return False
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
@@ -281,9 +281,9 @@ class AVX512VNNI(AVXVNNI):
         if self.spreads:
             self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
         if self.intel:
-            self.ahead, self.streams_ahead, self.asks_in_turn, self.all_ask_near = 4096, 1024, 1, True
+            self.ahead, self.streams_ahead, self.least_prefetching_tiles, self.all_ask_near = 4096, 1024, 1, True
         else:
-            self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
+            self.least_prefetching_tiles, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
             self.once, self.brackets = 3, 48
         if zen4:

@@ -380,11 +380,11 @@ class _DirectTile(Tile):
             totals = [column + start for start in starts for column in columns]
         else:
             totals = columns * spec.rows
-        kept = [f.variable(total) for total in isa.turned(self.int8, totals)]
+        kept = [f.variable(total) for total in isa.transposed_accumulators(self.int8, totals)]
         rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
 
         self._walk(kept, self.weights + first * 4, rows)
-        self._finish(isa.turned(self.int8, [k.value for k in kept]), tail, first)
+        self._finish(isa.transposed_accumulators(self.int8, [k.value for k in kept]), tail, first)
         self._write(first)
 
     def _walk(self, kept: list[Variable], weights: Value, rows: list[Value]) -> None:

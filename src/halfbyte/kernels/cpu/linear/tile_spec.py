@@ -41,7 +41,7 @@ class TileSpec:
     bits: int
     scale: Kind
     zero: Zero
-    pairs: bool
+    pair_sums: bool
     unit: int
     single: bool
     by_row: bool
@@ -52,7 +52,7 @@ class TileSpec:
     gelu: bool = False
     folded: bool = False
     panels: int = 1
-    in_turn: bool = False
+    shares_prefetch: bool = False
     near: int | None = 3
     biased: bool = False
     points_off: bool = False

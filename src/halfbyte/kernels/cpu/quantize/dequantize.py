@@ -41,7 +41,7 @@ class DequantizeSpec:
     zero: Zero
     unit: int
     out: Kind
-    pairs: bool = False
+    pair_sums: bool = False
     sparse: bool = False
     packed_bits: int = 0
     table: Family | Literal[""] = ""
@@ -68,7 +68,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
     lane, out_bytes, scale_bytes = row % PANEL, element_of(spec.out).size, element_of(spec.scale).size
     unit_bytes = cpu_tiles.data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
     zero_bytes = zero_size(spec.zero, scale_bytes)
-    tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pairs=spec.pairs)
+    tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pair_sums=spec.pair_sums)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
     buffer = f.alloca("<8 x float>", 1, 32)
     for b in f.loop(blocks):
@@ -124,7 +124,7 @@ def _eight(f: Function, bits: int, data: Value) -> Value:
 @functools.lru_cache(maxsize=1024)
 def spec_of(geo: Geometry, out: Kind) -> DequantizeSpec:
     fmt = geo.format
-    how = geo.pairs, geo.sparse, fmt.packed_bits, fmt.family if fmt.codebook else ""
+    how = geo.pair_sums, geo.sparse, fmt.packed_bits, fmt.family if fmt.codebook else ""
     return DequantizeSpec(fmt.bits, kind_of(fmt.scale), fmt.zero, geo.unit, out, *how)
 
 

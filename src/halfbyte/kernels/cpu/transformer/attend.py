@@ -73,7 +73,7 @@ class AttendSpec:
         masked: Whether there is a mask.
         enters: Whether keys and values are only written to the cache, and queries normed and rotated in place, for `attend_whole.py`.
         rotary_dim: As in `ops.transformer.decoder.Heads`.
-        plus_one: Whether norms multiply by 1 + weight.
+        unit_offset: Whether norms multiply by 1 + weight.
         capped: Whether scores have a soft cap.
         sinks: Whether there are attention sinks, float32 [H].
         rope_interleaved, norm_after_rope, projections, v_norm: As in `ops.transformer.decoder.Heads`.
@@ -86,7 +86,7 @@ class AttendSpec:
     masked: bool
     enters: bool = False
     rotary_dim: int | None = None
-    plus_one: bool = False
+    unit_offset: bool = False
     capped: bool = False
     sinks: bool = False
     rope_interleaved: RopeInterleaved = ""
@@ -181,14 +181,14 @@ class _Attend(Emitter):
         if norm is None:
             return [part * root for part in parts]
         weights = self._loaded(self.pointer(norm))
-        return [part * root * (w + 1.0 if self.spec.plus_one else w) for part, w in zip(parts, weights, strict=True)]
+        return [part * root * (w + 1.0 if self.spec.unit_offset else w) for part, w in zip(parts, weights, strict=True)]
 
     def _rotated(self, parts: list[Value], b: Value, j: Value) -> list[Value]:
         f = self.f
         if not self.rotary_dim:
             return parts
-        turn = b * self.get("rotary_batch") + j * self.get("rotary_token")
-        cos, sin = self.pointer("cos") + turn, self.pointer("sin") + turn
+        angles = b * self.get("rotary_batch") + j * self.get("rotary_token")
+        cos, sin = self.pointer("cos") + angles, self.pointer("sin") + angles
         half, out = self.rotary_dim // self.lanes // 2, []
         for at, part in enumerate(parts[: 2 * half]):
             if is_interleaved(self.spec.rope_interleaved):
@@ -373,7 +373,7 @@ def _sums(parts: list[Value]) -> Value:
     while len(parts) > 1:
         half, merged = len(parts) // 2, []
         for a, b in zip(parts[:half], parts[half:], strict=True):
-            own = a.shuffle([j if not j & half else n + j for j in range(n)], b)
-            merged.append(own + a.shuffle([j + half if not j & half else n + j - half for j in range(n)], b))
+            kept_half = a.shuffle([j if not j & half else n + j for j in range(n)], b)
+            merged.append(kept_half + a.shuffle([j + half if not j & half else n + j - half for j in range(n)], b))
         parts = merged
     return parts[0]

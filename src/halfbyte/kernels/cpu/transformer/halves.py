@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Product, Step, StepKind, phase, shares
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.kernel import arguments
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepKind, phase, shares
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -137,7 +137,7 @@ class Laid:
         norm: Norm | None = None,
         gates: GateFunction | Literal["none"] = "none",
         gated: bool = True,
-        beside: bool = False,
+        external_up: bool = False,
         stride: int | None = None,
     ) -> ProductSteps:
         """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later.
@@ -151,7 +151,7 @@ class Laid:
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_thread, "private": self.private}
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
-        kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated, beside=beside)
+        kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated, external_up=external_up)
         blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, kind=kind)
         return ProductSteps(blocks, linear, table)
 
@@ -216,6 +216,8 @@ def product_steps(
     cut = shares(panels, threads)
     table = (ctypes.c_int64 * len(cut))(*cut)
     of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
-    rows = replace(kind, kind="rows", gates="none", alone=False, beside=False)
-    steps = (replace(kind, kind="product"),) if alone else (rows, Step("panels", kind.gates, alone=kind.alone, beside=kind.beside))
+    rows = replace(kind, kind="rows", gates="none", alone=False, external_up=False)
+    steps = (
+        (replace(kind, kind="product"),) if alone else (rows, Step("panels", kind.gates, alone=kind.alone, external_up=kind.external_up))
+    )
     return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table
