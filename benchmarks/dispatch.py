@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuOption, choose_gpu, packs_pairs, triton_trouble
+from halfbyte.dispatch.gpu import GpuOption, choose_gpu, packs_code_pairs, why_no_triton
 from halfbyte.dispatch.measure import compile_launches, linear_launches
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import as_format
@@ -68,13 +68,13 @@ def main() -> None:
     parser.add_argument("--configs", type=int, default=3, help="of each kernel (default: %(default)s)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if (trouble := triton_trouble()) is not None or not torch.cuda.is_available():
+    if (trouble := why_no_triton()) is not None or not torch.cuda.is_available():
         raise UnsupportedError(f"this benchmark runs on a GPU: {trouble or 'torch sees none'}")
     here, found, lost = gpu(torch.cuda.current_device()), [], []
     for shape in args.shapes:
         n, k = map(int, shape.split("x"))
         for fmt in map(as_format, args.formats):
-            paired = packs_pairs(fmt, (n, k), here)
+            paired = packs_code_pairs(fmt, (n, k), here)
             for m in args.m:
                 taken, times = measure(Problem("linear", m, n, k, fmt, torch.bfloat16, paired=paired), here, args.configs)
                 mine, fastest = name_of(taken), min(times, key=lambda name: times[name])

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu, why_no_triton
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import as_format
@@ -55,7 +55,7 @@ class ExpertsTime:
 
 def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = False, peers: bool = True) -> list[ExpertsTime]:
     """bfloat16 activations on the current GPU."""
-    if (trouble := triton_trouble()) is not None or not torch.cuda.is_available():
+    if (trouble := why_no_triton()) is not None or not torch.cuda.is_available():
         raise UnsupportedError(f"this benchmark runs on a GPU: {trouble or 'torch sees none'}")
     from halfbyte.kernels.gpu.runtime.clock import graph_times
 

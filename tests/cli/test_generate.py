@@ -324,7 +324,7 @@ def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an abacus")
     monkeypatch.setattr("halfbyte.machine.gpu", lambda *_: GPUS[str(arch)])
-    monkeypatch.setattr("halfbyte.dispatch.gpu.triton_trouble", lambda: trouble)
+    monkeypatch.setattr("halfbyte.dispatch.gpu.why_no_triton", lambda: trouble)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     for quiet in (False, True):
         asked = Namespace(device=None, quiet=quiet)

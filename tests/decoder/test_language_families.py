@@ -25,7 +25,7 @@ from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.program import TORCH, Lowered, program_of
 from halfbyte.dispatch import cpu
-from halfbyte.dispatch.gpu import choose_gpu, packs_pairs
+from halfbyte.dispatch.gpu import choose_gpu, packs_code_pairs
 from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
@@ -223,7 +223,9 @@ def test_kernels_on_a_gpu_are_those_that_dispatch_chooses(opened: Opened) -> Non
             rows = 3 * by_place[op.layer, "router"].op.setting("top_k")
             problem = Problem("grouped_linear", rows, n, k, part.packed.format, torch.bfloat16, experts=stack[0])
         else:
-            problem = Problem("linear", 3, n, k, part.packed.format, torch.bfloat16, paired=packs_pairs(part.packed.format, (n, k), here))
+            problem = Problem(
+                "linear", 3, n, k, part.packed.format, torch.bfloat16, paired=packs_code_pairs(part.packed.format, (n, k), here)
+            )
         taken = choose_gpu(problem, here).taken
         assert taken is not None
         fused = [other for other in kernels if (other.op.layer, other.fused_into) == (op.layer, op.name)]

@@ -310,7 +310,7 @@ def test_rows_are_counted_in_powers_of_two() -> None:
 
 
 def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "triton_trouble", lambda: "Triton is not installed: install triton>=3.6")
+    monkeypatch.setattr(rules, "why_no_triton", lambda: "Triton is not installed: install triton>=3.6")
     choice = rules.choose_gpu(problem(1), GPUS["sm_90"])
     assert choice.taken is None
     assert {reason for _, reason in choice.rejected} == {"Triton is not installed: install triton>=3.6"}
@@ -318,7 +318,7 @@ def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         rules.choose_gpu(problem(1, compute="int8"), GPUS["sm_90"])
     found = explain(1, 64, 64, "q4_0", device="sm_90")
     assert "torch dequantizes" in str(found)  # as on a machine with that GPU
-    monkeypatch.setattr(explain_gpu, "triton_trouble", rules.triton_trouble)
+    monkeypatch.setattr(explain_gpu, "why_no_triton", rules.why_no_triton)
     with pytest.raises(UnsupportedError, match="which kernels sm_90 has is not known here: Triton is not installed"):
         explain(1, 64, 64, "q4_0", device="sm_90")
 
@@ -344,7 +344,7 @@ def test_bytes_are_paired_on_hopper() -> None:
     wanted = {"q8_0": True, "int8_channel": True, "int8_g33_zp": False, "q4_0": False}  # what wgmma takes as bytes, without gaps
     for arch in GPUS:
         for fmt, paired in wanted.items():
-            assert rules.packs_pairs(as_format(fmt), (64, 256), GPUS[arch]) == (paired and arch == "sm_90")
+            assert rules.packs_code_pairs(as_format(fmt), (64, 256), GPUS[arch]) == (paired and arch == "sm_90")
     here, there = (explain(8, 64, 256, "q8_0", device=arch).to_json() for arch in ("sm_90", "sm_80"))
     assert here["weight_bytes"] == there["weight_bytes"] + 256
 

@@ -64,7 +64,7 @@ def test_the_same_numbers(config: Config, bias: bool) -> None:
         assert torch.equal(together(x), alone(x))
     for name in ("q_proj", "v_proj", "up_proj"):
         assert torch.equal(together[0].get_submodule(name).weight + 0, alone[0].get_submodule(name).weight + 0)
-        assert together[0].get_submodule(name)._group.held is None, "nothing is kept"
+        assert together[0].get_submodule(name)._group.cached_outputs is None, "nothing is kept"
     assert torch.equal(together.bfloat16()(x.bfloat16()), alone.bfloat16()(x.bfloat16()))
 
 
@@ -315,4 +315,4 @@ def test_compiles_in_one_graph() -> None:
         compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x), expected)
         assert torch.equal(compiled(2 * x), together(2 * x))
-    assert together[0].q_proj._group.held is None
+    assert together[0].q_proj._group.cached_outputs is None

@@ -23,8 +23,8 @@ from halfbyte.checkpoint.wrappers import unwrapped
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.candidates import OWN_LOADER, candidates, named_tensors, own_tensors
-from halfbyte.nn.config import NOTHING, Config, as_config
+from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, direct_tensors, named_tensors
+from halfbyte.nn.config import NO_REASONS, Config, as_config
 from halfbyte.nn.convert import finished
 from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def open_model(
-    path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NOTHING
+    path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
 ) -> StoredModel:
     """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
@@ -145,11 +145,11 @@ def _on_codes(stored: StoredModel, static: Calibrated, device: torch.device | st
     if calibrated(model) is not None:
         raise CheckpointError(f"{stored.path} has other scales than the model, which computes on int8 codes already: pass the float model")
     try:
-        made = rebuilt(model, static)
+        network = rebuilt(model, static)
     except (ArgumentError, KeyError) as e:
         raise CheckpointError(f"the network on int8 codes in {stored.path} cannot be made from the model: {e}") from e
-    _filled(stored, device, made)
-    replace_(model, made)
+    _filled(stored, device, network)
+    replace_(model, network)
     return model
 
 
@@ -180,21 +180,21 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
         finish(model)
     if left_out:
         add_notes(model, left_out)
-    for tell in finished:
-        tell(model)
+    for finish_model in finished:
+        finish_model(model)
     return model
 
 
 def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
     """For each parameter and buffer of the model, the name that it is stored under; raises CheckpointError if one does not fit."""
     weights, folder = checkpoint.weights, checkpoint.path
-    reasons = {c.name: c.reason for c in candidates(model, without_data=True) if c.reason != OWN_LOADER}  # of `load`, which reads codes
+    reasons = {c.name: c.reason for c in candidates(model, without_data=True) if c.reason != CUSTOM_LOADER}  # of `load`, which reads codes
     owners = dict(checkpoint.names())
     same: dict[int, str] = {}  # tensor of the model -> the name that it is stored under
     places: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        places |= {f"{dot}{name}": tensor for name, tensor in own_tensors(module)}
+        places |= {f"{dot}{name}": tensor for name, tensor in direct_tensors(module)}
         if isinstance(module, QuantModule):
             places[f"{dot}weight"] = module.packed_data
         owner = owners.get(f"{dot}weight", "")
@@ -238,16 +238,16 @@ def _fill(
     model: nn.Module, owners: Mapping[str, str], packed: Mapping[str, AnyPacked], plain: Mapping[str, Tensor], weights: Mapping[str, Weight]
 ) -> None:
     """Puts packed weights and plain tensors into the model; `owners` is the result of `_fit`."""
-    made: dict[int, QuantModule] = {}
+    modules: dict[int, QuantModule] = {}
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         owner = owners.get(f"{prefix}.weight", "")
         if weight := weights.get(owner):
-            if id(module) not in made:
+            if id(module) not in modules:
                 settings = (weight.dtype, weight.compute, weight.activation, weight.error)
-                made[id(module)] = _with_order(
+                modules[id(module)] = _with_order(
                     quantized_module(module, packed[owner], *settings), plain.get(order_name(f"{prefix}.weight"))
                 )
-            model.set_submodule(prefix, made[id(module)])
+            model.set_submodule(prefix, modules[id(module)])
     parameters: dict[str, nn.Parameter] = {}
     for name, module, old in list(named_tensors(model)):
         owner = owners[name]

@@ -130,8 +130,8 @@ class DecoderSpec:
                 attention.heads.sinks,
             )
             add(mlp.gate_up, mlp.down_proj, mlp.pre_norm)
-            if (own := layer.per_layer_input) is not None:
-                add(own.gate, own.projection, own.post_norm, own.layer_scale)
+            if (per_layer := layer.per_layer_input) is not None:
+                add(per_layer.gate, per_layer.projection, per_layer.post_norm, per_layer.layer_scale)
             if isinstance(mlp, MLP):
                 add(mlp.post_norm, mlp.layer_scale)
             else:

@@ -171,15 +171,15 @@ def _time(problem: Problem, choice: Choice, geo: cpu_tiles.Geometry) -> float:
     sizes = problem.format, problem.n, problem.k, problem.dtype
     kernel = linear_kernel(*sizes, choice.taken.inner, problem.activation, sparse=geo.sparse)
     x = torch.randn(problem.m, problem.k, dtype=torch.float32, device="cpu").to(problem.dtype)
-    turn = 0
+    call_index = 0
 
     def call() -> None:
-        nonlocal turn
-        turn += 1
-        data = copies[turn % len(copies)]
+        nonlocal call_index
+        call_index += 1
+        data = copies[call_index % len(copies)]
         if problem.op == "linear":
             kernel(x, data.data_ptr(), None, float("-inf"), float("inf"))
         else:  # other experts at each turn
-            grouped.run(kernel, x, [(turn * problem.m + row) % problem.experts for row in range(problem.m)], data, None)
+            grouped.run(kernel, x, [(call_index * problem.m + row) % problem.experts for row in range(problem.m)], data, None)
 
     return measure(call, min_time=0.3).median

@@ -244,8 +244,8 @@ def _predict_experts(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -
         cost_model = {"grouped": "skinny", "grouped_hopper": "gemm_hopper", "grouped_int8_hopper": "gemm_int8_hopper"}[candidate]
         compute: Compute = "float" if COST_MODELS[cost_model].floats else "int8"
         rows = min(tiles.rows, -(-problem.m // active))
-        alike = replace(problem, op="linear", m=rows, n=n * count, experts=1, compute=compute)
-        return _predict_linear(alike, gpu, cost_model, tiles) + (ceilings.start if tiles.ordered else 0.0)
+        dense = replace(problem, op="linear", m=rows, n=n * count, experts=1, compute=compute)
+        return _predict_linear(dense, gpu, cost_model, tiles) + (ceilings.start if tiles.ordered else 0.0)
     cost, element = COST_MODELS["dequantized"], problem.dtype.itemsize
     written = problem.experts * (gpu_tiles.geometry(problem.format, (n, k)).nbytes + n * k * element)
     read = active * n * k * element + 2 * element * problem.m * (k + n)

@@ -255,7 +255,7 @@ def _suggestion(name: object) -> str:
     spelled = re.sub(r"[-\s]", "_", name.strip().lower())
     if spelled in _NAMED or _GRAMMAR.fullmatch(spelled):
         return f" (did you mean {spelled}?)"
-    if nearest := next((ours for theirs, ours in _ELSEWHERE.items() if re.fullmatch(theirs, spelled)), None):
+    if nearest := next((ours for pattern, ours in _ELSEWHERE.items() if re.fullmatch(pattern, spelled)), None):
         return f" (the nearest is {nearest})"
     usual = [*_USUAL, *_NAMED]
     begun = [known for known in usual if spelled and known.startswith(spelled)]

@@ -369,9 +369,9 @@ def _cache_of(path: Path, quantize: Config | None, header: File | None, sparse: 
 def dtype_on_gpu(config: Mapping[str, Any], is_file: bool) -> torch.dtype:
     """Find the type of activations on a GPU: the model's own if it has 16 bits, and otherwise float16; bfloat16 for families whose hidden
     states leave the range of float16. A GGUF file does not name one."""
-    own = dtype_named(config.get("dtype", config.get("torch_dtype")))
-    if own in (torch.float16, torch.bfloat16) and not is_file:
-        return own
+    config_dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
+    if config_dtype in (torch.float16, torch.bfloat16) and not is_file:
+        return config_dtype
     family = find_family(config)
     return torch.bfloat16 if family is not None and family.sqrt_embedding else torch.float16
 

@@ -186,8 +186,8 @@ def _special_tokens(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Names and texts of the special tokens: those of `_NAMES`, and a model's own, such as `image_token`."""
     extra = stated.get("extra_special_tokens")
     for name, value in [*stated.items(), *(extra.items() if isinstance(extra, Mapping) else ())]:
-        own = (name.endswith("_token") or name not in stated) and isinstance(value, str | Mapping)
-        if value is not None if name in _NAMES else own:
+        is_token = (name.endswith("_token") or name not in stated) and isinstance(value, str | Mapping)
+        if value is not None if name in _NAMES else is_token:
             yield name, _text(name, value)
 
 

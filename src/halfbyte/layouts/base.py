@@ -38,7 +38,7 @@ class Packed:
     layout: str
     data: Tensor
     sparse: bool | None = None
-    held: Format | None = None
+    source_format: Format | None = None
     name: str = field(default="", kw_only=True)
     calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
@@ -47,16 +47,16 @@ class Packed:
             object.__setattr__(self, "name", str(self.format))
 
     def __repr__(self) -> str:
-        name = self.name if self.held is None else f"{self.held} as {self.name}"
+        name = self.name if self.source_format is None else f"{self.source_format} as {self.name}"
         return f"Packed({name}, {list(self.shape)}, {self.layout} on {self.data.device})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.format, self.shape, self.layout, self.data, self.sparse, self.held)
+        return type(self), (self.format, self.shape, self.layout, self.data, self.sparse, self.source_format)
 
     @property
     def codes_format(self) -> Format:
         """Of the Codes it was made from, which `unpack` gives back and files hold."""
-        return self.held or self.format
+        return self.source_format or self.format
 
     @property
     def nbytes(self) -> int:

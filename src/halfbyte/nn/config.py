@@ -29,7 +29,7 @@ _Class = TypeVar("_Class")
 
 Decisions = Mapping[str, Format | str]  # of each module its format, or the reason why it is not quantized
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_REASONS: Mapping[str, str] = MappingProxyType({})
 
 # How the range of a result on codes is chosen.
 Observer = Literal["minmax", "percentile", "mse"]  # how static networks find the scales of activations
@@ -208,7 +208,7 @@ def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> t
     return replace(config, calibration=None), calibration
 
 
-def choose(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NOTHING) -> dict[str, Format | str]:
+def choose(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NO_REASONS) -> dict[str, Format | str]:
     """`decide`, after `check_patterns`."""
     check_patterns(config, found)
     return decide(found, config, kept)
@@ -219,7 +219,7 @@ def formats_of(decisions: Decisions) -> dict[str, Format]:
     return {name: fmt for name, fmt in decisions.items() if isinstance(fmt, Format)}
 
 
-def decide(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NOTHING) -> dict[str, Format | str]:
+def decide(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NO_REASONS) -> dict[str, Format | str]:
     """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision.
 
     kept  modules whose weight turned out not to fit its format -> the reason

@@ -16,7 +16,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.memory import size_text
-from halfbyte.nn.candidates import candidates, own_tensors
+from halfbyte.nn.candidates import candidates, direct_tensors
 from halfbyte.nn.config import Config, decide
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
@@ -157,7 +157,7 @@ def _report(model: nn.Module, config: Config | None) -> Report:
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
-    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_held_otherwise(model), *_zeros_left_out(model)))
+    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_stored_differently(model), *_zeros_left_out(model)))
 
 
 def add_kept(model: nn.Module, kept: Mapping[str, str]) -> None:
@@ -172,10 +172,10 @@ def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
 
 def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str]) -> Row:
     """`seen`: tensor id -> the first name, where its bytes are counted."""
-    others = [t for _, t in own_tensors(module)]
+    others = [t for _, t in direct_tensors(module)]
     extra = sum(t.nbytes for t in others if seen.setdefault(id(t), name) == name and not is_lazy(t))
     if not isinstance(module, QuantModule):
-        weight = next((t for n, t in own_tensors(module) if n == "weight"), others[0])
+        weight = next((t for n, t in direct_tensors(module) if n == "weight"), others[0])
         tied_to = owner if (owner := seen[id(weight)]) != name else None
         shape = () if is_lazy(weight) else tuple(weight.shape)
         return Row(name, type(module).__name__, shape, None, reason, extra, extra, tied_to=tied_to)
@@ -204,7 +204,7 @@ def _weights(model: nn.Module) -> list[AnyPacked]:
     return list({id(m.packed_data): m.packed for m in model.modules() if isinstance(m, QuantModule)}.values())
 
 
-def _held_otherwise(model: nn.Module) -> Iterator[str]:
+def _stored_differently(model: nn.Module) -> Iterator[str]:
     weights = _weights(model)
     counts = Counter((w.codes_format, w.format) for w in weights if w.codes_format != w.format)
     for (fmt, here), count in counts.items():

@@ -76,7 +76,7 @@ def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | Non
     on_cpu, codes = device.type == "cpu", codes.to(device)
     if packed_format(codes.format, on_cpu=on_cpu) == codes.format:
         return _pack(codes, on_cpu, sparse)
-    return replace(_pack(codes.integers(), on_cpu, sparse), held=codes.format)
+    return replace(_pack(codes.integers(), on_cpu, sparse), source_format=codes.format)
 
 
 def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
@@ -87,7 +87,7 @@ def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
         packed = pack_dense(codes) if sparse is False else _pack_cpu(codes)
     else:
         sparse_here = sparse is True and gpu_ops().leaves_zeros_out(codes)
-        packed = gpu_tiles.pack(codes, sparse=sparse_here, paired=not sparse_here and gpu_ops().takes_pairs(codes))
+        packed = gpu_tiles.pack(codes, sparse=sparse_here, paired=not sparse_here and gpu_ops().takes_code_pairs(codes))
     return packed if sparse is None else replace(packed, sparse=sparse)
 
 
@@ -111,7 +111,7 @@ def unpack(packed: Packed | PackedConv) -> Codes:
     if isinstance(packed, PackedConv):
         return convolution.unpack(packed)
     codes = _unpack(packed)
-    return codes if packed.held is None else codes.limited_to(packed.held)
+    return codes if packed.source_format is None else codes.limited_to(packed.source_format)
 
 
 def _unpack(packed: Packed) -> Codes:
@@ -149,7 +149,7 @@ def join(parts: Sequence[Packed]) -> Packed:
             data = torch.cat(given, out=cpu_tiles.allocate(sum(part.nbytes for part in parts)))
         else:
             data = torch.frombuffer(memory, dtype=torch.uint8)
-        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse, first.held)
+        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse, first.source_format)
     return pack(Codes.joined([unpack(part) for part in parts], torch.cat), first.device, sparse=first.sparse)
 
 

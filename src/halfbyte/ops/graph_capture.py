@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class CapturedGraph:
                 _pools[self._place] = _trivial(self._device)
             try:
                 self._graph.capture_begin(pool=_pools[self._place].pool(), capture_error_mode=_MODE)
-                if triton_trouble() is None:
+                if why_no_triton() is None:
                     from halfbyte.kernels.gpu.runtime import scratch
 
                     self._owner = scratch.owner(self._device)

@@ -102,7 +102,7 @@ def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *setti
     _check(x, weight, ids, bias, s)
     multiply = _on_cpu(x, ids, s) if x.is_cpu else _on_gpu(x, ids, s)
     if 0 in (x.numel(), s.n, ids.numel(), s.experts):
-        return _nothing(x, ids, bias, shape, s.experts)
+        return _empty_product(x, ids, bias, shape, s.experts)
     return multiply(x.reshape(-1, s.k), weight, bias).view(shape)
 
 
@@ -110,7 +110,7 @@ def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *setti
 _Multiply = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
-def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
+def _empty_product(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
     """The result where K or another size is 0: the bias."""
     y = x.new_zeros(shape)
     if bias is not None and y.numel() and experts:

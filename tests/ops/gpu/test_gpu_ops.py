@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.cli.shared.selftest import checks
-from halfbyte.dispatch.gpu import packs_pairs
+from halfbyte.dispatch.gpu import packs_code_pairs
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.kernels import reference
 from halfbyte.kernels.problem import Activation
@@ -145,7 +145,7 @@ def test_codes_go_there_and_back(fmt: str) -> None:
         assert tensor.is_cuda
         assert torch.equal(tensor.cpu(), codes.tensors()[name]), name
     packed = hb.pack(codes, "cuda")
-    paired = packs_pairs(packed.format, packed.shape, gpu(0))
+    paired = packs_code_pairs(packed.format, packed.shape, gpu(0))
     assert packed.layout == (gpu_tiles.PAIRED if paired else gpu_tiles.NAME)
     for name, tensor in hb.unpack(packed).tensors().items():
         assert torch.equal(tensor.cpu(), codes.tensors()[name]), name

@@ -21,7 +21,7 @@ from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.candidates import own_tensors
+from halfbyte.nn.candidates import direct_tensors
 from halfbyte.nn.described import CONVOLUTIONS, ORDER, Calibrated
 from halfbyte.nn.modules.conv import QuantConv2d
 from halfbyte.nn.modules.experts import QuantExperts
@@ -69,7 +69,7 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
                 tied[f"{dot}weight"] = owner
             if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
                 settings[owner] = (module.compute, module.activation)
-        for name, tensor in own_tensors(module):
+        for name, tensor in direct_tensors(module):
             if tensor.is_meta:
                 raise ArgumentError(f"{dot}{name} has no data (it is on the meta device): load the model before saving it")
             owner = seen.setdefault(id(tensor), f"{dot}{name}")

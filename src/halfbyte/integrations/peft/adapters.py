@@ -125,8 +125,8 @@ _create_new_module = _lora._create_new_module
 
 def _create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
     lora_config._register_custom_module({QuantLinear: QuantLoraLinear, QuantEmbedding: QuantLoraEmbedding})
-    made: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
-    return made
+    adapter: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
+    return adapter
 
 
 def _including(include: Any) -> Any:

@@ -53,10 +53,10 @@ def register() -> None:
 
 def rebind(function: Any, decorate: Callable[[Any], Any]) -> None:
     """Decorates a function of peft in each of its modules that has imported it; those imported later get it from the first."""
-    decorated, own_name = decorate(function), str(function.__name__)
+    decorated, function_name = decorate(function), str(function.__name__)
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "peft" and vars(module).get(own_name) is function:
-            setattr(module, own_name, decorated)
+        if name.partition(".")[0] == "peft" and vars(module).get(function_name) is function:
+            setattr(module, function_name, decorated)
 
 
 def _float_copies(update: Any) -> Any:
@@ -67,8 +67,8 @@ def _float_copies(update: Any) -> Any:
         is_new = adapter_name not in self.modules_to_save
         update(self, adapter_name, *args, **kwargs)
         if is_new and any(isinstance(module, QuantModule) for module in self.original_module.modules()):
-            made = trainable_form(self.modules_to_save[adapter_name])
-            self.modules_to_save[adapter_name] = made.requires_grad_(adapter_name in self.active_adapters)
+            trainable = trainable_form(self.modules_to_save[adapter_name])
+            self.modules_to_save[adapter_name] = trainable.requires_grad_(adapter_name in self.active_adapters)
 
     return updated
 

@@ -162,8 +162,8 @@ def calibrate(
     runs = Runs(model, calibration.tokens, calibration.batch, calibration.device)
     folds: _Folds = {}
     for i, prefix, block, names in runs.blocks(formats, copy, progress):
-        mine = {name: formats[f"{prefix}.{name}"] for name in names}
-        yield from _quantize_layer(runs, i, block, prefix, mine, method, calibration, folds) if mine else ()
+        layer_formats = {name: formats[f"{prefix}.{name}"] for name in names}
+        yield from _quantize_layer(runs, i, block, prefix, layer_formats, method, calibration, folds) if layer_formats else ()
     for name, moments in runs.outside(formats).items():
         linear = runs.in_float32(copy(name, model.get_submodule(name)))
         yield _quantize(linear, name, formats[name], method, moments, calibration)

@@ -237,8 +237,8 @@ class QuantModule(nn.Module):
         found = {name: state_dict[key] for name, key in names.items() if key in state_dict}
         given, whole = state_dict.get(f"{prefix}weight"), f"{prefix}weight"
         guarded = isinstance(given, Tensor) and given.shape == guard().shape
-        mine = {*names.values(), *([whole] if guarded else ())}
-        unexpected_keys[:] = [key for key in unexpected_keys if key not in mine]
+        expected = {*names.values(), *([whole] if guarded else ())}
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in expected]
         if len(found) < len(names):
             if not found and given is not None and not guarded:
                 what = f"{whole} is in floating point there, and this module takes {fmt} codes"

@@ -47,11 +47,11 @@ def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]
     graphs   of `model`, one for each way in which it is called: a pair is folded if it is one in each graph that has either of them
     """
     modules = dict(model.named_modules())
-    pairs = [_pairs(graph, modules) for graph in graphs]
+    foldable = [_foldable(graph, modules) for graph in graphs]
     used = [{str(node.target) for node in graph.nodes if node.op == "call_module"} | _read(graph) for graph in graphs]
     folded = []
-    for names in dict.fromkeys(pair for of_graph in pairs for pair in of_graph):
-        if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(pairs, used, strict=True)):
+    for names in dict.fromkeys(pair for of_graph in foldable for pair in of_graph):
+        if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(foldable, used, strict=True)):
             before, after = (modules[name] for name in names)
             fuse = fuse_linear_bn_eval if isinstance(before, nn.Linear) else fuse_conv_bn_eval
             model.set_submodule(names[0], fuse(before, after))
@@ -65,7 +65,7 @@ def _read(graph: fx.Graph) -> set[str]:
     return {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
 
 
-def _pairs(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+def _foldable(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
     """The names (layer, norm) of the pairs that can be folded as far as one graph shows."""
     used = [node.target for node in graph.nodes if node.op == "call_module"] + list(_read(graph))
     found = []

@@ -88,8 +88,8 @@ def convert_qat_(model: nn.Module) -> nn.Module:
         if isinstance(module, FakeQuantized):
             restore_(module)
     add_kept(model, kept)
-    for tell in finished:
-        tell(model)
+    for finish in finished:
+        finish(model)
     return model
 
 

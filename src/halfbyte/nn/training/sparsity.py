@@ -138,8 +138,8 @@ def _by_inputs(
         weight.data = prune(weight, wanted, method, moments, damping=calibration.gptq.damping, name=f"{name}.weight")
         pruned[name] = weight.data.to(runs.home)
 
-    for i, prefix, block, mine in runs.blocks(names, lambda _, layer: deepcopy(layer), progress):
-        for name, moments in runs.measure(i, block, mine).items():
+    for i, prefix, block, layer_names in runs.blocks(names, lambda _, layer: deepcopy(layer), progress):
+        for name, moments in runs.measure(i, block, layer_names).items():
             shrink(block.get_submodule(name), f"{prefix}.{name}", moments.second)
     for name, moments in runs.outside(names).items():
         shrink(runs.in_float32(deepcopy(model.get_submodule(name))), name, moments.second)

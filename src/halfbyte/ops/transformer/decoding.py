@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu, why_no_triton
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
@@ -168,11 +168,11 @@ def _normed(
     return activated_in_torch(y, gates, factor, gated=gated) if gates else y
 
 
-def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
+def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, multiplier: Tensor | None = None) -> Tensor:
     """`activated` by a kernel, of contiguous y on the current device."""
     from halfbyte.kernels.gpu.transformer import gates as kernel
 
-    other = None if beside is None else beside.view(-1, beside.shape[-1])
+    other = None if multiplier is None else multiplier.view(-1, multiplier.shape[-1])
 
     def steps() -> Tensor:
         out = output(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))
@@ -183,9 +183,9 @@ def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bo
     return replayed(steps, (y, other), "gates", gates, factor, gated)
 
 
-def activated_in_torch(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
+def activated_in_torch(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, multiplier: Tensor | None = None) -> Tensor:
     """Of a product's result, as `normed_linear` has it, in float32, rounded once; what is not `gated` times what lies beside."""
-    gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if beside is None else beside.float())
+    gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if multiplier is None else multiplier.float())
     active = gate_in_torch(gate, gates)
     return (active * factor if up is None else active * up * factor).to(y.dtype)
 
@@ -289,8 +289,8 @@ def _plan(problem: Problem, normed: bool, gated: bool, biased: bool, here: Gpu) 
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
         return NormedPlan(problem, "skinny", config, normed and config is not None and skinny.takes_norm(config))
     if choice.taken.candidate.home == "linear.skinny_hopper" and not biased:
-        alike = (o.config for o in direct if o.candidate.home == "linear.skinny_hopper")
-        best = next((found for config in alike if (found := skinny_hopper_config.gated(problem, config, here))), None)
+        times = (o.config for o in direct if o.candidate.home == "linear.skinny_hopper")
+        best = next((found for config in times if (found := skinny_hopper_config.gated(problem, config, here))), None)
         if best is not None:
             return NormedPlan(problem, "skinny_hopper", best, False)
     gates = (skinny.gated(problem, o.config) for o in options)
@@ -376,7 +376,7 @@ class _Token(NamedTuple):
             fits &= self.rope_interleaved in ROPE_INTERLEAVED and not (self.norm_after_rope and self.of_all_heads)
             fits &= self.projections in PROJECTIONS and (self.others > 0 or self.advance == 0)
             fits &= not self.v_norm or (self.q_norm is not None and not self.of_all_heads)
-            turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
+            rotary, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
                 fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.rotary_dim % 2 == 0
                 fits &= 0 < self.rotary_dim <= dim
@@ -384,7 +384,7 @@ class _Token(NamedTuple):
                     [self.rotary_dim] if self.rope_interleaved == "repeated" else [self.rotary_dim, self.rotary_dim // 2]
                 )
                 fits &= self.rotary[0].shape == self.rotary[1].shape
-            fits &= (turns[0] is None) == (turns[1] is None)
+            fits &= (rotary[0] is None) == (rotary[1] is None)
             fits &= mask is None or (mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
             fits &= mask is None or mask.dtype == torch.bool or mask.is_floating_point()
             fits &= self.sinks is None or (self.sinks.shape == (heads,) and self.sinks.is_floating_point())
@@ -412,8 +412,8 @@ def _attend(*args: Any) -> Tensor:
     if token.v_norm:
         v = wide_norm(v, Norm(torch.ones_like(v[0, 0]), token.eps))
     rotary = None if token.rotary is None else (token.rotary[0].float()[:, None], token.rotary[1].float()[:, None])
-    turns = token.rotary_dim, token.rope_interleaved, token.norm_after_rope
-    q, k = placed_in_torch(q, k, token.norms, rotary, *turns, rows=token.of_all_heads)
+    rope = token.rotary_dim, token.rope_interleaved, token.norm_after_rope
+    q, k = placed_in_torch(q, k, token.norms, rotary, *rope, rows=token.of_all_heads)
     at = token.length.view(1) - (0 if token.others else 1)
     place = at % size if token.ring else at
     if token.others:
@@ -466,15 +466,15 @@ def placed_in_torch(
 ) -> tuple[Tensor, Tensor]:
     """q [..., H, D] and k [..., Hkv, D] with the norms and positions that `ops.transformer.decoder.Heads` has."""
 
-    def turn(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         return x if rotary is None else rope_in_torch(x, *rotary, rotary_dim, rope_interleaved)
 
     if norms is None:
-        return turn(q), turn(k)
+        return rotated(q), rotated(k)
     if norm_after_rope:
-        q, k = turn(q), turn(k)
+        q, k = rotated(q), rotated(k)
     q, k = (wide_norm(t.flatten(-2) if rows else t, norm).view(t.shape) for t, norm in zip((q, k), norms, strict=True))
-    return (q, k) if norm_after_rope else (turn(q), turn(k))
+    return (q, k) if norm_after_rope else (rotated(q), rotated(k))
 
 
 def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, rope_interleaved: RopeInterleaved) -> Tensor:
@@ -542,8 +542,8 @@ def why_not_attend(
     """
     if cap is not None:
         return SOFTCAP
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    if (reason := why_no_triton()) is not None:
+        return reason
     if here.backend != "cuda":
         return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
     from halfbyte.kernels.gpu.transformer import attend as kernel

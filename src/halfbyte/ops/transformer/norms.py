@@ -106,10 +106,10 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
 
 def why_not_norm(k: int, here: Gpu) -> str | None:
     """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/transformer/norm.py`."""
-    from halfbyte.dispatch.gpu import triton_trouble
+    from halfbyte.dispatch.gpu import why_no_triton
 
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    if (reason := why_no_triton()) is not None:
+        return reason
     from halfbyte.kernels.gpu.transformer import norm
 
     if here.backend != "cuda":

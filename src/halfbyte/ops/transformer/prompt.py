@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, GateFunction, key_value_heads
@@ -22,9 +22,9 @@ from halfbyte.ops.transformer.norms import why_not_norm, wide_norm
 
 
 def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
-    """Why a GPU computes `turn` and `attend_many` for such heads in torch's operations; None if by kernels."""
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    """Why a GPU computes `apply_rope` and `attend_many` for such heads in torch's operations; None if by kernels."""
+    if (reason := why_no_triton()) is not None:
+        return reason
     if here.backend != "cuda":
         return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
     from halfbyte.kernels.gpu.transformer import attend_many as kernel
@@ -38,23 +38,25 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
 # Gates
 
 
-def activated(y: Tensor, gates: GateFunction, factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None) -> Tensor:
+def activated(y: Tensor, gates: GateFunction, factor: float = 1.0, *, gated: bool = True, multiplier: Tensor | None = None) -> Tensor:
     """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f, as in `layer_kinds.py`.
     beside: of y's shape and type, where it is not gated: what that is multiplied by; its rows lie equally far apart, and their elements
     side by side."""
-    if beside is not None and (gated or beside.shape != y.shape or beside.dtype != y.dtype):
-        raise ArgumentError(f"what is without gates is multiplied by its like, {y.dtype} {list(y.shape)}, got {list(beside.shape)}")
+    if multiplier is not None and (gated or multiplier.shape != y.shape or multiplier.dtype != y.dtype):
+        raise ArgumentError(f"what is without gates is multiplied by its like, {y.dtype} {list(y.shape)}, got {list(multiplier.shape)}")
     here = gpu(y.get_device()) if y.is_cuda and y.numel() and y.is_contiguous() else None
     if here is None or why_not_norm(1, here) is not None:
-        return activated_in_torch(y, gates, factor, gated=gated, beside=beside)
+        return activated_in_torch(y, gates, factor, gated=gated, multiplier=multiplier)
     with on(y):
-        return activated_on_gpu(y, gates, factor, gated=gated, beside=beside)
+        return activated_on_gpu(y, gates, factor, gated=gated, multiplier=multiplier)
 
 
 # Positions
 
 
-def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads) -> Tensor:
+def apply_rope(
+    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
+) -> Tensor:
     """Queries [B, T, H, D] of qkv [B, T, (H + 2 Hkv) * D], heads after heads, with the norms and positions of `heads`; keys and values are
     written to `keys` and `values` [B, Hkv, S, D] from `length` on; where `heads` say that queries alone are made, nothing is.
 
@@ -63,13 +65,13 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
 
     Where S is too small all queries are NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not fit.
     """
-    _check_turn(qkv, rotary, keys, values, length, heads)
+    _check_rope(qkv, rotary, keys, values, length, heads)
     if not qkv.is_cuda or not qkv.numel() or why_not_many(heads, qkv.dtype, gpu(qkv.get_device())) is not None:
-        return _turn(qkv, rotary, keys, values, length, heads)
+        return _apply_rope(qkv, rotary, keys, values, length, heads)
     if keys.stride() != values.stride() or any(t.stride(-1) != 1 for t in (keys, *(rotary or ()))):
-        return _turn(qkv, rotary, keys, values, length, heads)
+        return _apply_rope(qkv, rotary, keys, values, length, heads)
+    from halfbyte.kernels.gpu.transformer import apply_rope as kernel
     from halfbyte.kernels.gpu.transformer import norm
-    from halfbyte.kernels.gpu.transformer import turn as kernel
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
     norms = None if heads.qk_norm is None else (heads.qk_norm[0][:3], heads.qk_norm[1][:3])
@@ -96,7 +98,7 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
         return replayed(steps, operands, "rope", qkv.shape[:2], heads.num_heads, heads.num_kv_heads, heads.qk_norm_whole, *how, settings)
 
 
-def _check_turn(
+def _check_rope(
     qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
 ) -> None:
     shape, width = (keys.shape[0], heads.num_kv_heads, keys.shape[2], heads.head_dim), heads.outputs
@@ -119,12 +121,14 @@ def _check_turn(
     if not fits:
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, values, *(rotary or ()), length) if t is not None)
         raise ArgumentError(
-            f"turn takes qkv [B, T, (H + 2 Hkv) * D], keys and values [B, Hkv, S, D] of its type, cosines and sines [B, T, R], R <= D, and "
-            f"one int64, got {got} for {heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}"
+            f"apply_rope takes qkv [B, T, (H + 2 Hkv) * D], keys and values [B, Hkv, S, D] of its type, cosines and sines [B, T, R], "
+            f"R <= D, and one int64, got {got} for {heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}"
         )
 
 
-def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads) -> Tensor:
+def _apply_rope(
+    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
+) -> Tensor:
     """In torch's operations, and in float32 like the kernel."""
     tokens = qkv.shape[1]
     q, k, v = parted_in_torch(qkv.view(*qkv.shape[:2], -1, heads.head_dim).float(), heads.num_heads, heads.num_kv_heads, heads.projections)

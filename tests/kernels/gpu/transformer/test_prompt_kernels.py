@@ -272,7 +272,7 @@ def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, rope_inter
         norm_after_rope=normed == "after",
     )
     keys, values = cache_of(at, dtype)
-    queries = prompt.turn(qkv, rotary, keys, values, torch.tensor([at.length]), heads)
+    queries = prompt.apply_rope(qkv, rotary, keys, values, torch.tensor([at.length]), heads)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
     new = slice(at.length, at.length + at.tokens)
     for got, x, norm in zip((queries, keys[:, :, new].transpose(1, 2)), (q, k), norms or (None, None), strict=True):
@@ -288,15 +288,15 @@ def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, rope_inter
 
 def test_what_does_not_fit() -> None:
     qkv, cache, heads = torch.zeros(1, 3, 8 * 32), torch.zeros(1, 2, 8, 32), Heads(4, 2, 32, 1.0)
-    with pytest.raises(ArgumentError, match=r"turn takes qkv"):
-        prompt.turn(qkv, None, cache.half(), cache.half(), None, heads)
-    with pytest.raises(ArgumentError, match=r"turn takes qkv"):
-        prompt.turn(qkv, (torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)), cache, cache, None, heads)
-    with pytest.raises(ArgumentError, match="turn takes qkv"):
-        prompt.turn(qkv, None, cache, cache, None, heads._replace(qk_norm=(Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0))))
+    with pytest.raises(ArgumentError, match=r"apply_rope takes qkv"):
+        prompt.apply_rope(qkv, None, cache.half(), cache.half(), None, heads)
+    with pytest.raises(ArgumentError, match=r"apply_rope takes qkv"):
+        prompt.apply_rope(qkv, (torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)), cache, cache, None, heads)
+    with pytest.raises(ArgumentError, match="apply_rope takes qkv"):
+        prompt.apply_rope(qkv, None, cache, cache, None, heads._replace(qk_norm=(Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0))))
     of_all = Norm(torch.zeros(4 * 32), 0.0), Norm(torch.zeros(2 * 32), 0.0)
-    with pytest.raises(ArgumentError, match="turn takes qkv"):
-        prompt.turn(qkv, None, cache, cache, None, heads._replace(qk_norm=of_all, qk_norm_whole=True, norm_after_rope=True))
+    with pytest.raises(ArgumentError, match="apply_rope takes qkv"):
+        prompt.apply_rope(qkv, None, cache, cache, None, heads._replace(qk_norm=of_all, qk_norm_whole=True, norm_after_rope=True))
     queries: Any = torch.zeros(1, 3, 4, 32)
     with pytest.raises(ArgumentError, match="a mask bool"):
         prompt.attend_many(queries, cache, cache, None, torch.zeros(1, 3, 7, dtype=torch.bool), 1.0)

@@ -24,10 +24,10 @@ class GpuRun(Run):
         lowered, call, module = self._lowered[first], self._call, self._modules[first]
         y: Tensor | None = None
         if lowered is not None:
-            own = None if call.per_layer is None else call.per_layer[:, :, first]
+            per_layer_input = None if call.per_layer is None else call.per_layer[:, :, first]
             rotary, past = call.rotary[first], call.past
             if past is not None and past.layers:
-                y = decoding_gpu.token(module, lowered, x, call.masks[first], past.layers, rotary, own, call.shared)
+                y = decoding_gpu.token(module, lowered, x, call.masks[first], past.layers, rotary, per_layer_input, call.shared)
             if y is None:
-                y = prompt_gpu.tokens(module, lowered, x, call.masks[first], past, rotary, own, call.shared)
+                y = prompt_gpu.tokens(module, lowered, x, call.masks[first], past, rotary, per_layer_input, call.shared)
         return self._by_transformers(x, first) if y is None else y, first + 1

@@ -37,7 +37,7 @@ def tokens(
     mask: Tensor | None,
     past: Cache | None,
     rotary: tuple[Tensor, Tensor],
-    own: Tensor | None,
+    per_layer_input: Tensor | None,
     shared: SharedStates,
 ) -> Tensor | None:
     """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported.
@@ -59,25 +59,27 @@ def tokens(
     seen = _seen(layer, mask, x.shape[1], eager=found.eager)
     if isinstance(seen, str):
         return None
-    own = contiguous_rows(own)
-    if (own is None) != (computed.per_layer is None):
+    per_layer_input = contiguous_rows(per_layer_input)
+    if (per_layer_input is None) != (computed.per_layer is None):
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
-    turns = None if heads.rotary_dim == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
+    rope_cache = None if heads.rotary_dim == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
     if found.shared.reuses:
         place = _lent(layer, found.shared, x, mask, past, shared)
-        return None if place is None else prefill(computed, x, turns, KeyValues(*place), _of_tokens(seen), own, name="others")
+        return (
+            None if place is None else prefill(computed, x, rope_cache, KeyValues(*place), _of_tokens(seen), per_layer_input, name="others")
+        )
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
         # A copy from the host would wait for the GPU.
         cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
     if type(cache) is StaticLayer:
-        y, kept = _with_static(computed, x, seen, turns, cache, own)
+        y, kept = _with_static(computed, x, seen, rope_cache, cache, per_layer_input)
     else:
         # Of codes all of a static cache comes back as floats; of it the new tokens see what is before them.
         before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
         update = None if past is None else partial(past.update, layer_idx=index)
-        y, kept = prefill_with(computed, x, turns, update, _of_tokens(seen), own, before)
+        y, kept = prefill_with(computed, x, rope_cache, update, _of_tokens(seen), per_layer_input, before)
     if found.shared.provides:
         shared[found.shared.kind] = kept
     return y if computed.mlp is not None else add_mlp(layer, found.spec, y)
@@ -108,14 +110,14 @@ def _lent(layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: C
 
 
 def _with_static(
-    layer: GpuLayer, x: Tensor, mask: Tensor | None, turns: Rotary, cache: Any, own: Tensor | None
+    layer: GpuLayer, x: Tensor, mask: Tensor | None, rope_cache: Rotary, cache: Any, per_layer_input: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The output, and keys and values."""
     heads = layer.attention.heads
     if not cache.is_initialized:
         new = x.new_empty(len(x), heads.num_kv_heads, 0, heads.head_dim)
         cache.lazy_initialization(new, new)
-    y = prefill(layer, x, turns, KeyValues(cache.keys, cache.values, cache.cumulative_length), _of_tokens(mask), own)
+    y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), _of_tokens(mask), per_layer_input)
     cache.cumulative_length.add_(x.shape[1])
     return y, (cache.keys, cache.values)
 

@@ -175,13 +175,13 @@ _stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, Frozen]] = Weak
 
 def compiled(stack: Any) -> CompiledStack | str:
     """The compiled stack as it is now, or why its layers are called one by one."""
-    held = _stacks.get(stack)
-    if held is None or not held[1].is_unchanged():
+    cached_stack = _stacks.get(stack)
+    if cached_stack is None or not cached_stack[1].is_unchanged():
         reason = _why_not(stack)
         kinds = layer_kinds(stack)
         found = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
-        held = _stacks[stack] = found, Frozen(stack, _rewritten(stack))
-    return held[0]
+        cached_stack = _stacks[stack] = found, Frozen(stack, _rewritten(stack))
+    return cached_stack[0]
 
 
 def _rewritten(stack: Any) -> tuple[nn.Module, ...]:

@@ -169,19 +169,19 @@ class Inputs:
         longer = after.dim() == 2 and after.shape == (before.shape[0], before.shape[1] + 1) and torch.equal(before, after[:, :-1])
         if before.shape == after.shape and torch.equal(before, after):
             return
-        mine, last = before.clone(), self._place  # no `self` in what is kept: a cycle would keep the cache until garbage is collected
-        place[name] = mine
+        snapshot, last = before.clone(), self._place  # no `self` in what is kept: a cycle would keep the cache until garbage is collected
+        place[name] = snapshot
         if longer and bool((after[:, -1] == 1).all()):
             self.same_shapes = False
-            self._advances.append(lambda: place.update({name: torch.cat((place[name], torch.ones_like(mine[:, :1])), 1)}))
+            self._advances.append(lambda: place.update({name: torch.cat((place[name], torch.ones_like(snapshot[:, :1])), 1)}))
         elif before.shape != after.shape:
             raise UnsupportedError(f"its {name} changes its shape from token to token")
         elif after.dtype in (torch.int64, torch.int32) and torch.equal(before + 1, after):
-            self._advances.append(lambda: mine.add_(1))
+            self._advances.append(lambda: snapshot.add_(1))
         elif after.dim() == 4 and at < after.shape[-1] and torch.equal(_seen(before, at), after):
-            self._advances.append(lambda: mine.index_fill_(-1, last, _visible(mine)))
+            self._advances.append(lambda: snapshot.index_fill_(-1, last, _visible(snapshot)))
         elif after.dim() == 4 and torch.equal(_rolled(before), after):
-            self._advances.append(lambda: mine.copy_(_rolled(mine)))
+            self._advances.append(lambda: snapshot.copy_(_rolled(snapshot)))
         else:
             raise UnsupportedError(f"its {name} changes from token to token in a way that is not known")
 

@@ -72,8 +72,8 @@ class Plan:
         self._whole = second is not None
 
     def point(self, x: int, out: int, cache: Sequence[int], per_layer_input: tuple[int, int] | None = None) -> None:
-        """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`; `per_layer_input`: of a layer with an input of its own
-        where that lies, and bytes from row to row."""
+        """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`; `per_layer_input`: of a layer with an input of
+        its own where that lies, and bytes from row to row."""
         self._attention.point(x, self._memory.starts[0] if self._whole else out, cache)
         if self._whole:
             self._feed_forward.point(out if self._per_layer is None else self._memory.starts[1], x)

@@ -3,8 +3,8 @@
     y[b, t] = norm(dequantize(W0)[ids0[b, t]] + dequantize(W1)[ids1[b, t]] + …),  float32
 
 Tables have layout `cpu_tiles` and one K. Rows are dequantized as in `quantize/dequantize.py` and added in that order, so that the sum is
-torch's bit for bit; the norm is a layer norm as in `step_sequence.py`. An id that its table does not have raises a flag, and row 0 is read in its
-place.
+torch's bit for bit; the norm is a layer norm as in `step_sequence.py`. An id that its table does not have raises a flag, and row 0 is
+read in its place.
 """
 
 from __future__ import annotations
