@@ -198,8 +198,8 @@ def make_model(
             if sparse:
                 prune_(holder, "2:4")
             quantize_(holder, Config(format, embedding="q8_0" if tied else format))
-            for name, made in zip(names, holder, strict=True):
-                model.set_submodule(name, made)
+            for name, built in zip(names, holder, strict=True):
+                model.set_submodule(name, built)
     if mesh is not None:
         parallelize_(model, mesh)
     if not optimized:

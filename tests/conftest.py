@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels are compiled anew in each session, once for all of its processes, and the user's cache stays as it is."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # each has a folder of its own in the session's

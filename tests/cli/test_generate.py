@@ -302,7 +302,7 @@ def test_generate_refuses(arguments: tuple[object, ...], said: str, run: Run, fo
 
 
 @pytest.mark.parametrize(
-    ("arch", "processes", "trouble", "device", "said"),
+    ("arch", "processes", "problem", "device", "said"),
     [
         (None, 1, None, "cpu", ""),
         ("sm_90", 1, None, "cuda", "device: cuda, an abacus\n"),
@@ -314,7 +314,7 @@ def test_generate_refuses(arguments: tuple[object, ...], said: str, run: Run, fo
 def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
     arch: str | None,
     processes: int,
-    trouble: str | None,
+    problem: str | None,
     device: str,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -324,7 +324,7 @@ def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an abacus")
     monkeypatch.setattr("halfbyte.machine.gpu", lambda *_: GPUS[str(arch)])
-    monkeypatch.setattr("halfbyte.dispatch.gpu.why_no_triton", lambda: trouble)
+    monkeypatch.setattr("halfbyte.dispatch.gpu.why_no_triton", lambda: problem)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     for quiet in (False, True):
         asked = Namespace(device=None, quiet=quiet)

@@ -191,10 +191,10 @@ def test_the_table_of_another_gpu_is_passed_over() -> None:
     assert tune.measured(gpu, problem(1), here=True).times == {"skinny": {"Config()": 3e-5}}
 
 
-@pytest.mark.parametrize("trouble", ["no home", "read-only"])
-def test_times_that_cannot_be_written_are_known_to_the_process(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("problem", ["no home", "read-only"])
+def test_times_that_cannot_be_written_are_known_to_the_process(problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS["sm_90"]
-    if trouble == "no home":
+    if problem == "no home":
         monkeypatch.setattr(env, "cache", lambda: None)
     else:
         (tmp_path / "tune").write_text("")  # a file, where the folder would be made
@@ -284,7 +284,7 @@ def test_halves_stand_in_for_each_other() -> None:
 
 
 def test_what_does_not_compile_is_left_out_of_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, made = [False], []
+    together, built = [False], []
 
     @contextmanager
     def compiling(device: torch.device) -> Iterator[None]:
@@ -293,16 +293,16 @@ def test_what_does_not_compile_is_left_out_of_tuning(monkeypatch: pytest.MonkeyP
         together[0] = False
 
     def fails() -> None:
-        made.append(("b", *together))
+        built.append(("b", *together))
         if not together[0]:
             raise KernelError("not for this GPU")
 
     monkeypatch.setattr(launch, "compiling", compiling)
-    contenders: dict[str, list[Callable[[], object]]] = {"a\nConfig(1)": [lambda: made.append(("a", *together))], "b\nConfig(2)": [fails]}
+    contenders: dict[str, list[Callable[[], object]]] = {"a\nConfig(1)": [lambda: built.append(("a", *together))], "b\nConfig(2)": [fails]}
     with pytest.warns(UserWarning, match=r"^b Config\(2\) does not run here, and is left out: not for this GPU$"):
         compile_launches(contenders, torch.device("cuda", 0))
     assert list(contenders) == ["a\nConfig(1)"]
-    assert made == [("a", True), ("b", True), ("a", False), ("b", False)], "all are compiled before one is launched"
+    assert built == [("a", True), ("b", True), ("a", False), ("b", False)], "all are compiled before one is launched"
 
 
 def test_rows_are_counted_in_powers_of_two() -> None:

@@ -68,21 +68,21 @@ def ids_of(count: int) -> list[int]:
 @pytest.fixture(autouse=True)
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The replays of each graph."""
-    made: list[int] = []
+    built: list[int] = []
     capture, again = CapturedGraph.capture, CapturedGraph.replay
 
     def counted(self: Any, run: Any) -> Any:
         found = capture(self, run)
-        made.append(0)
+        built.append(0)
         return found
 
     def replayed(self: Any) -> None:
-        made[-1] += 1
+        built[-1] += 1
         again(self)
 
     monkeypatch.setattr(CapturedGraph, "capture", counted)
     monkeypatch.setattr(CapturedGraph, "replay", replayed)
-    return made
+    return built
 
 
 def in_pieces(model: CpuModel | GpuModel, ids: list[int], *, int8: bool = False) -> Tensor:

@@ -109,5 +109,5 @@ def _as_stored(holder: Holder, owners: Mapping[str, str], stored: StoredModel) -
 
 def _nbytes(module: nn.Module, weight: Any) -> int:
     """Bytes of a whole module, its weight as stored."""
-    own_bytes = sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if weight is None or name != "weight")
-    return own_bytes + (0 if weight is None else int(weight.stored_bytes))
+    direct_bytes = sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if weight is None or name != "weight")
+    return direct_bytes + (0 if weight is None else int(weight.stored_bytes))

@@ -92,9 +92,9 @@ def _quantize_expanded_(
     results: dict[str, Result] = {}
     notes: list[str] = [others] if others else []
     if calibration is not None:
-        own_names = calibrated_names(model, formats)
-        results = {r.name: r for r in calibrate(model, own_names, config.method, as_calibration(calibration), progress=progress)}
-        missed = sorted(name for name in own_names if f"{name}.weight" not in results)
+        calibrated = calibrated_names(model, formats)
+        results = {r.name: r for r in calibrate(model, calibrated, config.method, as_calibration(calibration), progress=progress)}
+        missed = sorted(name for name in calibrated if f"{name}.weight" not in results)
         notes += [unreached(name) for name in missed] + [note for result in results.values() for note in result.notes]
     method = UNCALIBRATED.get(config.method, config.method)
 

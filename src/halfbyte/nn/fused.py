@@ -287,8 +287,10 @@ class FusedLinear(DerivedLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        own_data, whole = self.packed_data, self._group.packed.data
-        if own_data.data_ptr() != whole.data_ptr() and torch.equal(own_data, whole.view(-1)):  # a pickle has the bytes once for each layer
+        view_data, whole = self.packed_data, self._group.packed.data
+        if view_data.data_ptr() != whole.data_ptr() and torch.equal(
+            view_data, whole.view(-1)
+        ):  # a pickle has the bytes once for each layer
             self._set_packed(_part(self._group, self._index))
 
     def _set_packed(self, packed: AnyPacked) -> None:

@@ -124,9 +124,9 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["[UNK]", "[PAD]", *TEXTS[0].split()]
-    made: Any = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return made
+    built: Any = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    return built
 
 
 TEXTS = ["a quick brown fox jumps over lazy dogs", "lazy dogs jumps"]

@@ -289,9 +289,9 @@ def test_a_checkpoint_loads_onto_the_gpu(tmp_path: Path) -> None:
     there = hb.load(tmp_path / "model", device="cuda", model=nn.Sequential(nn.Embedding(40, K), nn.Linear(K, N), nn.Linear(N, 33)))
     ids = torch.tensor([[1, 2, 39]])
     assert torch.allclose(there(ids.cuda()).cpu(), model(ids), rtol=1e-4, atol=1e-4)
-    made_there = nn.Sequential(nn.Linear(K, N)).cuda()
-    hb.quantize_(made_there, "q4_0")
-    assert made_there(torch.randn(2, K, device="cuda")).is_cuda
+    on_gpu = nn.Sequential(nn.Linear(K, N)).cuda()
+    hb.quantize_(on_gpu, "q4_0")
+    assert on_gpu(torch.randn(2, K, device="cuda")).is_cuda
 
 
 def test_opcheck() -> None:

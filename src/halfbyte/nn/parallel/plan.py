@@ -351,12 +351,12 @@ def _spread_heads(heads: int, kv_heads: int, count: int) -> tuple[list[tuple[int
     if kv_heads >= count:
         keys = spread(kv_heads, count)
         return [(a * group, b * group) for a, b in keys], keys
-    own_heads, shared = [], []
+    cut_heads, shared = [], []
     for key, (first, last) in enumerate(spread(count, kv_heads)):
         for start, stop in spread(group, last - first):
-            own_heads.append((key * group + start, key * group + stop))
+            cut_heads.append((key * group + start, key * group + stop))
             shared.append((key, key + 1))
-    return own_heads, shared
+    return cut_heads, shared
 
 
 def _scaled(runs: Sequence[tuple[int, int]], size: int) -> tuple[Ranges, ...]:

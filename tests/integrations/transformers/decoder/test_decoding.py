@@ -213,12 +213,12 @@ def test_arguments() -> None:
     with pytest.raises(ArgumentError, match="half of 3 outputs"):
         normed_linear(torch.randn(1, 32), Norm(torch.randn(32), 1e-5), packed, gates="silu")
     heads = Heads(2, 2, 8, 1.0)
-    turn, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
+    rope, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
     for width in (7, 4 * 8, 7 * 8):
         with pytest.raises(ArgumentError, match="attend takes qkv"):
-            attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, heads)
+            attend(torch.zeros(1, width), (rope, rope), cache, cache.clone(), length, None, heads)
     with pytest.raises(ArgumentError, match="attend takes qkv"):
-        attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), heads)
+        attend(torch.zeros(1, 6 * 8), (rope, rope), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), heads)
 
 
 # What the report and explain say

@@ -41,21 +41,21 @@ def quantized() -> Any:
 @pytest.fixture(autouse=True)
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The replays of each graph."""
-    made: list[int] = []
+    built: list[int] = []
     capture, replay = CapturedGraph.capture, CapturedGraph.replay
 
     def counted(self: Any, run: Any) -> Any:
         found = capture(self, run)
-        made.append(0)
+        built.append(0)
         return found
 
     def replayed(self: Any) -> None:
-        made[-1] += 1
+        built[-1] += 1
         replay(self)
 
     monkeypatch.setattr(CapturedGraph, "capture", counted)
     monkeypatch.setattr(CapturedGraph, "replay", replayed)
-    return made
+    return built
 
 
 def there(*lengths: int) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
 
 def test_processors_and_criteria_of_the_caller(model: Any) -> None:
     def settings() -> dict[str, Any]:
-        own = {"logits_processor": LogitsProcessorList([Odd()]), "stopping_criteria": StoppingCriteriaList([AfterThree()])}
-        return {**there(9, 5, 1), "max_new_tokens": 20, "eos_token_id": None, **own}
+        custom = {"logits_processor": LogitsProcessorList([Odd()]), "stopping_criteria": StoppingCriteriaList([AfterThree()])}
+        return {**there(9, 5, 1), "max_new_tokens": 20, "eos_token_id": None, **custom}
 
     found, expected = both(model, settings)
     assert torch.equal(found, expected)

@@ -288,7 +288,7 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 
 # Compiled, for any CPU
 
-CENTRED = Step("rows", layer_norm=True), Step("norm", layer_norm=True)
+LAYER_NORMS = Step("rows", layer_norm=True), Step("norm", layer_norm=True)
 WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="int8", causal=True, capped=True, sinks=True)
 ADDED = Step("rows", unit_offset=True), Step("norm", unit_offset=True, added=True), Step("scale"), Step("over"), Step("cap")
 OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", alone=True, beside=True)
@@ -299,7 +299,7 @@ STEPS = (
     Step("panels", "gelu_tanh"),
     Step("panels", "relu2", alone=True),
     Step("product"),
-    *CENTRED,
+    *LAYER_NORMS,
     *ADDED,
     *OF_GEMMA4,
 )

@@ -84,8 +84,8 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
             size[r] += weight * (one.size + 2 * wrong / ROUNDING / (len(row) + 8) * one.y.abs())
         if half.shared_expert is not None and common is not None:
             gate_up, down = (one.dequantize().double() for one in common)
-            one, own = Sum.gated(gate_up, down, row), half.shared_expert.gate
-            y[r] += one.y if own is None else torch.sigmoid(own.double() @ row) * one.y
+            one, gate = Sum.gated(gate_up, down, row), half.shared_expert.gate
+            y[r] += one.y if gate is None else torch.sigmoid(gate.double() @ row) * one.y
             size[r] += one.size + one.y.abs()
     return Sum(y, size)
 

@@ -81,13 +81,13 @@ def test_attention_to_codes(
 
     out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
     (k, ks), (v, vs) = (tuple(t.contiguous().to(device, copy=True) for t in part) for part in cache)
-    of_made = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
+    variant = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
     sink = None if sinks is None else sinks.to(device)
-    how_else = attend.How(kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, sink, *of_made)
+    how_else = attend.How(kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, sink, *variant)
     count = torch.tensor([length + there_already], device=device)
-    turns: Any = tuple(t.to(device) for t in rotary)
+    rope_cache: Any = tuple(t.to(device) for t in rotary)
     at_mask, factors = None if mask is None else mask.to(device), norms and tuple((w.to(device), *rest) for w, *rest in norms)
-    attend.launch(gpu, qkv.to(device), turns, (k, v, ks, vs), count, at_mask, out, dim**-0.5, 1 - there_already, factors, how_else)
+    attend.launch(gpu, qkv.to(device), rope_cache, (k, v, ks, vs), count, at_mask, out, dim**-0.5, 1 - there_already, factors, how_else)
     assert count.item() == length + 1
 
     unit = max(UNIT[dtype], 2.0**-24)

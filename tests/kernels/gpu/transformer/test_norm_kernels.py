@@ -55,9 +55,9 @@ def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, shifte
     shift = torch.randn(k).to(dtype) if shifted else None
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
     norm.launch_centred(gpu, x.to(device), (factor.to(device), EPS, plus_one), None if shift is None else shift.to(device), out)
-    centred = x.double() - x.double().mean(1, keepdim=True)
-    root = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
-    part = centred * root * (factor.double() + plus_one)
+    difference = x.double() - x.double().mean(1, keepdim=True)
+    root = (difference.square().mean(1, keepdim=True) + EPS).rsqrt()
+    part = difference * root * (factor.double() + plus_one)
     expected = part if shift is None else part + shift.double()
     # The mean is off by some roundings of a number of 20 in a tree of sums, and so is each difference.
     error = 2.0**-19 * 20 * root * (factor.double() + plus_one).abs() + 2.0**-19 * part.abs()

@@ -232,8 +232,8 @@ def attended(
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(~seen[:, None], -torch.inf)
     off = 2.0**-22 * (q.shape[3] + 4) * scale * (q.abs() @ k.abs().transpose(2, 3)).amax(-1, keepdim=True)
     if sinks is not None:
-        beside = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
+        sink_scores = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1).nan_to_num(0)
     found = [weights @ v, weights @ v.abs(), 2 * off * (weights @ v.abs())]

@@ -55,9 +55,9 @@ class _Image:
 
     def run(self, address: int) -> None:
         count = ctypes.c_int64.from_address(address + SEQUENCE.offset("count")).value
-        chain = self._block(SEQUENCE, address)
+        sequence = self._block(SEQUENCE, address)
         steps = self._copied(ctypes.c_int64.from_address(address + SEQUENCE.offset("steps")).value, 8 * count)
-        self._write(chain + SEQUENCE.offset("steps"), IMAGE + steps)
+        self._write(sequence + SEQUENCE.offset("steps"), IMAGE + steps)
         for i in range(count):
             step = self._read(steps + 8 * i)
             name = self._emulator.functions[ctypes.c_int64.from_address(step).value]

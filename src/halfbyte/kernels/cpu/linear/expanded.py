@@ -26,7 +26,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
 from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE
 from halfbyte.kernels.cpu.linear.sparse import SparseUnit, zeros_of
-from halfbyte.kernels.cpu.linear.tight import TightUnit
+from halfbyte.kernels.cpu.linear.tight import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.tile import Part, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
@@ -193,7 +193,7 @@ class ExpandingTile(ExpandedTile):
         if spec.sparse:
             steps = SparseUnit(isa, spec.bits, at, self.column, self.zeros).steps()
         elif spec.packed_bits:
-            steps = TightUnit(isa, spec.packed_bits, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
+            steps = PackedBitsUnit(isa, spec.packed_bits, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
         else:
             steps = isa.unit_steps(at + self.column * 4, replace(self.int8, steps=None))
         for step in steps:

@@ -18,7 +18,7 @@ _GROUP = 4 * PANEL  # bytes of a group: 4 of each output
 
 
 @dataclass(frozen=True, slots=True)
-class TightUnit:
+class PackedBitsUnit:
     """A unit of k of the outputs from `row_offset` on of a panel whose data for it lie at `at`: codes of `bits` bits."""
 
     isa: ISA

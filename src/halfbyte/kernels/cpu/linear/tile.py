@@ -35,7 +35,7 @@ from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE
 from halfbyte.kernels.cpu.linear.block_end import BlockEnd
 from halfbyte.kernels.cpu.linear.prefetch import Prefetcher, SharingPrefetcher
 from halfbyte.kernels.cpu.linear.sparse import SparseUnit
-from halfbyte.kernels.cpu.linear.tight import TightUnit
+from halfbyte.kernels.cpu.linear.tight import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
@@ -278,10 +278,10 @@ class Tile(BlockEnd):
             self.prefetcher.issue(w, self.unit_bytes + (self.tail_bytes if spec.single else 0))
         rows = w + row_offset * 4
         points = weight_meta + row_offset + PANEL * self.scale_bytes if spec.zero == "point" else None
-        unit: SparseUnit | TightUnit | None = (
+        unit: SparseUnit | PackedBitsUnit | None = (
             SparseUnit.of(self.isa, spec.bits, w, row_offset, points, spec.vectors) if spec.sparse else None
         )
-        unit = TightUnit(self.isa, spec.packed_bits, spec.signed, spec.unit, w, row_offset, spec.vectors) if spec.packed_bits else unit
+        unit = PackedBitsUnit(self.isa, spec.packed_bits, spec.signed, spec.unit, w, row_offset, spec.vectors) if spec.packed_bits else unit
         if spec.vectors == 1:  # products read activations themselves: an address with an index makes one instruction two on Intel's CPUs
             a = f.pinned(a, "r")
         if spec.inner == "int8":
