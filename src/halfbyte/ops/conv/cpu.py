@@ -26,8 +26,8 @@ from halfbyte.ops.conv.images import (
     check_codes,
     check_conv2d,
     check_one_scale,
+    empty_result,
     from_numbers,
-    nothing,
     out_shape,
 )
 from halfbyte.ops.tensors import aligned
@@ -191,7 +191,7 @@ def conv2d(
     _check_weight(weight, plan)
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     if plan.kernel is None:
-        return nothing(x, bias, residual, plan.out_shape, low, high)
+        return empty_result(x, bias, residual, plan.out_shape, low, high)
     residual = None if residual is None else channels_last(residual)
     if x.stride() != plan.strides:
         x = channels_last(x)

@@ -36,8 +36,8 @@ from halfbyte.ops.conv.images import (
     check_codes,
     check_conv2d,
     check_one_scale,
+    empty_result,
     from_numbers,
-    nothing,
     out_shape,
 )
 from halfbyte.ops.replay import key_of, replayed, tapes
@@ -164,7 +164,7 @@ def _conv2d(
         check_one_scale(plan.sizes)
     check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
-        return nothing(x, bias, residual, plan.shape, low, high), None
+        return empty_result(x, bias, residual, plan.shape, low, high), None
     given: _Operands = x, weight, bias, residual
     if bias is not None:
         bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)

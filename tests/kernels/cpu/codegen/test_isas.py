@@ -291,7 +291,7 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 LAYER_NORMS = Step("rows", layer_norm=True), Step("norm", layer_norm=True)
 WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="int8", causal=True, capped=True, sinks=True)
 ADDED = Step("rows", unit_offset=True), Step("norm", unit_offset=True, added=True), Step("scale"), Step("over"), Step("cap")
-OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", alone=True, beside=True)
+OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", alone=True, external_up=True)
 STEPS = (
     Step("sequence"),
     Step("rows"),
