@@ -101,7 +101,7 @@ def joined(parts: Sequence[Tensor]) -> ctypes.Array[ctypes.c_char] | None:
             return None
         at += len(part)
     whole = (ctypes.c_char * sum(part.nbytes for part in parts)).from_address(parts[0].data_ptr())
-    whole.parts = memory  # type: ignore[attr-defined]  # which are given back when nobody has them
+    whole.parts = memory  # type: ignore[attr-defined]  # which are freed with their last reference
     return whole
 
 

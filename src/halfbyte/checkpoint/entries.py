@@ -154,7 +154,7 @@ def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[st
 
 
 def joined(*parts: Mapping[str, Entry]) -> dict[str, Entry]:
-    """All entries. Raises CheckpointError for a weight that the files hold twice, as with a plain one beside its codes."""
+    """All entries. Raises CheckpointError for a weight that the files hold twice, as with a plain one next to its codes."""
     entries: dict[str, Entry] = {}
     for part in parts:
         if twice := entries.keys() & part.keys():

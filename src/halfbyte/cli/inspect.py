@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cells(row: dict[str, Any], otherwise: bool) -> tuple[str, ...]:
-    """A row of the table; `otherwise`: with halfbyte's format and bytes beside those of the files."""
+    """A row of the table; `otherwise`: with halfbyte's format and bytes next to those of the files."""
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["tied_to"] is not None:
         return row["name"], row["type"], shape, "tied to", row["tied_to"], *("",) * (4 if otherwise else 1)

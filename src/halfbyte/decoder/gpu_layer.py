@@ -96,7 +96,7 @@ class GpuLayer:
         o_proj, down_proj: The linear layers that add to the residual stream; `down_proj` is None for experts.
         per_layer: What it does with an input of its own, and the linear layer that adds; None where it has none.
         launch_id: Equal for layers that launch the same kernels; None: the launches of a layer are not replayed together.
-        operands: Tensors that kernels read, beside x, rope, mask and cache; of layers with a `launch_id` alone.
+        operands: Tensors that kernels read in addition to x, rope, mask and cache; only of layers with a `launch_id`.
     """
 
     attention: Attention
@@ -109,7 +109,7 @@ class GpuLayer:
 
     @property
     def weights(self) -> list[Weight]:
-        """Of all products but experts'."""
+        """The weights of all products except experts'."""
         dense = [self.mlp.gate_up, self.mlp.down_proj] if isinstance(self.mlp, MLP) else []
         per_layer_weights = [] if self.per_layer is None else [self.per_layer[0].gate, self.per_layer[0].projection]
         return [*self.attention.qkv, self.attention.o_proj, *dense, *per_layer_weights]

@@ -26,10 +26,10 @@ from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight, why_not_packed
 from halfbyte.ops.transformer.norms import wide_norm
 
-_FEW = 32  # tokens that take layers as one call: what lies between layers is kept for all of them
+_FEW = 32  # tokens for which all layers are one native call, whose intermediate results are kept for all of them
 _STEP = "decode step"  # the native call
 _NORMS = "rms_norm", "layer_norm"
-# The kernels of ops that have steps of their own, beside linear layers.
+# The kernels of ops with a step of their own, linear layers excepted.
 _STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
 _STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_scale": "each"}
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small

@@ -133,7 +133,7 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
     if problem.op == "linear" and not problem.sparse:
         problem = replace(problem, paired=packs_code_pairs(problem.format, (problem.n, problem.k), found))
     choice = choose_gpu(problem, found)
-    if compute == "auto":  # nobody asked for what that is
+    if compute == "auto":  # the caller asked for none in particular
         auto = f"compute='auto' is {problem.compute!r} on a GPU"
         told = ((candidate, auto if candidate.compute != problem.compute else reason) for candidate, reason in choice.rejected)
         choice = choice._replace(rejected=tuple(told))

@@ -1,6 +1,6 @@
 """Which kernel solves a linear layer on a GPU, or one of experts: the literal lists of candidates, and why each may not be taken.
 
-All candidates read the layout of a weight, whichever it has, so the choice is made anew for every number of rows. (Most read 2:4 sparse
+All candidates read the layout of a weight, whichever it has, so the choice is repeated for every number of rows. (Most read 2:4 sparse
 weights after their zeros were put back.) Of linear layers, what was measured decides where this machine has been tuned or the package
 carries a table for its architecture; elsewhere what `roofline` predicts. Of experts, the first candidate that can is taken; what `explain`
 says that they take is predicted.

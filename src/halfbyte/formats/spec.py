@@ -217,7 +217,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def zero_size(zero: Zero, number_bytes: int) -> int:
-    """The bytes of a zero beside a scale of `number_bytes`."""
+    """Bytes of a zero point or offset that is stored with a scale of `number_bytes`."""
     match zero:
         case "none":
             return 0

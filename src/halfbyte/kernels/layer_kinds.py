@@ -79,7 +79,7 @@ def scores_in_torch(logits: Tensor, scores: Literal["sigmoid", "softmax"]) -> Te
 
 
 def key_value_heads(projections: Projections) -> int:
-    """How many heads a layer computes beside queries, for each of its key-value heads."""
+    """Number of heads that a layer computes for each key-value head in addition to queries."""
     match projections:
         case "qkv":
             return 2

@@ -8,8 +8,8 @@
                    "source_format", "offset", "bytes", "crc"}, ...]}; "crc" is the CRC-32 of a weight's first and last page
     the rest       the weights, each at a multiple of 4096
 
-All little-endian. A file is read only where it belongs to the user and nobody else can write it. Its length is checked before it is mapped,
-so that a truncated file is damaged, not a bus error; it is never written again, only replaced.
+All little-endian. A file is read only where it belongs to the user and no other user can write it. Its length is checked before it is
+mapped, so that a truncated file is damaged, not a bus error; it is never written again, only replaced.
 """
 
 from __future__ import annotations

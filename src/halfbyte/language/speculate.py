@@ -183,7 +183,7 @@ class Draft:
 
 
 def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """The number of tokens, at most so many, in which two texts begin alike."""
+    """The length of the common prefix of two texts in tokens, at most so many."""
     most = min(most, len(one))
     if one[:most] == other[:most]:
         return most

@@ -1,6 +1,6 @@
 """A jinja2 environment for templates from elsewhere: sandboxed, and limited in work, memory and time.
 
-Used by chat_template.py. jinja2's sandbox keeps a template from files and from Python's internals, not from running for ever or from making
+Used by chat_template.py. jinja2's sandbox keeps a template from files and from Python's internals, not from running forever or from making
 strings of gigabytes. Here a template may do so many steps and make so many characters, and whatever can take long or make something large
 is counted before or as it happens:
 

@@ -28,7 +28,7 @@ class Packed:
     layout  name of the byte order, which the module of that name in this package defines
     data    uint8, one dimension
     sparse  whether zeros are to be left out, as `pack` was told: on other devices, too
-    held    the format of the Codes, where `format` is another (see `dispatch/packed.py`)
+    source_format  the format of the Codes, where `format` is another (see `dispatch/packed.py`)
     name    the format's name, cached: computing it takes longer than a small kernel, and torch.compile of torch 2.8 cannot trace it
     calls   what the operations keep, so that repeated calls take less time
     """
@@ -55,7 +55,7 @@ class Packed:
 
     @property
     def codes_format(self) -> Format:
-        """Of the Codes it was made from, which `unpack` gives back and files hold."""
+        """The format of the Codes that were packed, which `unpack` returns and files hold."""
         return self.source_format or self.format
 
     @property

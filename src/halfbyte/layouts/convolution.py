@@ -180,7 +180,7 @@ class PackedConv:
 
     @property
     def codes_format(self) -> Format:
-        """As of Packed: convolutions have no codes that a device holds otherwise."""
+        """The format of the codes; convolutions are stored in the same format on all devices."""
         return self.sizes.format
 
     @property

@@ -58,7 +58,7 @@ _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their
 
 
 def plane_groups(packed_bits: int) -> int:
-    """Of how many 4 k a byte of the second plane holds bits."""
+    """Number of groups of 4 k whose high bits share a byte of the second plane."""
     return lookup({5: 8, 6: 4}, packed_bits, "the planes of codes of so many bits,")
 
 
@@ -107,7 +107,7 @@ class Geometry:
 
     @functools.cached_property
     def bits(self) -> int:
-        """Of a code, as data have it."""
+        """Bits of a stored code."""
         return self.format.stored_bits
 
     @functools.cached_property
@@ -353,7 +353,7 @@ def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
         codes = torch.cat((codes & 15, codes >> 4), dim=4)
     first, second = codes.reshape(*units.shape[:2], -1, PANEL, KEPT).unbind(-1)
     places = torch.stack((places & 15, places >> 4), dim=-1).reshape(first.shape).int()
-    # By the places, what moves each number to its byte of a 32-bit word: the first code, the second, and what stands for 0.
+    # The shuffle that moves each number to its byte of a 32-bit word, by positions: the first code, the second, and the code of 0.
     kept_positions = [[k for k in range(GROUP) if p >> k & 1] for p in range(1 << GROUP)]
     moved = [[1 << 8 * ks[i] if len(ks) == KEPT else 0 for ks in kept_positions] for i in range(KEPT)]
     moved.append([sum(1 << 8 * k for k in range(GROUP) if k not in ks) for ks in kept_positions])

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from halfbyte.errors import FormatError
 
-# By which of four neighbours are not 0, a bit each: the positions that are kept, two bits each; 16 where these are more than two.
+# The kept positions, two bits each, by the mask of which of four neighbours are not 0; 16 where more than two are.
 _POSITIONS = (4, 4, 4, 4, 8, 8, 9, 16, 12, 12, 13, 16, 14, 16, 16, 16)
 
 

@@ -129,7 +129,7 @@ class Geometry:
 
     @functools.cached_property
     def kept_bytes(self) -> int:
-        """Of codes without their positions."""
+        """Bytes of codes without their positions."""
         return self.n_padded * self.k_padded * self.format.bits // 8 * KEPT // (GROUP if self.sparse else KEPT)
 
     @functools.cached_property
@@ -170,8 +170,8 @@ def geometry(fmt: Format, shape: tuple[int, ...], *, sparse: bool = False, paire
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
-    """Of a weight [n, k] of so many packed bytes: a sparse one has fewer than any other and a paired one more, and so operations know
-    which it is."""
+    """The layout of a weight [n, k] by its number of packed bytes: a sparse one has fewer than any other and a paired one more, and so
+    operations know which it is."""
     layouts = [geometry(fmt, (n, k)), geometry(fmt, (n, k), sparse=True)]
     if fmt.bits == 8:
         layouts.append(geometry(fmt, (n, k), paired=True))

@@ -74,7 +74,7 @@ def _with_custom_loader(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
 
 
 def _routers(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
-    """Names of the Linears that score experts: beside a module called `experts`, with as many outputs as that has experts."""
+    """Names of the routers: Linears that are siblings of a module called `experts`, with as many outputs as that has experts."""
     found: set[str] = set()
     for name, module in modules:
         home, _, last_part = name.rpartition(".")

@@ -243,7 +243,7 @@ class FusedLinear(DerivedLinear):
 
     @property
     def biases(self) -> list[Tensor | None]:
-        """Those of all layers that it is fused with, in one list for ever."""
+        """The parameters of all layers that it is fused with; always the same list object."""
         return self._group.biases
 
     @property

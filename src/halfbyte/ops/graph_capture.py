@@ -16,7 +16,7 @@ from halfbyte.dispatch.gpu import why_no_triton
 
 T = TypeVar("T")
 
-# By device and the stream of replays, as two graphs in one memory must not run at the same time: a graph whose memory others share.
+# A graph whose memory others share, by device and the stream of replays: two graphs in one memory must not run at the same time.
 _pools: dict[tuple[int, int], Any] = {}
 _lost: list[Any] = []  # those in whose memory a capture failed
 _streams: dict[int, Any] = {}  # by device: of captures

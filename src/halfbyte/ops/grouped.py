@@ -106,7 +106,7 @@ def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *setti
     return multiply(x.reshape(-1, s.k), weight, bias).view(shape)
 
 
-# Of x [M, K], the packed bytes and the bias of all experts: [pairs, N].
+# (x [M, K], packed bytes, bias of all experts) -> [pairs, N]
 _Multiply = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 

@@ -185,7 +185,7 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
 
 
 def nearest(fmt: Format, v: Tensor) -> Tensor:
-    """Of the codes of a format with a table the nearest to each v, float32."""
+    """The codebook entry nearest to each v, float32."""
     codes, ends = (torch.tensor(numbers, dtype=torch.float32, device=v.device) for numbers in _levels(fmt))
     return codes[torch.bucketize(v.float(), ends)]
 

@@ -38,7 +38,7 @@ from halfbyte.nn.described import ORDER
 from halfbyte.nn.modules.quantized import guard
 
 _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
-# Of compressed-tensors' layouts of 2:4 sparse weights: sparse-24-bitmask and sparse-bitmask, marlin-24.
+# Parts of compressed-tensors' layouts of 2:4 sparse weights: sparse-24-bitmask and sparse-bitmask, marlin-24.
 _SPARSE = (".compressed", ".bitmask", ".row_offsets", ".scale_packed", ".meta")
 # Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")

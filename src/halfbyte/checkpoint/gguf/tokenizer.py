@@ -245,7 +245,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
     backend: Any = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    # As in llama.cpp: one more space before each piece of text, even one that begins with a space.
+    # One more space precedes each piece of text, even one that begins with a space, as in llama.cpp.
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))

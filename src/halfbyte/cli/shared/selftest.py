@@ -258,7 +258,7 @@ def _right_codes(expected: Any, found: Tensor) -> Tensor:
 
 
 def _convolutions(codes: Codes) -> Iterator[tuple[str, Tensor, Codes, int, Tensor]]:
-    """Of 3 x 3 taps, one of them depthwise: its name, images, weight, groups and bias."""
+    """Convolutions with 3 x 3 taps, one of them depthwise: name, images, weight, groups and bias."""
     generator = torch.Generator().manual_seed(5)
     for name, channels, groups in (("3 x 3", 40, 1), ("depthwise", 24, 24)):
         weight = torch.randn(24, channels // groups, 3, 3, generator=generator)

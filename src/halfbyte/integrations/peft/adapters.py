@@ -130,7 +130,7 @@ def _create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: An
 
 
 def _including(include: Any) -> Any:
-    """Of `_maybe_include_all_linear_layers`: quantized layers too, all but the head; targets that could not be trained are refused."""
+    """Replace `_maybe_include_all_linear_layers`: quantized layers too, all but the head; targets that could not be trained are refused."""
 
     @wraps(include)
     def included(peft_config: Any, model: Any) -> Any:
@@ -204,7 +204,7 @@ def _in_words(init: Any) -> Any:
 
 
 def _knowing_sizes(features: Any) -> Any:
-    """Of `_get_in_out_features`, which warns of classes that it does not know."""
+    """Replace `_get_in_out_features`, which warns of classes that it does not know."""
 
     @wraps(features)
     def sizes_of(module: nn.Module) -> tuple[int | None, int | None]:

@@ -76,7 +76,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
     def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
         if isinstance(format, Config) and settings:
-            raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} beside it: use dataclasses.replace")
+            raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} in addition: use dataclasses.replace")
         self.quant_method = METHOD  # type: ignore[assignment]
         config = format if isinstance(format, Config) else Config(format, **settings)
         self.config: Config | None

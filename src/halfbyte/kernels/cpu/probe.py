@@ -1,6 +1,6 @@
 """The ceilings of this machine, measured: what memory delivers and what the arithmetic units can do.
 
-A kernel's time is judged against these, taken beside it: shared and virtual machines drift.
+A kernel's time is judged against these, measured in the same run: shared and virtual machines drift.
 """
 
 from __future__ import annotations

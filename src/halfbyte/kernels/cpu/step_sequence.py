@@ -13,9 +13,9 @@ Norms are RMS norms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 201
 centred, layer norms, (x - mean(x)) /
 sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450), the mean taken before the squares.
 
-A product of one row: every thread prepares the row for itself, so that nobody waits. Of more rows: threads share them in a step before.
-Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
-nobody waits long for the last.
+Before a product of one row every thread prepares the row for itself, without a barrier; more rows are shared by the threads in a separate
+step. Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
+the wait for the last thread is short.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Step:
     """kind: "sequence", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
     (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; centred: norms are layer norms;
     unit_offset: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing of
-    the product; beside: it multiplies what is given beside; scaled: a sum with a residual is multiplied by a float that lies where an RMS
-    norm would have its shift."""
+    the product; external_up: gates multiply a tensor from outside; scaled: a sum with a residual is multiplied by a float that lies where
+    an RMS norm would have its shift."""
 
     kind: StepKind
     gates: GateFunction | Literal["none"] = "none"
@@ -143,7 +143,7 @@ def _sequence(f: Function) -> None:
     for i in f.loop(count):
         step = (steps + i * 8).load("ptr", 0, 8)
         more = (i + 1) < count
-        with f.when(thread.equals(0) & more):  # nobody counts in the next step now
+        with f.when(thread.equals(0) & more):  # no thread uses the next step's counter yet
             (steps + (i + 1) * 8).load("ptr", 0, 8).store(f.value("i64", 0), LINEAR.offset("counter"), 8)
         f.call_pointer(step.load("ptr", 0, 8), step, thread, threads)
         with f.when((threads > 1) & more):
@@ -218,7 +218,7 @@ def _each(f: Function, isa: ISA, function: Callable[[Function, Value, Value], Va
 
 
 class RowNorm:
-    """Of rows of k elements. Sums are four side by side, those of squares by fused multiply-adds."""
+    """RMSNorm or LayerNorm of rows of k elements: four partial sums, those of squares by fused multiply-adds."""
 
     def __init__(
         self, f: Function, isa: ISA, k: Value, vectors: tuple[Value, Value], eps: Value, layer_norm: bool, unit_offset: bool = False
@@ -381,7 +381,7 @@ class StepSequence:
 
 
 def run_lanes(sequences: Sequence[StepSequence]) -> None:
-    """Chains that know nothing of each other, each made for one thread, side by side."""
+    """Run independent single-threaded sequences in parallel."""
     addresses = (ctypes.c_int64 * len(sequences))(*(sequence.ready() for sequence in sequences))
     block = kernel.arguments(LANES, phase(Step("lanes")), {"sequences": ctypes.addressof(addresses), "count": len(sequences)})
     runtime.runner()(ctypes.addressof(block), len(sequences))

@@ -33,7 +33,7 @@ class Step(NamedTuple):
     threads  that are worth waking for it
     nbytes   of what it makes
     inputs   where in the block the addresses of the tensors go that it reads; `out`, `scratch`: of what it makes, and of memory for it
-    shared   bytes of such memory, and for `each` thread beside
+    shared   bytes of scratch memory that threads share; `each`: bytes more per thread
     kept     what the block points to
     """
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: float) -> Step:
-    """Of a convolution of codes, which nobody else calls by the same block."""
+    """The step of a convolution of codes; its argument block must not be used by other calls."""
     pack_call(call.buffer, CALL, 0, 0, 0, 0, weights.data_ptr(), table.data_ptr(), 0, 0, low, high)
     batch, channels, height, width = call.out_shape
     size, each = batch * channels * height * width, call.memory // call.threads
@@ -57,7 +57,7 @@ def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: 
 
 
 def linear_step(kernel: LinearKernel, m: int, weights: Tensor, table: Tensor, low: float, high: float) -> Step:
-    """Of a linear layer of codes."""
+    """The step of a linear layer of codes."""
     threads, geo = kernel.threads(m, runtime.threads()), kernel.geometry
     buffer, scratch = kernel.arguments(m, threads)
     pack_call(buffer, CALL, 0, 0, geo.k, 0, weights.data_ptr(), table.data_ptr(), 0, 0, low, high)
@@ -85,7 +85,7 @@ class Program:
         scratch = max(one.step.shared + threads * one.step.each for one in wired)
         self._memory = torch.empty(size + scratch + _ALIGNED, dtype=torch.uint8, device="cpu")
         base = round_up(self._memory.data_ptr(), _ALIGNED)
-        # Of what is brought and of what is given: where its address goes.
+        # Offsets in the blocks at which the addresses of inputs and outputs are written.
         self._open: dict[int, list[tuple[Buffer, int]]] = {i: [] for i in range(brought)}
         self._open |= {brought + i: [] for i, one in enumerate(wired) if one.given}
         blocks = []

@@ -58,7 +58,7 @@ class StackedExperts(nn.Module):
         self.transposed = transposed
 
     def forward(self, x: Tensor, expert_ids: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As `halfbyte.grouped_linear`, expert by expert."""
+        """`halfbyte.grouped_linear`, expert by expert."""
         rows = x if x.dim() > expert_ids.dim() else x.unsqueeze(1).expand(*expert_ids.shape, -1)
         y = rows.new_empty((*expert_ids.shape, self.weight.shape[1]))
         for e in expert_ids.unique().tolist():

@@ -318,7 +318,7 @@ class ParallelRow:
 
 @dataclass(frozen=True, slots=True)
 class ParallelReport:
-    """This process's part of each weight. `str()` is a table, one line for all layers that are cut alike.
+    """This process's part of each weight. `str()` is a table, one line for all layers with the same sharding.
 
     sums  how parts of sums are added across processes
     """

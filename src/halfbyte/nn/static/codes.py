@@ -419,7 +419,7 @@ class _Rewriter:
         return None
 
     def _activation(self, node: fx.Node) -> tuple[Scale, tuple[int, int], list[fx.Node]]:
-        """The scale and the clamp of a layer's result, with the ReLU behind it where nobody else reads the result."""
+        """The scale and the clamp of a layer's result, with the ReLU behind it where the result has no other reader."""
         users = list(node.users)
         if len(users) == 1 and users[0].name in self.scales:
             module = module_of(users[0], self.modules)

@@ -171,7 +171,7 @@ class _Added(nn.Module):
 
 
 def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
-    """The graph in which a convolution whose result is added to others and read by nobody else does so itself."""
+    """The graph in which a convolution whose result is added to others and has no other reader adds it itself."""
     modules, place = dict(network.named_modules(remove_duplicate=False)), {node: i for i, node in enumerate(network.graph.nodes)}
     added: dict[fx.Node, fx.Node] = {}  # convolutions, by the additions
     for node in network.graph.nodes:

@@ -169,7 +169,7 @@ class FeedForward(Protocol):
 
     @property
     def most_rows(self) -> int | None:
-        """That are better computed in one call than otherwise; None: there may be any number of them."""
+        """The largest number of rows for which one native call is faster; None: no limit."""
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
@@ -450,7 +450,7 @@ def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: P
 
 
 def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
-    """By the addresses of its tensors."""
+    """The layer by the addresses of its tensors."""
     from halfbyte.kernels.cpu.transformer import halves
 
     shift = 0

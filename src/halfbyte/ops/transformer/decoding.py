@@ -184,7 +184,7 @@ def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bo
 
 
 def activated_in_torch(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, multiplier: Tensor | None = None) -> Tensor:
-    """Of a product's result, as `normed_linear` has it, in float32, rounded once; what is not `gated` times what lies beside."""
+    """Apply the gate function in float32, rounded once; `multiplier` is the other factor where `y` has no up projection."""
     gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if multiplier is None else multiplier.float())
     active = gate_in_torch(gate, gates)
     return (active * factor if up is None else active * up * factor).to(y.dtype)
@@ -348,7 +348,7 @@ class _Token(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Of codes; none where the cache has floats."""
+        """The scales of an int8 cache; empty for a floating-point one."""
         return () if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     @property
@@ -427,7 +427,7 @@ def _attend(*args: Any) -> Tensor:
     tokens = torch.arange(size, device=keys.device)[None]
     seen, mask = tokens <= at, token.mask
     if mask is not None:
-        # By their age: what follows the new token in a ring that is full is the oldest.
+        # Ordered by age: in a full ring buffer the entry after the newest token is the oldest.
         ages = torch.where(at >= size, (tokens - place - 1) % size, tokens) if token.ring else tokens
         mask = mask.gather(1, ages.expand(len(mask), -1))
         seen = seen & mask if mask.dtype == torch.bool else seen

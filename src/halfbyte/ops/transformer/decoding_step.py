@@ -132,7 +132,7 @@ class DecodingStep:
         """Tokens ids [B], appended to a cache that has `length` tokens -> float32 [B, 1, N], or [B, 1, K].
 
         rotary   the address of each token's cosines and sines, [turns, 2, R] float32
-        cache    stands for the memory of the cache's keys and values: other memory, something else, for ever
+        cache    stands for the memory of the cache's keys and values: unique per allocation, never reused
         entries  gives for each layer keys, values and length as a call of DecoderLayer takes them, of one batch and type; of `length`
                  tokens a window may have lost the first. It is called if the thread's last call had another cache
         mask     bool [B, length + 1], contiguous: which tokens of the cache and new ones may be seen
@@ -149,7 +149,7 @@ class DecodingStep:
             raise ArgumentError(f"1 to {MOST_IN_A_ROW} tokens of one sequence, without a mask, are decoded in a row, got {len(ids)}")
         steps = self._steps((1, len(ids)) if in_a_row else (len(ids), 1), mask is not None, cache, entries, length)
         steps.ids[:] = [*ids]
-        for table, to in zip(self._tables, (steps.x, steps.beside), strict=False):
+        for table, to in zip(self._tables, (steps.x, steps.per_layer_inputs), strict=False):
             if isinstance(table, Tensor):
                 to.copy_(table[ids])
         for b, at in enumerate(rotary):

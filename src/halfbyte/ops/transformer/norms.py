@@ -69,7 +69,7 @@ def norm_in_torch(x: Tensor, norm: Norm) -> Tensor:
 
 
 def wide_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Of float32 x, not rounded."""
+    """The norm of float32 x, not rounded."""
     weight = norm.weight.float() + 1 if norm.unit_offset else norm.weight.float()
     if norm.layer_norm:
         x = x - x.mean(-1, keepdim=True)
@@ -78,7 +78,7 @@ def wide_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
-    """By a kernel, where it supports that."""
+    """Compute the norm by a GPU kernel where one supports it, else in torch."""
     from halfbyte.machine import gpu
     from halfbyte.ops.cuda import on
     from halfbyte.ops.replay import replayed

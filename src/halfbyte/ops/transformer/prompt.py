@@ -1,4 +1,4 @@
-"""What a decoder layer does to many tokens of each sequence, as in prompts, beside its products and norms: positions, attention, gates.
+"""What a decoder layer computes in a prefill apart from its products and norms: rope, attention, gates.
 
 Plain functions: under torch.compile a layer takes other steps. On NVIDIA GPUs each is one kernel, or two, whose launches are replayed where
 only addresses differ (`replay.py`); elsewhere the same formula in torch's operations. No gradients.
@@ -40,10 +40,12 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
 
 def activated(y: Tensor, gates: GateFunction, factor: float = 1.0, *, gated: bool = True, multiplier: Tensor | None = None) -> Tensor:
     """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f, as in `layer_kinds.py`.
-    beside: of y's shape and type, where it is not gated: what that is multiplied by; its rows lie equally far apart, and their elements
-    side by side."""
+
+    multiplier: for y that is not gated, the other factor, of y's shape and dtype, with contiguous rows.
+    """
     if multiplier is not None and (gated or multiplier.shape != y.shape or multiplier.dtype != y.dtype):
-        raise ArgumentError(f"what is without gates is multiplied by its like, {y.dtype} {list(y.shape)}, got {list(multiplier.shape)}")
+        got = f"{multiplier.dtype} {list(multiplier.shape)}{' for gated y' if gated else ''}"
+        raise ArgumentError(f"`multiplier` must have y's shape and dtype, {y.dtype} {list(y.shape)}, where y is not gated; got {got}")
     here = gpu(y.get_device()) if y.is_cuda and y.numel() and y.is_contiguous() else None
     if here is None or why_not_norm(1, here) is not None:
         return activated_in_torch(y, gates, factor, gated=gated, multiplier=multiplier)
@@ -70,7 +72,7 @@ def apply_rope(
         return _apply_rope(qkv, rotary, keys, values, length, heads)
     if keys.stride() != values.stride() or any(t.stride(-1) != 1 for t in (keys, *(rotary or ()))):
         return _apply_rope(qkv, rotary, keys, values, length, heads)
-    from halfbyte.kernels.gpu.transformer import apply_rope as kernel
+    from halfbyte.kernels.gpu.transformer import turn as kernel
     from halfbyte.kernels.gpu.transformer import norm
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
@@ -168,7 +170,7 @@ def attend_many(
     length        int64, one number: query t sees keys up to length + t, and no key behind length + T - 1 is read; None: 0
     mask          bool [B or 1, T, S]: which keys each query sees, in place of that; None: by `length`
     scale         more than 0
-    sinks         [H]: a score of what each head sees beside keys, which adds nothing but to the sum of exponentials; None: there are none
+    sinks         [H]: each head's attention sink, a score that adds to the softmax denominator alone; None: no sinks
     cap           scores s are cap * tanh(s / cap); None: as they are
 
     A query that sees nothing gets 0. Raises ArgumentError for shapes and dtypes that do not fit.

@@ -79,7 +79,7 @@ def _why_not(experts: int) -> str | None:
 
 
 class _Arguments(NamedTuple):
-    """Of the op."""
+    """The arguments of `halfbyte::add_experts`."""
 
     x: Tensor
     norm: Tensor

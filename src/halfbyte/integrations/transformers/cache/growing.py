@@ -2,7 +2,7 @@
 
 `keys` and `values` are views of the buffers, made when somebody asks. Whoever sets one of them (cropping, beams) gets an ordinary layer.
 Of attention to a window of W tokens they have what transformers keeps, the last W - 1: the views go along the buffers. Where these end, the
-layer gets new ones, so that a token that is in a buffer is never overwritten, and whoever has a view keeps it.
+layer gets new ones, so that a token that is in a buffer is never overwritten, and existing views stay valid.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ class _Records(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class Int8Layer(_Records):  # type: ignore[no-untyped-call]
-    """Of full attention."""
+    """Growing int8 cache of a layer with full attention."""
 
 
 class Int8SlidingLayer(_Records, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Of attention to a window."""
+    """Growing int8 cache of a layer with sliding-window attention."""
 
 
 class Int8Cache(DynamicCache):

@@ -69,11 +69,11 @@ def _decoded(codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], dtype:
 
 
 class StaticInt8Layer(_Codes, StaticLayer):  # type: ignore[no-untyped-call]
-    """Of full attention."""
+    """Static int8 cache of a layer with full attention."""
 
 
 class Int8Ring(_Codes, Ring):  # type: ignore[no-untyped-call]
-    """Of attention to a window."""
+    """Static int8 cache of a layer with sliding-window attention."""
 
 
 _CODES: dict[type, type] = {StaticLayer: StaticInt8Layer, Ring: Int8Ring}

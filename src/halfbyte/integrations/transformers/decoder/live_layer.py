@@ -33,7 +33,7 @@ NAMES = sorted(family.layer_class for family in FAMILIES.values())
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that the table of families means
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")  # names within an MLP
 
-# Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
+# Arguments of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
 LAYER_ARGUMENTS: Understood = {
     **dict.fromkeys(("hidden_states", "attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings"), any_value),
     **dict.fromkeys(("per_layer_input", "shared_kv_states", "return_shared_kv_states"), any_value),  # Gemma 4

@@ -76,7 +76,7 @@ def tokens(
     if type(cache) is StaticLayer:
         y, kept = _with_static(computed, x, seen, rope_cache, cache, per_layer_input)
     else:
-        # Of codes all of a static cache comes back as floats; of it the new tokens see what is before them.
+        # A static int8 cache is dequantized as a whole; the mask hides from the new tokens what comes after them.
         before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
         update = None if past is None else partial(past.update, layer_idx=index)
         y, kept = prefill_with(computed, x, rope_cache, update, _of_tokens(seen), per_layer_input, before)

@@ -43,7 +43,7 @@ from halfbyte.ops.transformer.layers import Weight
 
 LAYER_BY_LAYER = "its layers are called one by one"
 FULL = "full_attention"
-# Of a stack's call.
+# Arguments of a decoder stack's call.
 ARGUMENTS: Understood = {
     **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE, "use_cache"), any_value),
     **dict.fromkeys(("per_layer_inputs", "logits_to_keep"), any_value),  # Gemma 4
@@ -135,7 +135,7 @@ def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
 
 
 def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
-    """As `_run`, within torch.compile, on GPUs alone."""
+    """`_run` within torch.compile, on GPUs alone."""
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]

@@ -1,8 +1,8 @@
-"""Embeddings of BERT and its like in optimized models: on a CPU a batch takes one call of `ops.transformer.embed`.
+"""Embeddings of encoders (BERT and others) in optimized models: on a CPU `ops.transformer.embed` computes a batch in one native call.
 
     y = norm(words(ids) + types(type ids) + positions(position ids))        DistilBERT and MPNet have no types
 
-Gradients, embeddings that are given, hooks, torch.compile, and everything else go the way of transformers' own module.
+Gradients, embeddings that are given, hooks, torch.compile, and all other calls fall through to transformers' module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
 from halfbyte.ops.transformer.layers import LayerNorm, why_not_packed
 
 UNFUSED = "embeddings are added and normed by torch"
-ONE_CALL = "embeddings and their norm take one call, without gradients and torch.compile"
+ONE_CALL = "embeddings and their norm are one native call, without gradients and torch.compile"
 
 _TABLES = ("word_embeddings", "token_type_embeddings", "position_embeddings")
 _COUNTS = "create_position_ids_from_input_ids"
@@ -55,13 +55,13 @@ def tables_of(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def compile_embeddings(module: nn.Module) -> None:
-    """Lets a module that has `tables_of` take a batch in one call, in place, or says why it does not."""
+    """Replace the forward of a module that has `tables_of` by one native call, in place, or note why not."""
     if not isinstance(module, _OneCall):
         replace_class(module, _OneCall, UNFUSED, why_not(module))
 
 
 def why_not(module: Any) -> str | None:
-    """Why a module that has `tables_of` does not take a batch in one call; None where it does."""
+    """Why a module that has `tables_of` cannot be computed in one native call, or None."""
     tables: dict[str, Any] = {name: getattr(module, name, None) for name in tables_of(module) or ()}
     norm = getattr(module, "LayerNorm", None)
     for name, table in tables.items():
@@ -111,7 +111,7 @@ def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
 
 
 def _counted(module: Any) -> Callable[[Tensor, int], Tensor] | None:
-    """What makes positions of ids: a method, or a function beside the class."""
+    """The function that computes position ids: a method, or a function of the class's module."""
     if hasattr(type(module), _COUNTS):
         return getattr(module, _COUNTS)  # type: ignore[no-any-return]
     return _module_function(original(module))

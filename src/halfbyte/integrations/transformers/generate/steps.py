@@ -23,7 +23,7 @@ from halfbyte.integrations.transformers.decoder.model_step import ModelStep
 from halfbyte.integrations.transformers.optimize.calls import cache_name
 
 TOKEN = "input_ids"
-# Of these, what they do follows from scores alone, without waiting for a GPU.
+# Processors whose effect depends on scores alone, without a synchronization with the GPU.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -198,5 +198,5 @@ def _seen(mask: Tensor, at: int) -> Tensor:
 
 
 def _rolled(mask: Tensor) -> Tensor:
-    """Of a window that moved by one token."""
+    """The mask of a window that moved by one token."""
     return torch.cat((mask[..., 1:], torch.full_like(mask[..., :1], _visible(mask))), -1)

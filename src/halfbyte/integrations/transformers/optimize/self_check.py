@@ -43,7 +43,7 @@ _PREFILL, _STEPS = 5, 2  # tokens
 _ROOM = 64  # tokens in the cache on a GPU
 _PACKAGES = ("torch", "transformers", "triton")
 _ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# Of activations quantized to int8: uniform errors of a scale's width, with the largest of a block at 3.5 standard deviations.
+# Error of activations quantized to int8: uniform of a scale's width, with the largest of a block at 3.5 standard deviations.
 _INT8_ERROR = 3.5 / 127 / math.sqrt(12)
 _LARGEST = 0.5  # a relative difference that no rounding explains
 

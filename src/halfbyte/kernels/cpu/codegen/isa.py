@@ -68,7 +68,7 @@ class ISA:
     attributes = ""  # of each function
     code_model = "jitdefault"
     lanes = 4
-    register_totals = 8  # vectors of float totals that fit in registers beside a block's accumulators
+    register_totals = 8  # vectors of float totals that fit in registers with a block's accumulators
     half_conversions = False  # has instructions for float <-> float16
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     sums_shorts = False  # has `dot_shorts`
@@ -189,7 +189,7 @@ class ISA:
         return [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
 
     def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
-        """As `unit_weights` of 8 bits, of indices in a table."""
+        """`unit_weights` of 8 bits for indices in a codebook."""
         codes = [code - self.correction(8, signed=True) for code in table]
         return [self.looked_up(nibbles, codes) for nibbles in self.unit_weights(stored, 4)]
 
@@ -217,7 +217,7 @@ class ISA:
         return itertools.chain.from_iterable(self.steps(row, unit) for row in rows)
 
     def activation_bytes(self, inner: Inner, bits: int) -> int:
-        """Of one activation as tiles read it, for weights of `bits`."""
+        """Bytes of one activation as tiles read it, for weights of `bits`."""
         match inner:
             case "int8":
                 return 1
@@ -229,7 +229,7 @@ class ISA:
                 raise unreachable(inner, "the size of activations for products of")
 
     def laid_out(self, codes: Value, bits: int) -> Value:
-        """Whole quads of int8 activations, as integers of any width, as tiles read them."""
+        """Whole quads of int8 activations in the order that tiles read, given as integers of any width."""
         return codes.to("i8")
 
     def code_sum(self, f: Function, total: Value, codes: Value, bits: int, paired: bool) -> Value:
@@ -275,7 +275,7 @@ class ISA:
         raise self._lacks("dot_shorts")
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
-        """Of 16 bytes each, those that `picks` has the numbers of; 0 where its highest bit is set."""
+        """Shuffle the bytes within each 16 by the indices in `picks`; 0 where the highest bit of an index is set."""
         raise self._lacks("picked")
 
     def kept_codes(self, stored: Value, bits: int) -> list[Value]:
@@ -354,7 +354,7 @@ class ISA:
         return self.float_table(f, stored, unit.table) if unit.table else self.float_codes(f, stored, unit.bits, signed)
 
     def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
-        """As `float_codes`, of indices in a table."""
+        """`float_codes` for indices in a codebook."""
         for first, indices in zip((0, 4), (stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15), strict=True):
             for k, code in self.float_codes(f, self.looked_up(indices, [code + 128 for code in table]), 8, signed=True):
                 yield first + k, code

@@ -92,7 +92,9 @@ class AVX2(ISA):
     def pair_sum(self, total: Value, codes: Value) -> Value:
         count, width = lanes_of(codes.type), 2 * self.lanes
         for at in range(0, count, width):
-            part = codes.shuffle([min(i, count) for i in range(at, at + width)], codes.fn.value(codes.type, 0))  # zeros beside a short unit
+            part = codes.shuffle(
+                [min(i, count) for i in range(at, at + width)], codes.fn.value(codes.type, 0)
+            )  # a short unit is padded with zeros
             total = total + self._products(total.fn, part, _neighbours(part))
         return total
 
@@ -129,7 +131,7 @@ class AVX2(ISA):
         if not unit.paired:
             return super().int8_unit(f, unit, weights, a, totals, weight_sums)
         accs, sums, ones = list(totals), list(weight_sums), self.ones(f, 8).bits(self.shorts)
-        together = 2  # vectors whose weights are in registers beside 8 accumulators
+        together = 2  # vectors whose weights fit in registers with 8 accumulators
         for t, first in itertools.product(range(unit.k // 4), range(0, unit.vectors, together)):
             mask = f.pinned(f.value(self.shorts, 255), self.register)
             stored = [s.bits(self.shorts) for s in self.stored(weights + (t * PANEL * 4 + first * 4 * self.lanes), together)]
@@ -178,7 +180,7 @@ class AVX2(ISA):
 
 
 def _neighbours(shorts: Value) -> Value:
-    """Of laid-out activations of each quad, the odd ones in the places of the even ones and the other way round."""
+    """Swap the two pairs of int16 activations within each quad, which are laid out even k first, odd k second."""
     return shorts.shuffle([at + k for at in range(0, lanes_of(shorts.type), 4) for k in (2, 3, 0, 1)])
 
 
@@ -253,8 +255,8 @@ class AVX512VNNI(AVXVNNI):
 
     On Intel's CPUs masks and shifts take slots that dot products could have, so that it pays to unpack by one affine map of bits a
     vector (GFNI, which all but the first of them have), and to have more rows share what is unpacked, with totals in memory. On AMD's
-    the former are free and stores are not. Zen 4 makes a product of 512 bits a cycle, half as many as Zen 5 and beside as much else; its
-    rules are those of Zen 5, but for how memory is read and for products of floats.
+    the former are free and stores are not. Zen 4 makes a product of 512 bits a cycle, half as many as Zen 5, and as many other
+    operations; its rules are those of Zen 5, but for how memory is read and for products of floats.
 
     core   whose rules are followed; None for those of the CPU at hand, to which others that are not Intel's are like a Zen 5
     """
@@ -353,7 +355,7 @@ class AVX512VNNI(AVXVNNI):
     def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
         if not self.spreads:
             return super().table_weights(stored, table)
-        # vpermb reads six bits of each byte: the table stands four times, and what is beside a nibble does not matter.
+        # vpermb reads six bits of each byte: the table stands four times, and the other bits of the byte do not matter.
         f, high = stored.fn, (stored.bits(self.shorts) >> 4).bits(stored.type)
         codes = f.constant(stored.type, [code + 128 for code in table] * 4)
         return [f.call(stored.type, "llvm.x86.avx512.permvar.qi.512", codes, indices) for indices in (stored, high)]
@@ -400,7 +402,7 @@ class AVX512BF16(AVX512VNNI):
 
 
 def core_at_hand() -> Core:
-    """By whose rules this machine multiplies."""
+    """The core whose arithmetic rules this machine's matrix unit follows."""
     here = machine()
     return "intel" if here.vendor == "Intel" else "zen4" if here.llvm_cpu == "znver4" else "zen5"
 

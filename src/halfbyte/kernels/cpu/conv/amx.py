@@ -360,7 +360,7 @@ class MatrixConvKernel(PlannedConv):
         outside: int = 0,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """As `ConvKernel`."""
+        """`ConvKernel` on matrix units."""
         call = self.planned(x, window, outside, weights, residual is not None)
         if scales is not None:
             bias = self._padded(bias)

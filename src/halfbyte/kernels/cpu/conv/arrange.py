@@ -6,8 +6,8 @@
 
     w * x = w * (x + 128) - 128 * w = -w * (127 - x) + 127 * w,            both x + 128 and 127 - x in 0 … 255
 
-so whoever writes activations negates them with the same instruction that makes them unsigned. Where two sums of two still obey the bound
-together, they are added as int16 before they are widened.
+so the code that writes activations negates them with the same instruction that makes them unsigned. Where two sums of two still obey the
+bound together, they are added as int16 before they are widened.
 
 Each group of outputs (a tile's width) has an order of its own. Codes move within lanes of 16, the reach of a shuffle of bytes:
 
@@ -182,7 +182,7 @@ def _sets(w: Tensor, first: Tensor, second: Tensor, opposite: Tensor, limit: int
     found, way = count.max(0)
     chosen = ways[way]  # [n, 4] sets
     chosen = chosen.gather(1, fit.T.gather(1, chosen).to(torch.int8).argsort(dim=1, descending=True, stable=True))
-    # Slots of 16 bits: both sets of a half beside each other, their second pairs behind.
+    # Slots of 16 bits: both sets of a half are adjacent, their second pairs follow.
     slots = couples[chosen].view(n, 2, 2, 2).transpose(2, 3).reshape(n, 8)
     sign = torch.stack((torch.ones_like(chosen), torch.where(flipped.T.gather(1, chosen), -1, 1)), -1)
     sign = sign.view(n, 2, 2, 2).transpose(2, 3).reshape(n, 8, 1)

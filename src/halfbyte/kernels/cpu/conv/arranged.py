@@ -55,7 +55,7 @@ class _Chunk(NamedTuple):
 
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """As `direct.build_tile`. It does not read sums and scale."""
+    """`direct.build_tile` for arranged weights; it does not read sums and scale."""
     _ArrangedTile(spec, isa, f).emit(f.value("i64", 0))
 
 

@@ -129,7 +129,7 @@ class _Lines(Emitter):
             start = line + left * step
 
             def pixel(x: Value | int, start: Value = start, step: Value = step) -> Value:
-                """That of `x` to the right of the first."""
+                """Address of the pixel `x` columns to the right of the first."""
                 source = start + step * x
                 if inside:
                     return source

@@ -63,7 +63,7 @@ class ColumnsSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of its weights."""
         return 4 * self.block * (1 + self.rows * self.wide)
 
 
@@ -122,7 +122,7 @@ class _Columns(Emitter):
             lines.append((inside.select(start + (top + r) * line_bytes, outside), inside.select(channels, f.value("i64", 0))))
 
         def quads(x: Value) -> list[Value]:
-            """Of the column x."""
+            """The codes of column x."""
             there = x.below(width)
             pixels = [there.select(line + x * step, outside).load(self.bytes) ^ 0x80 for line, step in lines]
             pixels += [pixels[-1]] * (4 - len(pixels))  # their weights are 0

@@ -374,7 +374,7 @@ class _DirectTile(Tile):
         tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.tail_bytes)
         if self.paired:
             left = DIRECT.load(self.args, "left_pairs").to("i32").splat(isa.lanes)
-            columns = [column - (self._pairs(tail, first, v) - left) for v, column in enumerate(columns)]
+            columns = [column - (self._pair_sums(tail, first, v) - left) for v, column in enumerate(columns)]
         if isa.correction(spec.bits, signed=True):
             starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
             totals = [column + start for start in starts for column in columns]

@@ -104,7 +104,7 @@ class _Walk:
 
     @classmethod
     def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int], tile_sizes: TileSizes | None) -> _Walk:
-        """Of images [C, H, W]."""
+        """The walk over images [C, H, W]."""
         _, height, width = image
         ho, wo = window.out_size((height, width), sizes.kernel)
         (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = sizes.kernel, window.stride, window.dilation, window.padding
@@ -134,7 +134,7 @@ class _Walk:
 
     @property
     def group_bytes(self) -> int:
-        """Of a pixel's codes of a group."""
+        """Bytes of a pixel's codes in a group."""
         return self.sizes.channels * self.copied
 
     @property
@@ -176,7 +176,7 @@ class _Walk:
         return lines * out_width * self.patch + (0 if self.in_image else self.near_lines(lines) * self.line)
 
     def places(self, lines: int, out_width: int) -> Tensor:
-        """Of so many lines of outputs, in bytes behind the first one's."""
+        """Byte offsets of so many lines of outputs from the first."""
         y, x = torch.meshgrid(torch.arange(lines, device="cpu"), torch.arange(out_width, device="cpu"), indexing="ij")
         return (y * (self.window.stride[0] * self.line) + x * (self.window.stride[1] * self.pixel)).flatten()
 
@@ -258,14 +258,14 @@ def _lines_spec(walk: _Walk, linear: LinearKernel, tile_sizes: TileSizes | None,
 
 
 def lines_inside(window: Window, kernel: int, height: int, out: int) -> list[tuple[int, int]]:
-    """Of each line of outputs the lines of the kernel that lie inside of the image: the first, and the one behind the last."""
+    """For each line of outputs the range [first, stop) of kernel lines inside of the image."""
     step = window.dilation[0]
     tops = [y * window.stride[0] - window.padding[0] for y in range(out)]
     return [(min(kernel, max(0, -(top // step))), max(0, min(kernel, -((top - height) // step)))) for top in tops]
 
 
 def _lines_walked(walk: _Walk, spec: LinesSpec, strips: Strips, height: int, outside: int, *, by_lines: bool) -> list[tuple[int, int]]:
-    """As `lines_inside`, of a strip's lines: those of the walk, without those outside, where tiles go line by line and read 0 there."""
+    """`lines_inside` of a strip's lines: those of the walk, without those outside, where tiles go line by line and read 0."""
     kernel = 1 if walk.row else walk.sizes.kernel[0]
     if by_lines and not walk.row and not spec.paired and strips.number == 1 and outside == (-128 if spec.unsigned else 0):
         return lines_inside(walk.window, kernel, height, strips.lines)

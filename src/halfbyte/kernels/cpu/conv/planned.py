@@ -35,7 +35,7 @@ class ConvCall(NamedTuple):
 class RearrangedWeights(Protocol):
     """A convolution that multiplies by weights in a form of its own, which are made of codes once.
 
-    form  what they depend on beside the codes: kernels of one form have the same
+    form  what they depend on in addition to the codes: kernels of one form have the same
     """
 
     form: str
@@ -56,7 +56,7 @@ class PlannedConv:
         self._number = next(_numbers)
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
-        """The call for images of the size of x, which nobody else has.
+        """The call for images of the size of x, exclusive to the caller.
 
         outside  the code of what lies outside of them
         weights  what the kernel reads

@@ -46,7 +46,7 @@ def _unit(run: int) -> int:
 
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """As `direct.build_tile`. It does not read sums and scale."""
+    """`direct.build_tile` for unsigned activations; it does not read sums and scale."""
     _UnsignedTile(spec, isa, f).emit(f.value("i64", 0))
 
 

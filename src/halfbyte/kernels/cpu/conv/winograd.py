@@ -147,7 +147,7 @@ def _whole(tiles: int, isa: ISA) -> int:
 
 
 class Tiles(NamedTuple):
-    """Of images [B, Ho, Wo]: whole tiles of an image down and across, and whether short ones follow."""
+    """For outputs [B, Ho, Wo]: whole tiles of an image down and across, and whether partial tiles follow."""
 
     images: int
     high: int

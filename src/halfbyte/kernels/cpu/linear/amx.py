@@ -23,7 +23,7 @@ _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
 
 @function(*["ptr"] * 5, *["i64"] * 4)
 def build(spec: TileSpec, isa: AMXTiles, f: Function) -> None:
-    """As `tile.build`."""
+    """`tile.build` on matrix units."""
     tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
     tile.configure()
     for part in f.loop(PANEL // (isa.lanes * spec.vectors)):

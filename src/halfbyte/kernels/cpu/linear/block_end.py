@@ -60,7 +60,7 @@ class BlockEnd:
         return point if spec.biased else point.to("float")
 
     def _rounding_term(self, weight_meta: Value, row_offset: Value, v: int, scale: Value) -> Value:
-        """What takes ROUND off biased sums that were multiplied by the scale."""
+        """-ROUND * scale: removes the bias of sums that were multiplied by the scale."""
         return scale * -ROUND
 
     def _field(self, act_meta: Value, which: int, row: int, kind: str) -> Value:
@@ -102,7 +102,7 @@ class BlockEnd:
             f.fence()
 
     def _scale_bracketed(self, total: Callable[[int], Value], act_meta: Value, scales: list[Value], offsets: list[Value | None]) -> None:
-        """As `_scale`. An offset times a sum of codes is exact: they have 11 and 12 bits."""
+        """`_scale` with the activation's scale applied last. An offset times a sum of codes is exact: they have 11 and 12 bits."""
         spec, f = self.spec, self.f
         for i in self.scaled_rows:
             scale = None if spec.by_row else self._field(act_meta, 0, i, "float")
@@ -117,9 +117,9 @@ class BlockEnd:
     def _scale_biased(
         self, total: Callable[[int], Value], act_meta: Value, scales: list[Value], rounding_terms: list[Value], zeros: list[Value | None]
     ) -> None:
-        """As `_scale`, by two fused multiply-adds: the first, (ROUND + sum) * scale - ROUND * scale, has an exact subtrahend: a lift.
+        """`_scale` by two fused multiply-adds. The first, (ROUND + sum) * scale - ROUND * scale, has an exact rounding term.
 
-        Points are taken off the sums before, as integers: a sum of activations is an int16 beside a 0.
+        Zero points are subtracted from the integer sums before: a sum of activations is an int16 paired with a 0.
         """
         spec, isa, f = self.spec, self.isa, self.f
         highest, points = highest_point(isa, spec.bits, spec.zero, spec.biased), list[Value]()

@@ -8,7 +8,7 @@ multiplication and a fused multiply-add; totals are multiplied by the power at t
 products: Zen 5.
 
 Accumulators begin at  codes * 2^16 - 8 * codes + 2^15:  when the block ends their high half is `codes` and the low one the sum of products
-of codes less 8, plus 2^15, which is an int16 as soon as its highest bit is turned.
+of codes less 8, plus 2^15, which is an int16 once its highest bit is flipped.
 
 The integers of a panel are made once for all row tiles, and lie in memory meanwhile:
 

@@ -1,4 +1,4 @@
-"""The loops around the micro-kernel, for every format and instruction set alike: rows in phase 0, panels in phase 1.
+"""The loops around the micro-kernel, for every format and instruction set: rows in phase 0, panels in phase 1.
 
 Rows of activations are cut into tiles whose sizes differ by one at most, so that no tail of M costs more than its share.
 Threads share the rows evenly and draw groups of panels from a counter: a thread that is held up costs a group, not its

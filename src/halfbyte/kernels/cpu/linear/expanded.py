@@ -41,7 +41,7 @@ class PanelSpec:
     """What the passing of row tiles over a panel is compiled for: fields of TileSpec, vectors of a tile, and what records have.
 
     points_off   points are taken off codes
-    lifts        beside each scale there is what takes ROUND off; where blocks are single units, making it anew is no slower
+    has_rounding_terms  each scale is stored with its -ROUND * scale; where blocks are single units, recomputing it is no slower
     """
 
     bits: int
@@ -76,7 +76,7 @@ class PanelSpec:
         return "none" if self.points_off else self.zero
 
     def record_bytes(self, isa: ISA, padded: int) -> int:
-        """Of a block of `padded` elements."""
+        """Bytes of a record of `padded` elements."""
         return isa.lanes * self.vectors * (padded + 4 * (1 + self.has_rounding_terms + (self.zeros != "none")))
 
 

@@ -79,7 +79,7 @@ def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bia
 
 
 def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
-    """Of pairs in the order of their experts, which these are; none has more rows than one pass takes."""
+    """Cut routed rows, which are sorted by these experts, into parts of at most the rows of one pass."""
     parts, start = list[_Part](), 0
     for expert, rows in Counter(experts).items():
         for done in range(0, rows, linear.ROWS_A_PASS):

@@ -191,7 +191,7 @@ class LinearKernel:
         return call
 
     def threads(self, m: int, available: int) -> int:
-        """Of those available, how many are worth waking for M rows."""
+        """The number of available threads that are worth waking for M rows."""
         geo = self.geometry
         return max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
 

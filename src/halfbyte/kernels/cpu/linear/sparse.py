@@ -1,4 +1,4 @@
-"""2:4 sparse weights: unpacked in registers by tiles and rows alike, and packed.
+"""2:4 sparse weights: unpacked in registers for tiles and rows, and packed.
 
     dense[16 rows x 4 k] = expand(codes kept[16 rows x 2], places[64 bits]), the code of 0 elsewhere
 

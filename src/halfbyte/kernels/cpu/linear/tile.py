@@ -100,7 +100,7 @@ class Tile(BlockEnd):
         return element_of(self.spec.out).size
 
     def emit(self, row_offset: Value) -> None:
-        """The outputs from row `row_offset` of the panel on."""
+        """Emit the outputs from row `row_offset` of the panel on."""
         self._ask_for_outputs(row_offset)
         self._begin(row_offset)
         part = Part(self.f.value("i64", 0), self.f.value("i64", 0), row_offset, row_offset)
@@ -162,7 +162,7 @@ class Tile(BlockEnd):
     def _block_by_units(
         self, parts: Callable[[], Iterator[Part]], w: Value, a: Value, weight_meta: Value, act_meta: Value, units: Value, sums: Value
     ) -> None:
-        """As `_block` for each of the parts, which take turns after each unit. `sums`: memory for their accumulators."""
+        """`_block` for each of the parts, interleaved unit by unit. `sums`: memory for their accumulators."""
         spec, f, size = self.spec, self.f, 4 * self.isa.lanes
         count = self.count + spec.vectors * spec.shifted
         kind = self.isa.ints if spec.inner == "int8" else self.isa.floats

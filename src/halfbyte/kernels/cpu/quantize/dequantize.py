@@ -33,7 +33,7 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """As in TileSpec, but for `bits`, which are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `packed_bits`: as
+    """The fields of TileSpec; `bits` are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `packed_bits`: as
     in Format."""
 
     bits: int

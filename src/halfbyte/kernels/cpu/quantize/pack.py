@@ -1,6 +1,6 @@
 """Canonical codes into the layout `cpu_tiles`, at the speed of memory: the same bytes that `layouts.cpu_tiles.pack` makes.
 
-Each thread takes whole panels. Eight codes of a row are one or two 32-bit words in canonical order and in the layout alike;
+Each thread takes whole panels. Eight codes of a row are one or two 32-bit words both in canonical order and in the layout;
 only the nibbles inside a word change places, and words of a row lie 128 bytes apart.
 """
 

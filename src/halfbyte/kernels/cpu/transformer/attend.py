@@ -356,7 +356,7 @@ def keep(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
     ints = vector("i32", lanes)
     for first in range(0, len(parts), BLOCK // lanes):
         block = parts[first : first + BLOCK // lanes]
-        # As integers sizes have the same order, and NaN is the largest.
+        # Absolute values have the same order as their bits read as integers, and NaN is the largest.
         largest = functools.reduce(Value.max_or, [x.bits(ints) & 0x7FFFFFFF for x in block]).fold(Value.max_or).bits("float")
         scale = largest / float(MOST)
         stored = isa.from_float((scale < LEAST_SCALE).select(row.fn.value("float", 0.0), scale), "bf16")

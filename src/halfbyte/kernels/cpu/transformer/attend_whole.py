@@ -78,7 +78,7 @@ class WholeSpec:
 
 
 class _Query(NamedTuple):
-    """Of a row of a tile: its elements' address, the first key that it may not see in each lane, and where its mask and bias lie."""
+    """A row of a tile: its elements' address, the first masked key in each lane, and the addresses of its mask and bias."""
 
     x: Value
     limits: Value
@@ -195,7 +195,7 @@ class _Whole(Emitter):
                     place.store(column, (d + i) * (4 * step), self.bytes)
 
     def _query(self, place: tuple[Value, Value, Value], start: Value, limit: Value) -> _Query:
-        """That of a place (sequence, head and token), which may see keys below `limit` of those from `start` on."""
+        """The row of a (sequence, head, token), which attends to keys start … limit - 1."""
         b, head, token = place
         mask = self.pointer("mask") + b * self.get("mask_batch") + token * self.get("mask_token") + start
         bias = self._of("bias", b, head) + token * self.get("bias_token") + start * 4
@@ -214,7 +214,7 @@ class _Whole(Emitter):
         return [each.value.fold(lambda x, y: x.max_or(y)) for each in largest]
 
     def _score_vectors(self, queries: list[_Query], first: Value, vectors: int, largest: list[Variable]) -> None:
-        """Of so many vectors of keys from key `first` on, at which those begin that lie together."""
+        """Store the scores of so many vectors of keys from key `first` on, where a group of contiguous keys begins."""
         f, n, step = self.f, self.lanes, _VECTORS * self.lanes
         totals, column, ints = self._totals(vectors), self.keys + first * (4 * self.spec.dim), vector("i32", self.lanes)
         for d in f.loop(self.spec.dim):

@@ -36,7 +36,7 @@ _SEEN = WHOLE.offset("before")
 
 
 class Size(NamedTuple):
-    """Of a call. kind: of the cache."""
+    """The sizes of a call. kind: of the cache."""
 
     batch: int
     tokens: int

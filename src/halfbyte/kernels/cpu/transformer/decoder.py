@@ -103,7 +103,7 @@ def run(
 
     rotary  cosines and sines, each [B or 1, t, R or R / 2], contiguous float32
     mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
-    beside  of one layer that has an input of its own: float32 [B, t, P] with contiguous last dimension, the others a view of one
+    per_layer_inputs  of a layer that has one: float32 [B, t, P], contiguous in its last dimension
     """
     batch, tokens, _ = x.shape
     out = [torch.empty_like(x) for _ in layers]
@@ -162,7 +162,7 @@ def _run(
 
 
 def threads_of(layer: Layer, rows: int) -> int:
-    """Of those there are, how many are worth waking for so many rows."""
+    """The number of available threads that are worth waking for so many rows."""
     return max(1, min(runtime.threads(), rows * layer.work // WORK_A_THREAD))
 
 

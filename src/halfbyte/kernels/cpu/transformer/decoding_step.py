@@ -3,7 +3,7 @@
 The tokens are one of each of B sequences, or the next 1 … FEW of one sequence. Each row is computed in the same order of operations
 whatever M is: the logits after a token are the same, bit by bit, whether it is alone or among others of its sequence.
 
-    x  = factor * table[ids]     rows of a quantized table; of any other, whoever calls writes table[ids] to x
+    x  = factor * table[ids]     rows of a quantized table; of any other, the caller writes table[ids] to x
     e  = s * (factor * table[ids] + norm(x · Wᵀ))    where layers have inputs of their own: with a table, factor and norm for these
     x  = layer(x)                each of the layers, as in `decoder.py`, in place; with its part of e, if it has one
     y  = f(norm(x) · Wᵀ + bias)  the head, a product as in `step_sequence.py`; norm(x) [B, K] where it is none that is packed
@@ -83,7 +83,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Model:
-    """Its weights, by their addresses: whoever calls sees to it that they are there.
+    """The model's weights by their addresses; the caller must keep them alive.
 
     table    the shape of the embedding and the address of its packed bytes, or None
     factor   of its rows
@@ -129,7 +129,7 @@ class Steps:
     token of each, or of `tokens` of one sequence.
 
     x       [M, K], the tokens' rows: to be written where the model has no table
-    beside  the same of layers' own inputs, [M, layers * P], or of none
+    per_layer_inputs  the same, [M, layers * P], or empty
     ids     of the tokens, each a row of the table
     cache   the type of keys and values
     """

@@ -66,8 +66,8 @@ def build(spec: EmbedSpec, isa: ISA, f: Function) -> None:
 
 
 class Tables:
-    """Tables, by the addresses of their packed bytes, and the norm behind them, by those of its weight and its shift, float32 [K]; whoever
-    calls sees to it that they are there."""
+    """Tables, by the addresses of their packed bytes, and the norm behind them, by those of its weight and its shift, float32 [K];
+    the caller must keep them alive."""
 
     def __init__(self, tables: Sequence[tuple[Geometry, int]], norm: tuple[int, int, float]) -> None:
         self._norm, self.k = norm, tables[0][0].k

@@ -1,4 +1,4 @@
-"""Encoder layers of BERT and its like, one after the other, for whole sequences in one call: x [B, T, K] -> [B, T, K], float32.
+"""Encoder layers (BERT and others), one after the other, for whole sequences in one native call: x [B, T, K] -> [B, T, K], float32.
 
     qkv = x · Wqkvᵀ + bias                   each is a product of `linear.py`: activations are laid out, and quantized, once
     a   = attention(qkv)                     every token sees every other, where a mask lets it (`attend_whole.py`)
@@ -12,7 +12,7 @@ or, where the norms come before (ViT):
 
 A norm is computed with the laying out of its rows, so the last one of a layer with that of the next layer. Everything between the steps is
 float32. Many sequences are taken some at a time, so that what lies between the steps stays in caches; where there are enough of them each
-thread takes its own, so that nothing goes from core to core and nobody waits for others.
+thread takes its own, so that no data moves between cores and there are no barriers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Norm(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Of a call. `lane`: which of those that run side by side; each has memory of its own."""
+    """The sizes of a call. `lane`: the index of a parallel lane, each of which has its own memory."""
 
     batch: int
     tokens: int
@@ -73,7 +73,7 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The weights of a layer, by their addresses: whoever calls sees to it that they are there.
+    """The weights of a layer by their addresses; the caller must keep them alive.
 
     up      its kernel has GELU
     norms   after attention and after `down`; where they come `before`, before qkv and before `up`
@@ -93,7 +93,7 @@ class Layer:
 
     @property
     def row_bytes(self) -> int:
-        """Of a token between the steps."""
+        """Bytes of a token between the steps."""
         laid_out = max(product.kernel.row_bytes for product in (self.qkv, self.o, self.up, self.down))
         return laid_out + 4 * (self.qkv.n + self.o.k + 2 * self.o.n + self.up.n)
 
@@ -157,7 +157,7 @@ class _Plan:
         self._sequence = StepSequence(self._blocks, size.threads)
 
     def _norm_last(self, layer: Layer, before: Layer | None, x: _Places) -> None:
-        """y = norm(sums), which whoever comes next computes."""
+        """y = norm(sums), which the next step computes."""
         qkv, attended, hidden, sums, gates = self._between
         kept = 0, 0, 4 * layer.o.n
         if before is None:
@@ -247,7 +247,7 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
 def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> list[Tensor]:
     """x [B, T, K], contiguous float32 -> what each of the layers gives, one after the other, each [B, T, K].
 
-    The layers are of one size, and alike in where their norms come.
+    The layers have the same sizes, and their norms the same places.
 
     mask    bool [B or 1, 1, T or 1, T] with contiguous last dimension: which tokens each may see; None: all
     bias    float32 [B or 1, H or 1, T or 1, T] with contiguous last dimension: what is added to scores

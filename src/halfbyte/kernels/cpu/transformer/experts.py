@@ -46,7 +46,7 @@ from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
-_LEAST = 1e-20  # beside the sum of scores, which may be 0, as transformers' routers have it
+_LEAST = 1e-20  # is added to the sum of scores, which may be 0, as in transformers' routers
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 EXPERTS = Block(
     (
@@ -358,7 +358,7 @@ class _Experts(Emitter):
 
 
 def _score_of(scores: Value, ids: Value, j: Value) -> Value:
-    """Of the j-th chosen expert."""
+    """The score of the j-th chosen expert."""
     return (scores + (ids + j * 8).load("i64", 0, 8) * 4).load("float", 0, 4)
 
 

@@ -48,7 +48,7 @@ class Norm(NamedTuple):
 
 
 class FeedForward(Protocol):
-    """The second half of a layer, from h [m, K] to y [m, K]: its norm, and that h is added, are its own business.
+    """The second half of a layer, from h [m, K] to y [m, K]: it applies its own norm and residual connection.
 
     k     elements of a row of h and y
     work  multiplications for a row, or nearly
@@ -143,7 +143,7 @@ class Laid:
         """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later.
 
         gates   their function, or, where outputs are not `gated`, that of all of these
-        beside  these are multiplied by what will lie beside
+        external_up  gates are multiplied by a tensor from outside, not by the product's up half
         """
         linear, _ = product.kernel.arguments(self.m, self.threads)
         stride = 4 * product.k if stride is None else stride
@@ -199,7 +199,7 @@ def _rows(step: Step, m: int, k: int, stride: int, fields: Fields) -> Buffer:
 
 
 class ProductSteps(NamedTuple):
-    """Steps, the arguments of their product, and what they read beside."""
+    """Steps, the arguments of their product, and the other buffers that they read."""
 
     blocks: list[Buffer]
     linear: Buffer

@@ -36,12 +36,12 @@ class PerLayerInputPlan:
         widths = half.gate.n, half.projection.n
         memory = shared("per_layer", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
         laid, (inner, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate, hidden, inner, gates=half.activation, gated=False, per_layer_inputs=True)
+        first = laid.steps(half.gate, hidden, inner, gates=half.activation, gated=False, external_up=True)
         self._last = Added(laid, half.projection, inner, 4 * half.gate.n, sums, half.post_norm, 1.0, half.layer_scale)
         self._kept, self._product = (memory, first), first.blocks[-1]
         self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 
     def point(self, out: int, per_layer_input: tuple[int, int]) -> None:
-        """From now on y goes to that address, and e lies beside: its address, and bytes from row to row."""
+        """Set the address of y, and the address and row stride in bytes of the per-layer input."""
         self._last.point(out, self._hidden)
         _pack(self._product, _UP, *per_layer_input)
