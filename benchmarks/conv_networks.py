@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from conv_contenders import Ready
 from networks import images, network
-from onnx_chain import onnx_model
+from onnx_network import onnx_model
 from torch import Tensor, fx, nn
 
 from halfbyte.nn.config import Config

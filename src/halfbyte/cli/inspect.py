@@ -139,9 +139,9 @@ def _row(
 ) -> dict[str, Any]:
     """What is shown of a tensor.
 
-    format, held   how halfbyte holds it, and bytes of that
+    format, stored_bytes  its format in halfbyte, and bytes of that
     nbytes         bytes in the files
-    own            what the files' project calls its type there, if that is not a dtype or halfbyte's format
+    gguf_type      the name of its type in the files, if that is not a dtype or halfbyte's format
     """
     return {
         "name": name,

@@ -183,7 +183,7 @@ def replay_layer(
     *settings: Hashable,
     undo: Callable[[], object] | None = None,
 ) -> Sequence[Tensor]:
-    """The results of steps that depend on x, others and settings, by one replay of all launches where that is possible."""
+    """The results of steps that depend on x, others and settings, from one replay of all recorded launches where possible."""
     if layer.launch_id is not None and x.is_cuda and plain(x):
         with on(x):
             how = name, layer.launch_id, *settings
@@ -212,7 +212,7 @@ def decode(
         rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decoding.attend` takes them.
         cache: Its KV cache.
         mask: bool [B or 1, T], those of a ring by their age: which tokens of the cache may be seen; None: all that are there.
-        own: [B, 1, P]: the layer's own input, if it has one.
+        per_layer_input: [B, 1, P], if the layer has one.
         advance: 0 or 1, added to the cache's length.
     """
     length = cache.length
@@ -289,8 +289,8 @@ def prefill(
         rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.transformer.prompt.apply_rope` takes them.
         cache: Its KV cache, in floating point.
         mask: bool [B or 1, T, S]: which tokens of the cache each new one may see; None: all up to itself.
-        own: [B, T, P]: the layer's own input, if it has one.
-        name: Of the chain of launches.
+        per_layer_input: [B, T, P], if the layer has one.
+        name: The name of the recorded launches.
 
     Returns:
         The output, or that of the attention half where `layer.mlp` is None.
@@ -317,7 +317,7 @@ def prefill_with(
     """`prefill` with a cache that takes new keys and values by a function, or with none.
 
     Args:
-        layer, x, rotary, own: As for `prefill`.
+        layer, x, rotary, per_layer_input: As for `prefill`.
         update: New keys and values [B, Hkv, T, D] -> all that there are, [B, Hkv, S, D]; None: the new ones are all.
         mask: bool [B or 1, T, S or more].
         length: int64, one number: tokens before the new ones in what `update` returns; None: by the mask, or none.

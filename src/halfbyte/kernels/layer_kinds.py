@@ -2,12 +2,12 @@
 
 A kind that is added to a Literal here is an error of mypy, and an UnsupportedError where it is used, until each place below computes it:
 
-    GateFunction    `gate_in_torch`, `kernels/cpu/step_sequence.GATES`, `kernels/gpu/epilogue.activated`; configs' names:
-    `decoder/family.py` LogitsFunction  `logits_in_torch`, `kernels/cpu/step_sequence.EACH`
-    RouterScores    `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
-    Projections     `key_value_heads`, `kernels/cpu/transformer/attend.py`
-    RopeInterleaved       `is_interleaved`, `kernels/cpu/transformer/attend.py`, `kernels/gpu/transformer/attend.py`,
-                          `kernels/gpu/transformer/turn.py`
+    GateFunction     `gate_in_torch`, `kernels/cpu/step_sequence.GATES`, `kernels/gpu/epilogue.activated`; `decoder/family.py`
+    LogitsFunction   `logits_in_torch`, `kernels/cpu/step_sequence.EACH`
+    RouterScores     `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
+    Projections      `key_value_heads`, `kernels/cpu/transformer/attend.py`
+    RopeInterleaved  `is_interleaved`, `kernels/cpu/transformer/attend.py`, `kernels/gpu/transformer/attend.py`,
+                     `kernels/gpu/transformer/turn.py`
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Stored:
 
     Attributes:
         name: Names of the tensors of the checkpoint that it was packed from.
-        format, shape, layout, sparse, held: As in `Packed`, formats by their names; of a tensor in floating point `format` is its dtype.
+        format, shape, layout, sparse, source_format: As in `Packed`, by name; `format` of a floating-point tensor is its dtype.
         offset: Where its bytes begin in the file.
         bytes: Their number.
         crc: CRC-32 of their first and last page.

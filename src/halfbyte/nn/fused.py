@@ -119,7 +119,7 @@ class _Group:
 
     sizes   rows of each
     biases  the layers' own
-    held    (an input, the outputs for it); one tuple, so that threads do not mix theirs
+    cached_outputs  (an input, the outputs for it); one tuple, so that threads do not mix them
     check   the packed_check of all layers, each of which has a view of it
     """
 

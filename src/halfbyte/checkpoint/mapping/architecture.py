@@ -219,7 +219,7 @@ def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[
         try:
             converted = copied.convert(target, model=model, config=model.config)
         except Exception as e:
-            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and its like ({_why(e)})") from e
+            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and others ({_why(e)})") from e
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     # Only the conversion itself knows its results: it is run on tensors without data.

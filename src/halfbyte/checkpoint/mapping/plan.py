@@ -166,7 +166,7 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
 
 
 def _transposed(step: Step, plan: Plan, source: Source, outputs_first: Mapping[str, bool]) -> Step:
-    """The step, with the last two dimensions swapped in targets that the model has transposed to the files."""
+    """The step, with the last two dimensions swapped in targets that the model has transposed relative to the files."""
     transposed = {}
     for target, spec in step.targets.items():
         if (now := outputs_first.get(plan.renamed[target])) is not None and len(spec.shape) > 1:

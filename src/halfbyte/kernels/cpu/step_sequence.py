@@ -1,7 +1,7 @@
-"""Steps that follow each other in one call: threads are woken once, and meet between the steps.
+"""Sequences of steps in one native call: threads are woken once, with a barrier between the steps.
 
-    chain(steps)        every thread runs its share of each step; none begins a step before all have finished the one before
-    lanes(chains)       every thread runs chains of its own, alone
+    sequence(steps)     every thread runs its share of each step; none begins a step before all have finished the one before
+    lanes(sequences)    every thread runs sequences of its own, alone
     norm(args)          y = norm(x), or that + residual, or c * (that + residual)
     scale(args)         y = factor * x + residual
     each(args)          x = function(x, c) in place, one of `EACH`
@@ -9,9 +9,8 @@
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
 
-Norms are RMS norms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or with 1 + weight in its place (Gemma), or,
-centred, layer norms, (x - mean(x)) /
-sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450), the mean taken before the squares.
+Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), with 1 + weight under `unit_offset` (Gemma), or
+LayerNorms, (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450).
 
 Before a product of one row every thread prepares the row for itself, without a barrier; more rows are shared by the threads in a separate
 step. Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
@@ -75,7 +74,7 @@ GATES: dict[GateFunction, Callable[[Function, Value], Value]] = {"silu": silu, "
 @dataclass(frozen=True, slots=True)
 class Step:
     """kind: "sequence", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
-    (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; centred: norms are layer norms;
+    (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; layer_norm: norms are layer norms;
     unit_offset: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing of
     the product; external_up: gates multiply a tensor from outside; scaled: a sum with a residual is multiplied by a float that lies where
     an RMS norm would have its shift."""

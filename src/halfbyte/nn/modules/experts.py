@@ -108,7 +108,7 @@ class MixtureOfExperts(nn.Module):
 
     The activation between them is computed by the float module, which is kept, but not as a child that torch would see.
 
-    few_in_one_call   whether few rows may take one call on a CPU, which rounds otherwise than the steps that it replaces
+    few_in_one_call   whether one native call may compute few rows on a CPU, which rounds differently from the steps that it replaces
     """
 
     few_in_one_call = False

@@ -59,7 +59,7 @@ class DecodingStep:
     norm     the one behind the layers
     head     [N, K]; None: the result is the normed rows
     windows  of each layer, how many tokens it sees, itself the last; None: all
-    turns    of each layer, the number of its rotary positions; None: all have the same
+    rope_index  of each layer: which of the model's rope caches it uses; None: all use one
     logits   f and c: "over", y / c, "times", y * c, or "cap", c * tanh(y / c); None: none, as where there is no head
     inputs   what layers' own inputs are made of, if they have any
 

@@ -72,8 +72,8 @@ def apply_rope(
         return _apply_rope(qkv, rotary, keys, values, length, heads)
     if keys.stride() != values.stride() or any(t.stride(-1) != 1 for t in (keys, *(rotary or ()))):
         return _apply_rope(qkv, rotary, keys, values, length, heads)
-    from halfbyte.kernels.gpu.transformer import turn as kernel
     from halfbyte.kernels.gpu.transformer import norm
+    from halfbyte.kernels.gpu.transformer import turn as kernel
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
     norms = None if heads.qk_norm is None else (heads.qk_norm[0][:3], heads.qk_norm[1][:3])

@@ -32,7 +32,7 @@ H, B, F = torch.float16, torch.bfloat16, torch.float32
 EPS = 1e-5
 
 
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(
     ("m", "k", "experts", "dtype", "of_router"),
     [
@@ -51,22 +51,22 @@ def test_logits(
     experts: int,
     dtype: torch.dtype,
     of_router: torch.dtype,
-    plus_one: bool,
+    unit_offset: bool,
     gpu: Gpu,
     device: torch.device,
     interpreted: bool,
 ) -> None:
     """Of what was written to z: sums of k products in float32, whose order is a tree's."""
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
-    bias, shared_gate = (torch.randn(experts).to(of_router), torch.randn(k).to(dtype)) if plus_one else (None, None)
+    bias, shared_gate = (torch.randn(experts).to(of_router), torch.randn(k).to(dtype)) if unit_offset else (None, None)
     router = (torch.randn(experts, k) / 8).to(of_router)
     z, logits = torch.full((m, k), torch.nan, dtype=dtype, device=device), torch.full((m, experts), torch.nan, device=device)
     share = torch.full((m,), torch.nan, device=device)
     shared = None if shared_gate is None else (shared_gate.to(device), share)
     spec = routing.Router(router.to(device), None if bias is None else bias.to(device), shared)
-    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, plus_one), spec, z, logits)
+    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, unit_offset), spec, z, logits)
     wide = x.double()
-    expected = wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + plus_one)
+    expected = wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + unit_offset)
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
     assert bool(((z.cpu().double() - expected).abs() <= (unit + 2.0**-19) * expected.abs() + 1e-7).all())
     found, sizes = z.cpu().double() @ router.double().T, z.cpu().double().abs() @ router.double().abs().T

@@ -167,7 +167,7 @@ def test_what_gates_do_not_fit(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "n", "k", "dtype", "how", "plus_one"),
+    ("name", "m", "n", "k", "dtype", "how", "unit_offset"),
     [
         ("int4_g128", 1, 70, 1024, B, {"records": 1}, False),
         ("int4_g128", 1, 70, 1024, B, {"records": 1}, True),
@@ -177,7 +177,7 @@ def test_what_gates_do_not_fit(gpu: Gpu) -> None:
     ],
 )
 def test_a_norm_in_the_product(
-    name: str, m: int, n: int, k: int, dtype: torch.dtype, how: dict[str, Any], plus_one: bool, where: Any
+    name: str, m: int, n: int, k: int, dtype: torch.dtype, how: dict[str, Any], unit_offset: bool, where: Any
 ) -> None:
     """As if its input were x times the norm's weight, rounded, and then by the root, which is off by a few roundings of float32."""
     gpu, device, interpreted = where
@@ -187,9 +187,9 @@ def test_a_norm_in_the_product(
     codes = random_codes(problem.format, (n, k))
     views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(problem.format, (n, k)))
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
-    z = (x.float() * (factor.float() + plus_one)).to(dtype)
+    z = (x.float() * (factor.float() + unit_offset)).to(dtype)
     out = torch.full((m, n), torch.nan, dtype=dtype, device=device)
-    skinny.launch(problem, config, x.to(device), *views, out, Epilogue(), (factor.to(device), EPS, plus_one))
+    skinny.launch(problem, config, x.to(device), *views, out, Epilogue(), (factor.to(device), EPS, unit_offset))
     root = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
     expected, error = reference.linear(z, codes), 2 * reference.error_bound(z, codes)
     if (skinny_config.mode(problem) != "sums" and dtype != F) or (interpreted and dtype == B):
@@ -249,7 +249,7 @@ class Kind(NamedTuple):
 
     rotary_dim: int | None = None
     normed: bool = False
-    plus_one: bool = False
+    unit_offset: bool = False
     factor: float = 1.0
     ring: bool = False
     rope_interleaved: str = ""
@@ -280,7 +280,7 @@ def attention(
     def normed(x: Tensor) -> Tensor:
         if norms is None:
             return x
-        factors = [norms[0][0].double() + kind.plus_one] * heads + [norms[1][0].double() + kind.plus_one] * kv_heads
+        factors = [norms[0][0].double() + kind.unit_offset] * heads + [norms[1][0].double() + kind.unit_offset] * kv_heads
         x, factors = x.clone(), factors[: x.shape[1]]
         x[:, : len(factors)] *= (x[:, : len(factors)].square().mean(-1, keepdim=True) + EPS).rsqrt() * torch.stack(factors)
         return x
@@ -340,9 +340,9 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 3, 1, 16, 300, 0, B, {}, Kind()),
         (2, 4, 4, 128, 65, 40, B, {}, Kind(rotary_dim=96)),
         (1, 8, 1, 32, 200, 150, H, {}, Kind(rotary_dim=0)),
-        (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, plus_one=True, factor=0.4)),
+        (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, unit_offset=True, factor=0.4)),
         (1, 8, 2, 64, 100, 57, F, {"splits": 1}, Kind()),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, plus_one=True)),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, unit_offset=True)),
         (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(rotary_dim=0, normed=True)),
         (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(rotary_dim=32, factor=2.5)),
         (1, 5, 1, 128, 33, 32, B, {"splits": 1, "tokens": 32}, Kind()),
@@ -419,7 +419,7 @@ def test_attention_of_one_token(
             mask = torch.where(mask, torch.randn(batch, size), torch.finfo(dtype).min).to(dtype)
     sinks = torch.randn(heads).to(dtype) * 2 if kind.sinks else None
     if masked or kind.normed:
-        norms = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.plus_one) for _ in range(2))
+        norms = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.unit_offset) for _ in range(2))
     clean = tuple(t.nan_to_num(0) for t in cache)
     expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms, kind, sinks)
     bits = []
@@ -441,7 +441,7 @@ def test_attention_of_one_token(
     # Scores are off by some roundings of float32 for each number that is summed, relative to the sum of magnitudes; keys by one of their
     # type, where float32 and float64 round to different sides.
     found, unit = bits[0].double(), max(UNIT[dtype], 2.0**-24)
-    size_of = float(qkv.double().square().mean().sqrt() * clean[0].double().abs().max()) * (10 if kind.plus_one else 4)
+    size_of = float(qkv.double().square().mean().sqrt() * clean[0].double().abs().max()) * (10 if kind.unit_offset else 4)
     error = (2.0**-22 * dim * size_of + (2 * unit if dtype != F else 0) * size_of) * float(values.abs().max()) * kind.factor
     assert bool(((found - expected).abs() <= error + 2 * unit * expected.abs()).all())
     for cached, before, wanted in zip(there, cache, (keys, values), strict=True):

@@ -42,7 +42,7 @@ def token(
         mask: As transformers makes it.
         layers: Of the cache.
         rotary: Cosines and sines.
-        own: The layer's own input [B, 1, P], if it has one.
+        per_layer_input: The layer's input [B, 1, P], if it has one.
         shared: Keys and values that layers reuse.
     """
     reads, kind = found.shared.reuses, found.shared.kind

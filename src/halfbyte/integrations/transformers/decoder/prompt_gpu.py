@@ -43,7 +43,7 @@ def tokens(
     """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported.
 
     Args:
-        layer, found, mask, rotary, own, shared: As for `decoding_gpu.token`.
+        layer, found, mask, rotary, per_layer_input, shared: As for `decoding_gpu.token`.
         x: The tokens' hidden states.
         past: The cache of all layers, or None.
     """

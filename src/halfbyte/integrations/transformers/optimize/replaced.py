@@ -26,7 +26,7 @@ class ReplacedForward:
     keeps_name = False  # the class is known by the name of what it comes before
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The class is made anew, where no module can name it."""
+        """Rebuild the class when unpickling, as no module has it by name."""
         return _empty, self.of_classes, self.__getstate__()
 
 

@@ -89,10 +89,12 @@ class ISA:
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     once = 0  # rows up to which one tile for all asks for weights that need not stay in a cache
-    least_prefetching_tiles = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
+    least_prefetching_tiles = (
+        0  # where so many row tiles, or more, pass over a panel, each prefetches a share of the next one; 0: none does
+    )
     all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
     asking_tiles = 1 << 62  # the most that ask: of more, the last ones
-    asks_for_shares = False  # where data have 8 bits, for lines side by side, not for units in turn
+    asks_for_shares = False  # where data have 8 bits, for contiguous lines, not for every n-th unit
     asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more, those of 8 bits in long panels alone do
     biases = False  # whether sums of blocks become floats by what they begin at: see `biased.py`; has `dot_shorts`
     points_off = 0  # elements of a block up to which tiles take 4-bit points off codes: additions of bytes leave products their ports

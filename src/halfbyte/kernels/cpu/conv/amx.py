@@ -281,7 +281,7 @@ class _Near:
     one after the other where they are woven.
 
     lines_of  of each line of units: which of those together it is among, and how far down from their first
-    behind    of each of those together: how far down the kernel reaches
+    reach     of each of those together: how far down the kernel reaches
     """
 
     units: Units

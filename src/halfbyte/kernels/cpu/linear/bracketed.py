@@ -50,7 +50,7 @@ def fits(geo: Geometry) -> bool:
 
 @function(*["ptr"] * 6, *["i64"] * 4)
 def build(spec: TileSpec, isa: AVX512VNNI, f: Function) -> None:
-    """A function of (arguments, weights, activations, out, bias, integers, columns, ahead, turn, turns), otherwise as `tile.build`."""
+    """A function of (arguments, weights, activations, out, bias, integers, columns, ahead, tile_index, tile_count), as in `tile.build`."""
     BracketingTile(spec, isa, f).emit(f.value("i64", 0))
 
 
@@ -107,7 +107,7 @@ class _Panel(Emitter, BlockEnd):
         memory = f.alloca("i8", _INTEGERS + MOST_BLOCKS * _BLOCK_BYTES, 64)
         whole = self._integers(weights, memory)
         big, count, row_bytes, out_stride = map(self.get, ("tile_rows", "tiles", "row_bytes", "out_stride"))
-        asking = stop - f.umin(self.get("prefetching_tiles"), stop - first)  # from this tile on they ask in turn
+        asking = stop - f.umin(self.get("prefetching_tiles"), stop - first)  # from this tile on they share the prefetch
         ahead = weights.distance(following)
         row = f.variable(f.value("i64", 0))
         for t in f.loop(stop, first):

@@ -112,7 +112,7 @@ def multiply(
             numbers = columns, *tiles, weights + after * panel_bytes
             f.call_pointer(LINEAR.load(args, "panel_function", "ptr"), args, panel, a, out + at_out, panel_bias, *numbers)
     together, all_panels = LINEAR.load(args, "together"), (n + (PANEL - 1)) // PANEL
-    asking = tiles[1] - f.umin(LINEAR.load(args, "prefetching_tiles"), tiles[1] - tiles[0])  # from this tile on they ask in turn
+    asking = tiles[1] - f.umin(LINEAR.load(args, "prefetching_tiles"), tiles[1] - tiles[0])  # from this tile on they share the prefetch
     some = f.variable(panels[0])
 
     def draw() -> Value:

@@ -25,8 +25,8 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
 from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE
+from halfbyte.kernels.cpu.linear.packed_planes import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.sparse import SparseUnit, zeros_of
-from halfbyte.kernels.cpu.linear.tight import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.tile import Part, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes

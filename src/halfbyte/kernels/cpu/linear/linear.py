@@ -231,7 +231,7 @@ class LinearKernel:
         return LINEAR.buffer(fields)
 
     def asking(self, m: int, tiles: int) -> int:
-        """How many of so many row tiles, the last ones, ask in turn for the next panel, where all pass over one before it; 0: none do."""
+        """How many of so many row tiles, the last ones, share the prefetch of the next panel; 0: none do."""
         isa, geo, size = self.isa, self.geometry, self.geometry.panel_bytes
         near = m * self.row_bytes + 2 * size <= isa.asking_bytes
         # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.

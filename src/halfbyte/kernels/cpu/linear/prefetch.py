@@ -1,7 +1,7 @@
 """Prefetches of weights, unit by unit.
 
 near   a tile's own, so far ahead; near a panel's end, those that it begins with when it is called next
-far    where row tiles take turns: each a share of what all of them pass over next, so that memory is read all the time
+far    where several row tiles pass over the same panel: each prefetches a share of the next one, so that memory is read all the time
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Prefetcher:
     """What a tile prefetches.
 
     panels        most that it takes at once
-    in_turn       whether `tile_count` may be any
+    shares_prefetch  whether `tile_count` may be any
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
     locality      of what is near, as `ISA.near` has it
-    turn, turns   its number, and of how many that ask in turn for what comes next; of none, or unless `all_ask_near`, number 0 alone asks
-                  for its own
+    tile_index, tile_count  its number among the row tiles that share the prefetch of the next panel; where none do, or unless
+                  `all_ask_near`, tile 0 alone prefetches the current panel
     """
 
     def __init__(

@@ -3,9 +3,16 @@
     y[i, n] = sum over blocks b of  scale[n, b] * sum over k in b of (q[n, k] - point[n, b]) * x[i, k]  + offset[n, b] * sum(x[i, b])
 
 Weights are read in the order of `layouts/cpu_tiles.py` and unpacked in registers for each tile: no unpacked copy exists.
-Activations were written by `activations.py` in the order that the tile reads them, for each block along K:
+Activations were written by `activations.py` in the order that the tile reads them. A block along K is a record of each:
 
-    for each unit of 8 or 32 k: R rows of that unit | R scales | R corrections | R sums | R offsets   (4 bytes each)
+    weights      | unit 0 | unit 1 | ... | scales, zeros, pair sums of 32 rows | next block ...
+                                          ^ weight_meta
+    activations  | unit 0 | unit 1 | ... | R scales | R corrections | R sums | R offsets | next block ...  | (end of the last)
+                                          ^ act_meta, 4 bytes each                                          ^ act_end
+    outputs      row_offset: the first of the panel's 32 rows that this tile computes
+
+A unit is 8 or 32 k of all rows. `narrow_accumulators`: int8 products are summed in int16, and a block's correction is added to
+the int32 sums at its end instead of being what they begin at.
 
 Arithmetic. int8: products are summed in int32, exactly, for each block; the sum becomes float32 (exact below 2^24), has its
 point's share taken off, is multiplied by the activation's scale, and is added to the output with one fused multiply-add by
@@ -33,9 +40,9 @@ from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.codegen.kernel import function
 from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE
 from halfbyte.kernels.cpu.linear.block_end import BlockEnd
+from halfbyte.kernels.cpu.linear.packed_planes import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.prefetch import Prefetcher, SharingPrefetcher
 from halfbyte.kernels.cpu.linear.sparse import SparseUnit
-from halfbyte.kernels.cpu.linear.tight import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
@@ -44,9 +51,9 @@ _FEW_ROWS = 8  # of a tile that waits for memory
 
 @function(*["ptr"] * 5, *["i64"] * 4)
 def build(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """A function of (arguments, weights, activations, out, bias, columns, ahead, turn, turns).
+    """A function of (arguments, weights, activations, out, bias, columns, ahead, tile_index, tile_count).
 
-    ahead, turn, turns   as `prefetch.Prefetcher` has them
+    ahead, tile_index, tile_count: as for `prefetch.Prefetcher`
     """
     tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
     sides = PANEL // (isa.lanes * spec.vectors)

@@ -23,7 +23,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
-from halfbyte.kernels.cpu.linear import sparse, tight
+from halfbyte.kernels.cpu.linear import packed_planes, sparse
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
@@ -81,7 +81,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
             if spec.sparse:
                 u = sparse.eight(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
             elif spec.packed_bits:
-                u = tight.eight(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
+                u = packed_planes.eight(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
             else:
                 u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
             if spec.table:

@@ -91,7 +91,7 @@ class Model:
     head     None: there is none, or none that is packed
     logits   f, one of `step_sequence.EACH`, and its constant, if any
     windows  of each layer, how many tokens a new one sees, itself the last; None: all
-    turns    of each layer, the number of its rotary positions
+    rope_index  of each layer: which of the rope caches it uses
     inputs   what its layers' own inputs are made of, if they have any
     """
 
@@ -218,7 +218,7 @@ class Steps:
                 self._windowed.append(_Windowed.of(blocks, entry, length, window))
 
     def set_rope(self, b: int, rotary: int) -> None:
-        """Row b by the cosines and sines, [turns, 2, R] float32, at an address."""
+        """Copy the cosines and sines [rope caches, 2, R], float32, at an address into row b."""
         ctypes.memmove(self._rope_tables.data_ptr() + b * self._width, rotary, self._width)
 
     def run(self, length: int, out: int, mask: Tensor | None) -> None:
