@@ -86,8 +86,8 @@ PHRASES = {
 BEGINNINGS = re.compile(r"(Of|As|By|That) ")
 
 
-# Strings and comments, without which few files have one of the words: parsing the others would take most of the time.
-_TEXT = re.compile(r'''"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*''')
+# Strings, comments and names of tests, without which few files have one of the words: parsing the others would take most of the time.
+_TEXT = re.compile(r'''"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*|def test_\w+''')
 _NAMED = re.compile(
     rf"(?<![a-zA-Z])(?:{'|'.join([*WORDS, *NAMES, *map(str.upper, [*WORDS, *NAMES])])})(?![a-z])"
     rf"|(?:{'|'.join(word.title() for word in [*WORDS, *NAMES])})(?![a-z])"
