@@ -234,3 +234,14 @@ def test_a_planted_phrase_is_found(text: str) -> None:
 def test_prose_of_the_field_is_not_found() -> None:
     text = '"""Compute q for every j of a block. It is turned off by HALFBYTE_X."""\n# First a subject.\n# As a continuation.\nx = "beside"'
     assert list(phrases(text)) == []
+
+
+def test_the_glossary_has_terms_that_the_code_uses() -> None:
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Glossary")[2], re.M
+    )
+    assert 60 <= len(rows) <= 100
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    for term, meaning in rows:
+        for name in re.findall(r"`(\w+)`", f"{term} {meaning}"):
+            assert re.search(rf"\b{name}\b", text), f"{name} is in no file of src"
