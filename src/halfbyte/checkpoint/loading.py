@@ -55,10 +55,22 @@ def open_model(
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
-    """All tensors of a checkpoint (or a file that `load` reads), by the names of the model's parameters and buffers.
+    """Read all tensors of a checkpoint, or of a file that `load` reads.
 
     Tied names have the same value. For a weight whose columns are not in the order of its inputs, as with GPTQ's activation order,
     `<module>.input_order` gives the input of each column.
+
+    Args:
+        dir: The folder or file.
+
+    Returns:
+        The tensors by the names of the model's parameters and buffers.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> hb.save(model, folder / "model")
+        >>> sorted(hb.load_tensors(folder / "model"))
+        ['0.bias', '0.weight', '1.bias', '1.weight']
     """
     model = open_model(dir)
     tensors: dict[str, Codes | Tensor] = {name: model.codes(name) for name in model.weights}
@@ -81,22 +93,35 @@ def load(
     plan: Mapping[str, str] | None = None,
     exact: bool = False,
 ) -> nn.Module:
-    """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, a transformers model quantized by another project, or a
-    GGUF file, with the codes and scales of the files.
+    """Load a model with the codes and scales of its files.
 
-    device  by default "cpu"; with a mesh, this process's device of its kind
-    model   a module of the right architecture, in floating point (possibly on the meta device) or quantized: it is filled in place
-            and returned. Without one, the architecture that config.json names is built with transformers and returned in
-            evaluation mode
-    format  for floating-point files (of 32, 16, 8 or 4 bits): quantize to this, one weight at a time as it is read; a Config, or the
-            format of all Linears
-    mesh    torch's DeviceMesh: each of its processes reads and holds its part of the weights (see `parallelize_`, also for `plan` and
-            `exact`). A `model` that was passed is filled first and distributed then
+    It is a halfbyte checkpoint, a transformers model quantized by another project, or a GGUF file.
 
     A module whose weight `format` cannot hold stays in floating point, as with `quantize_`. Parameters and buffers that are not quantized
-    take the dtypes of the checkpoint. Memory never holds more than the model and one
-    tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape; a `model` that was passed is
-    then unchanged.
+    take the dtypes of the checkpoint. Memory never holds more than the model and one tensor.
+
+    Args:
+        dir: The folder or file.
+        device: Where the weights are packed: by default "cpu"; with a mesh, this process's device of its kind.
+        model: a module of the right architecture, in floating point (possibly on the meta device) or quantized: it is filled in place and
+            returned. Without one, the architecture that config.json names is built with transformers and returned in evaluation mode.
+        format: For floating-point files (of 32, 16, 8 or 4 bits): quantize to this, one weight at a time as it is read; a Config, or the
+            format of all Linears.
+        mesh: torch's DeviceMesh: each of its processes reads and holds its part of the weights (see `parallelize_`, also for `plan` and
+            `exact`). A `model` that was passed is filled first and distributed then.
+        plan: As for `parallelize_`.
+        exact: As for `parallelize_`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: Anything is missing, superfluous, damaged or of another shape; a `model` that was passed is unchanged then.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> hb.save(model, folder / "model")
+        >>> loaded = hb.load(folder / "model", model=nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)))
     """
     if mesh is None and (plan is not None or exact):
         raise ArgumentError("plan and exact are for models shared by processes: pass their mesh, load(dir, mesh=mesh)")

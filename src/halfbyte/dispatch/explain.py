@@ -109,11 +109,26 @@ def explain(
 ) -> Explanation | GpuExplanation:
     """Say which kernel `linear` takes for x [m, k] and a weight [n, k], and time it on random weights that no cache holds.
 
-    experts   instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
-              the rows are spread evenly over them
-    sparse    for a 2:4 sparse weight
-    device    "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
-    measured  False: only the choice, without the second or so that probing and timing take
+    Args:
+        m: Rows of activations.
+        n: Outputs.
+        k: Inputs.
+        format: Of the weight.
+        dtype: Of the activations.
+        compute: As in `linear`.
+        activation: As in `linear`.
+        experts: instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
+            the rows are spread evenly over them.
+        sparse: For a 2:4 sparse weight.
+        device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90".
+        measured: False: only the choice, without the second or so that probing and timing take.
+
+    Returns:
+        The kernel, the reasons why others were not taken, and times; `str()` is a text.
+
+    Example:
+        >>> print(hb.explain(1, 64, 64, "q4_0", measured=False) is not None)
+        True
     """
     if dtype not in KINDS or not dtype.is_floating_point:
         raise ArgumentError(f"linear takes activations of float32, bfloat16 or float16, got {dtype}")

@@ -37,24 +37,38 @@ def quantize_(
     calibration: Calibration | Tensor | Iterable[Any] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replaces every nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its
-    quantized form, in place, and returns `model`. An nn.MultiheadAttention becomes one with linear layers of its own
-    (`nn/modules/attention.py`), except in models of transformers.
+    """Quantize the Linear, Embedding, EmbeddingBag, Conv1d and Conv2d modules of a model, and its stacks of experts, in place.
 
-    calibration  token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight its
-                 errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as
-                 a DataLoader yields
-    progress     called with (decoder layers done, all of them, name) while calibrating
+    An nn.MultiheadAttention becomes one with quantized linear layers (`nn/modules/attention.py`), except in models of transformers.
 
-    With `activations="static"` the model itself becomes a torch.fx.GraphModule in evaluation mode, whose batch norms are folded and
-    whose layers keep their names.
+    With `activations="static"` the model itself becomes a torch.fx.GraphModule in evaluation mode, whose batch norms are folded and whose
+    layers keep their names.
 
     `report(model)` tells what was not quantized, and why. Weights that modules share stay shared. Layers that are quantized already keep
-    their codes: a model in which nothing is left to quantize is returned unchanged if each layer is as `config` asks. Raises
-    ArgumentError (a layer of such a model has another format, method, compute or activation, nothing can be quantized, a pattern matches
-    nothing, a NaN in a weight, a method without its calibration) or FormatError; then nothing has changed. A module whose weight its
-    format cannot hold (nearly zero, or beyond the range of the scales) stays in floating point, unless the config is strict or it is the
-    only one: then it is a FormatError.
+    their codes: a model in which nothing is left to quantize is returned unchanged if each layer is as `config` asks. A module whose weight
+    its format cannot hold (nearly zero, or beyond the range of the scales) stays in floating point, unless the config is strict or it is
+    the only one.
+
+    Args:
+        model: The float model.
+        config: What to quantize and how; or the format of all layers.
+        calibration: Token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight
+            its errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as a
+            DataLoader yields.
+        progress: Called with (decoder layers done, all of them, name) while calibrating.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: A layer is quantized already, but not as `config` asks; nothing can be quantized; a pattern matches nothing; a weight
+            has a NaN; a method lacks its calibration. Nothing has changed then.
+        FormatError: A weight does not fit its format, and the config is strict or it is the only one. Nothing has changed then.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> type(model[0]).__name__
+        'QuantLinear'
     """
     config, calibration = take_calibration(as_config(config), calibration)
     check_in_place(model)

@@ -55,14 +55,30 @@ ACTIVATED = (
 
 
 def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> nn.Module:
-    """Fuses quantized siblings, and additions and ReLUs into quantized convolutions before them, in place, and returns `model`.
-
-    siblings   names of children that their parent calls in this order with the same tensor
-    activated  names of a child and of the GELU to which its parent passes its output
+    """Fuse quantized siblings, and additions and ReLUs into the quantized convolutions before them, in place.
 
     Neighbours that differ in format, width, device, compute or dtype of their biases are not fused. Convolutions are in modules in
     evaluation that torch.fx can trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)`
-    list what was fused. Raises ArgumentError for a model without quantized layers.
+    list what was fused.
+
+    Args:
+        model: A quantized model.
+        siblings: Names of children that their parent calls in this order with the same tensor.
+        activated: Names of a child and of the GELU to which its parent passes its output.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: The model has no quantized layers.
+
+    Example:
+        >>> class Attention(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+        >>> type(hb.fuse_(hb.quantize_(Attention(), "q8_0")).q_proj).__name__
+        'FusedLinear'
     """
     check_type(model, nn.Module, "fuse_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
     if not any(isinstance(module, QuantModule) for module in model.modules()):

@@ -140,7 +140,19 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Which modules of `model` are quantized and which are not, with reasons and bytes. One row per module with parameters."""
+    """List which modules of a model are quantized and which are not, with reasons and bytes.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        The report, with one row per module that has parameters; `str()` is a table.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> [row.name for row in hb.report(model).rows]
+        ['0', '1']
+    """
     check_type(model, nn.Module, "report takes a model, a torch.nn.Module", "pass the model that holds it")
     with expanded(model, attention=True):
         return _report(model, getattr(model, CONFIG_ATTRIBUTE, None))

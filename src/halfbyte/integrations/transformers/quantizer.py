@@ -68,10 +68,17 @@ _REMEDY = "use the transformers that saved them, and their config.json"
 class HalfbyteConfig(QuantizationConfigMixin):
     """The `quantization_config` of `from_pretrained`: the arguments of `Config`, or a Config.
 
-    calibration  as for `quantize_`. With it the float model is loaded whole, and quantized then
-    device       an attribute: where weights are quantized and packed as they are read, a GPU to which the rest of the model is moved then;
-                 None: where transformers has read them to
-    modules      the quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs
+    Attributes:
+        format: The format of all layers, or a Config.
+        calibration: As for `quantize_`. With it the float model is loaded whole, and quantized then.
+        settings: The other arguments of Config.
+        device: An attribute: where weights are quantized and packed as they are read, a GPU to which the rest of the model is moved then;
+            None: where transformers has read them to.
+        modules: The quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs.
+
+    Example:
+        >>> hb.HalfbyteConfig("q4_0", compute="float").to_dict()["quant_method"]
+        'halfbyte'
     """
 
     def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:

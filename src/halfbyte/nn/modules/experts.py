@@ -72,8 +72,17 @@ class StackedExperts(nn.Module):
 class QuantExperts(QuantModule):
     """Linear layers of experts with quantized weights.
 
-    packed      [E, N, K]
-    compute, activation   see QuantLinear; on GPUs `halfbyte.grouped_linear`
+    Args:
+        packed: [E, N, K].
+        compute: See QuantLinear; on GPUs `halfbyte.grouped_linear`.
+        activation: See `compute`.
+        dtype: Of the float weights that they replace.
+        error: As in QuantModule.
+
+    Example:
+        >>> experts = hb.QuantExperts(hb.pack(hb.quantize(torch.randn(4, 8, 32), "q8_0")))
+        >>> experts.packed.shape
+        (4, 8, 32)
     """
 
     kind = "Experts"

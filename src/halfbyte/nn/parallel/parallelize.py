@@ -110,18 +110,30 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, *, exact: bool = False) -> nn.Module:
-    """Reduces each weight of `model` that a plan cuts to the part of this process, in place, and returns `model`.
+    """Shard the weights of a model over the processes of a mesh, in place: each keeps its part.
 
     Every process of `mesh` calls it with the same model, and then computes with the same inputs. Weights may be quantized or in floating
     point; `load(folder, mesh=mesh)` does the same without a whole model in memory.
 
-    mesh  torch's DeviceMesh of one dimension, or with one called "tp"
-    plan  pattern of module names -> style, such as {"*.up_proj": "colwise", "*.down_proj": "rowwise"}; see `nn/parallel/plan.py`. By
-          default the model's own, which transformers' models have
-    exact  cut only rows: no sums across processes, each output is computed as on one device, and more data is sent
+    `parallel_report(model)` tells how each module was cut. The model is frozen: gradients do not cross processes.
 
-    `parallel_report(model)` tells how each module was cut. The model is frozen: gradients do not cross processes. Raises ArgumentError
-    for a mesh or plan that does not fit, UnsupportedError for an unknown style; then nothing has changed.
+    Args:
+        model: The same model in every process.
+        mesh: torch's DeviceMesh of one dimension, or with one called "tp".
+        plan: pattern of module names -> style, such as {"*.up_proj": "colwise", "*.down_proj": "rowwise"}; see `nn/parallel/plan.py`. By
+            default the model's own, which transformers' models have.
+        exact: Cut only rows: no sums across processes, each output is computed as on one device, and more data is sent.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: The mesh or the plan does not fit. Nothing has changed then.
+        UnsupportedError: A style is unknown. Nothing has changed then.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> model = hb.parallelize_(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": "colwise"})
     """
     processes = Processes.of(mesh)
     if any(isinstance(module, FusedLinear) for module in model.modules()):
@@ -345,7 +357,22 @@ class ParallelReport:
 
 
 def parallel_report(model: nn.Module) -> ParallelReport:
-    """This process's parts of a distributed model. Raises ArgumentError for a model that is not distributed."""
+    """Return this process's parts of a distributed model.
+
+    Args:
+        model: Distributed by `parallelize_` or `load`.
+
+    Returns:
+        The report; `str()` is a table.
+
+    Raises:
+        ArgumentError: The model is not distributed.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> model = hb.parallelize_(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": "colwise"})
+        >>> report = hb.parallel_report(model)
+    """
     found = getattr(model, _REPORT, None)
     if not isinstance(found, ParallelReport):
         raise ArgumentError("the model is not distributed over processes: use parallelize_, or load it with mesh=")

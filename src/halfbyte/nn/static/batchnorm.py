@@ -18,14 +18,26 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 def fold_batch_norms_(model: nn.Module) -> nn.Module:
-    """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place, and returns `model`.
+    """Fold each BatchNorm that follows a Conv1d, Conv2d or Linear into it, in place.
 
     The norm becomes nn.Identity, which `report(model)` mentions. Only pairs are folded where nothing else reads the layer's result and both
     are used once, so in evaluation the model computes the same. A norm behind a Linear is taken for one of its features; one of the rows of
     [batch, rows, features] is told apart only where there are more or fewer rows than features. Call it before `quantize_`, and before
     passing a model to `load`.
 
-    Raises ArgumentError for a model in training mode or prepared by `prepare_qat_`, UnsupportedError for one that torch.fx cannot trace.
+    Args:
+        model: In evaluation mode.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: The model is in training mode, or prepared by `prepare_qat_`.
+        UnsupportedError: torch.fx cannot trace the model.
+
+    Example:
+        >>> hb.fold_batch_norms_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval())[1]
+        Identity()
     """
     if model.training:
         raise ArgumentError("batch norms are folded as they are in evaluation: call model.eval() first")
