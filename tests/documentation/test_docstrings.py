@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import halfbyte as hb
 
 NAMES = [name for name in hb.__all__ if name != "__version__"]
-# Examples that open a model of the reader's: the examples of docs/ run them with a real one.
-READERS_OWN = ("LanguageModel",)
+# Examples that open a language model: those of docs/ run them with a real one.
+LANGUAGE_MODELS = ("LanguageModel",)
 DISTRIBUTED = ("parallelize_", "parallel_report")
 
 
@@ -34,7 +34,7 @@ def problems(name: str, public: Any) -> list[str]:
         lacking = [p for p in inspect.signature(public).parameters if p not in listed]
         found += [f"Args lacks {', '.join(lacking)}"] if lacking else []
         found += [] if _section(doc, "Returns") else ["has no Returns"]
-    if ">>> " not in _section(doc, "Example") and name not in READERS_OWN:
+    if ">>> " not in _section(doc, "Example") and name not in LANGUAGE_MODELS:
         found.append("has no example")
     return found
 
@@ -76,7 +76,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in READERS_OWN])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LANGUAGE_MODELS])
 def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = getattr(hb, name)
     monkeypatch.setattr(hb, "keep_freed_memory", lambda: True)  # which would change all tests that follow
