@@ -296,7 +296,7 @@ def make_tokenizer(size: int) -> Any:
 def make_file(config: Any, file: Path, folder: Path, device: str = "cpu", format: str = "q4_0") -> None:
     """The model as a GGUF file, for llama.cpp too; `folder`: where it is before that."""
     from halfbyte.checkpoint import save
-    from halfbyte.checkpoint.exporting import export
+    from halfbyte.checkpoint.export_checkpoint import export
 
     save(make_model(config, device, format), folder)
     make_tokenizer(config.vocab_size).save_pretrained(folder)

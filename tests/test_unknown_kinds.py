@@ -37,7 +37,7 @@ from halfbyte.nn import config as configs
 from halfbyte.nn.parallel import parallelize as parallel
 from halfbyte.nn.parallel.plan import Cut
 from halfbyte.ops import checks, fake_quantize
-from halfbyte.ops.transformer import decoding
+from halfbyte.ops.transformer import decode_ops
 from halfbyte.ops.transformer.decoder import Heads
 from halfbyte.quantizers import absmax
 from halfbyte.quantizers.absmax import nearest
@@ -223,13 +223,13 @@ def test_products_of_another_type() -> None:
 
 
 def test_a_gate_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "GATES", (*layer_kinds.GATES, NEW))
+    monkeypatch.setattr(decode_ops, "GATES", (*layer_kinds.GATES, NEW))
     x, packed = weight(2), ops.pack(ops.quantize(weight(64), "int4_g32"))
     unsupported(
         "gate function 'new'",
-        lambda: decoding.normed_linear(x, None, packed, gates=NEW),
-        lambda: decoding.normed_linear(x, None, packed, gates=NEW, gated=False),
-        lambda: decoding.activated_in_torch(x, NEW, 1.0, gated=True),
+        lambda: decode_ops.normed_linear(x, None, packed, gates=NEW),
+        lambda: decode_ops.normed_linear(x, None, packed, gates=NEW, gated=False),
+        lambda: decode_ops.activated_in_torch(x, NEW, 1.0, gated=True),
         *(built(step_sequence.build, step_sequence.Step(kind, "silu"), gates=NEW) for kind in ("panels", "product")),
     )
 
@@ -256,19 +256,19 @@ def test_scores_of_a_router() -> None:
 def test_projections_and_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     spec_ = attend.AttendSpec(16, 2, "f32", normed=False, masked=False)
     heads = Heads(2, 1, 16, 1.0)
-    monkeypatch.setattr(decoding, "PROJECTIONS", (*layer_kinds.PROJECTIONS, "kv"))
-    monkeypatch.setattr(decoding, "ROPE_INTERLEAVED", (*layer_kinds.ROPE_INTERLEAVED, NEW))
+    monkeypatch.setattr(decode_ops, "PROJECTIONS", (*layer_kinds.PROJECTIONS, "kv"))
+    monkeypatch.setattr(decode_ops, "ROPE_INTERLEAVED", (*layer_kinds.ROPE_INTERLEAVED, NEW))
     qkv, cache, length = torch.ones(1, 64), torch.zeros(1, 1, 8, 16), torch.zeros(1, dtype=torch.int64)
     rotary = torch.ones(1, 16), torch.ones(1, 16)
     unsupported(
         "projections of attention, 'kv'",
         lambda: heads._replace(projections=cast(Any, "kv")).outputs,
-        lambda: decoding.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
+        lambda: decode_ops.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
         built(attend.build, spec_, projections="kv"),
     )
     unsupported(
         "interleaving of rope, 'new'",
-        lambda: decoding.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
+        lambda: decode_ops.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
         built(attend.build, spec_, rope_interleaved=NEW),
     )
 

@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import halfbyte
-from halfbyte.checkpoint.exporting import export
+from halfbyte.checkpoint.export_checkpoint import export
 from halfbyte.cli import main
 from halfbyte.cli.shared.device import settle_device
 from halfbyte.cli.shared.output import settling
@@ -389,7 +389,7 @@ def test_generate_shows_nothing_of_a_prompt_that_it_refuses(
         return {"input_ids": torch.tensor([[1, 4000]][: len(text)] or [[]], dtype=torch.int64)}
 
     monkeypatch.setattr("halfbyte.cli.generate.open_asked", lambda *_: (opened[0], read, GREEDY))
-    monkeypatch.setattr("halfbyte.cli.generate.open_own", lambda *_: None)
+    monkeypatch.setattr("halfbyte.cli.generate.open_native", lambda *_: None)
     code, out, err = run("generate", "m", "--prompt", prompt)
     assert (code, out) == (2, "")
     assert said in err

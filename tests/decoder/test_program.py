@@ -30,7 +30,7 @@ from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
-from halfbyte.ops.transformer.decoding import NormedPlan, normed_plan
+from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan
 from halfbyte.ops.transformer.layers import Weight
 
 

@@ -20,7 +20,7 @@ from language_model import make_language_model
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
-from halfbyte.checkpoint.exporting import export
+from halfbyte.checkpoint.export_checkpoint import export
 from halfbyte.cli import main
 from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.build import build_spec

@@ -16,9 +16,9 @@ from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections
 from halfbyte.ops.transformer.decoder import Norm
-from halfbyte.ops.transformer.decoding_step import Inputs
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
 

@@ -33,12 +33,12 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.functions import linear
 from halfbyte.ops.library import plain
 from halfbyte.ops.replay import replayed
+from halfbyte.ops.transformer.decode_ops import attend, normed_linear
 from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
-from halfbyte.ops.transformer.decoding import attend, normed_linear
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.prompt import activated, apply_rope, attend_many
+from halfbyte.ops.transformer.prefill_ops import activated, apply_rope, attend_many
 from halfbyte.ops.transformer.routing import add_experts
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
@@ -209,7 +209,7 @@ def decode(
     Args:
         layer: The layer.
         x: [B, 1, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decoding.attend` takes them.
+        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decode_ops.attend` takes them.
         cache: Its KV cache.
         mask: bool [B or 1, T], those of a ring by their age: which tokens of the cache may be seen; None: all that are there.
         per_layer_input: [B, 1, P], if the layer has one.
@@ -286,7 +286,7 @@ def prefill(
     Args:
         layer: The layer; where it makes no keys and values of its own, these are in the cache already.
         x: [B, T, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.transformer.prompt.apply_rope` takes them.
+        rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.transformer.prefill_ops.apply_rope` takes them.
         cache: Its KV cache, in floating point.
         mask: bool [B or 1, T, S]: which tokens of the cache each new one may see; None: all up to itself.
         per_layer_input: [B, T, P], if the layer has one.

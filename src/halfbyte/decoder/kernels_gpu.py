@@ -18,8 +18,8 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu
 from halfbyte.ops.functions import sparse_on
+from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan, why_not_attend
 from halfbyte.ops.transformer.decoder import Heads
-from halfbyte.ops.transformer.decoding import NormedPlan, normed_plan, why_not_attend
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import why_not_norm
 from halfbyte.ops.transformer.routing import gates_inside, why_not_router
@@ -99,7 +99,7 @@ class _Scope:
         return TORCH if taken is None else taken.candidate.name
 
     def _plan(self, op: Op) -> NormedPlan | str | None:
-        """How `ops.transformer.decoding.normed_linear` computes a linear layer with its norm and its gate, or why torch computes these two;
+        """How `decode_ops.normed_linear` computes a linear layer with its norm and its gate, or why torch computes these two;
         None where there is neither, or in int8."""
         weight, norm, gate = op.part, self._norm_before(op), self._gate_after(op)
         if not isinstance(weight, Weight) or compute_of(weight.compute) != "float" or (norm is None and gate is None):

@@ -2,7 +2,7 @@
 
 A layer is one call of `ops.transformer.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that
 call takes is one for the attention half and `halfbyte::add_experts` for the rest. A decode step is one call of
-`ops.transformer.decoding_step`.
+`ops.transformer.whole_model_decode`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
-from halfbyte.ops.transformer.decoding_step import MOST_IN_A_ROW, DecodingStep
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight, why_not_packed
 from halfbyte.ops.transformer.norms import wide_norm
+from halfbyte.ops.transformer.whole_model_decode import MOST_IN_A_ROW, DecodingStep
 
 _FEW = 32  # tokens for which all layers are one native call, whose intermediate results are kept for all of them
 _STEP = "decode step"  # the native call

@@ -28,14 +28,14 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.functions import embedding
+from halfbyte.ops.transformer.decode_ops import SOFTCAP, why_not_attend
 from halfbyte.ops.transformer.decoder import MLP, Norm
-from halfbyte.ops.transformer.decoding import SOFTCAP, why_not_attend
-from halfbyte.ops.transformer.decoding_step import Inputs as PerLayerInputs
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import add_normed, normed, why_not_norm
-from halfbyte.ops.transformer.prompt import why_not_many
+from halfbyte.ops.transformer.prefill_ops import why_not_many
 from halfbyte.ops.transformer.routing import why_not_experts
+from halfbyte.ops.transformer.whole_model_decode import Inputs as PerLayerInputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time

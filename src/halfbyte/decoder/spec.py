@@ -18,9 +18,9 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
-from halfbyte.ops.transformer.decoding_step import Inputs
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -15,10 +15,10 @@ from halfbyte.formats import as_format
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.machine import gpu as this_gpu
 from halfbyte.ops.replay import tapes
+from halfbyte.ops.transformer.decode_ops import attend, normed_linear
 from halfbyte.ops.transformer.decoder import Heads, Norm
-from halfbyte.ops.transformer.decoding import attend, normed_linear
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.prompt import activated, apply_rope, attend_many
+from halfbyte.ops.transformer.prefill_ops import activated, apply_rope, attend_many
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -28,10 +28,10 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, FeedForward, Heads, Norm
-from halfbyte.ops.transformer.decoding_step import DecodingStep
 from halfbyte.ops.transformer.embed import NormedEmbeddings
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.transformer.layers import LayerNorm, Weight
+from halfbyte.ops.transformer.whole_model_decode import DecodingStep
 
 Announce = Callable[[str], None]
 Place = Callable[[Tensor], Tensor]

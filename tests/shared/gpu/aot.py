@@ -142,7 +142,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
     from halfbyte.kernels.gpu.linear import skinny, skinny_hopper
     from halfbyte.kernels.gpu.transformer import attend, gates, norm
     from halfbyte.kernels.problem import Epilogue
-    from halfbyte.ops.transformer.decoding import NormedPlan, normed_plan
+    from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

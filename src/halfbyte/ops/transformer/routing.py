@@ -21,8 +21,8 @@ from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.library import OPS
 from halfbyte.ops.tensors import aligned
+from halfbyte.ops.transformer.decode_ops import activated_in_torch
 from halfbyte.ops.transformer.decoder import Norm
-from halfbyte.ops.transformer.decoding import activated_in_torch
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import norm_in_torch, why_not_norm

@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 from halfbyte.decoder import gpu_layer, kernels_gpu
 from halfbyte.decoder.program import layer_ops
 from halfbyte.integrations.transformers.cache.rings import Ring
-from halfbyte.integrations.transformers.decoder import decoding_gpu, layer_gpu, prompt_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu, layer_gpu, prefill_gpu
 from halfbyte.integrations.transformers.decoder.live_layer import layer_spec
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.generate.graphs import static_cache
@@ -155,8 +155,8 @@ def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list
 @pytest.fixture
 def calls(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called, whether it was in few kernels."""
-    monkeypatch.setattr(decoding_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, decoding_gpu, "token")
+    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
+    return done(monkeypatch, decode_gpu, "token")
 
 
 def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
@@ -229,8 +229,8 @@ def test_layers_that_read_the_keys_of_others(
 @pytest.fixture
 def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called with what `token` has left, whether it was in few kernels."""
-    monkeypatch.setattr(decoding_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, prompt_gpu, "tokens")
+    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
+    return done(monkeypatch, prefill_gpu, "tokens")
 
 
 @pytest.mark.parametrize("widths", [(9, 1, 7), (30, 1, 5), (9, 5, 17, 3)])

@@ -26,7 +26,7 @@ from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.decoder.kernels_gpu import layer_kernels
 from halfbyte.decoder.program import layer_ops
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.decoder import decoding_gpu, layer_gpu, prompt_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu, layer_gpu, prefill_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, Run, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
@@ -139,7 +139,7 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
-    if given.device.type not in decoding_gpu.DEVICES:
+    if given.device.type not in decode_gpu.DEVICES:
         return None
     layers: Any = stack.layers
     kinds = layer_kinds(stack)
@@ -314,7 +314,7 @@ class CompiledStack:
         layers: Any = stack.layers
         if device.type == "cpu":
             reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu(stack)]
-        elif device.type in decoding_gpu.DEVICES:
+        elif device.type in decode_gpu.DEVICES:
             reasons = [
                 spec if isinstance(spec, str) else layer_gpu.why_not_decoded(layer, spec)
                 for layer, spec in zip(layers, self.specs(stack), strict=True)
@@ -331,14 +331,14 @@ class CompiledStack:
         """Which ops of a layer torch computes, and why."""
         spec, here = self.specs(stack)[index], gpu(device.index or 0)
         assert not isinstance(spec, str)
-        kernels = layer_kernels(layer_ops(spec), here, dtype=prompt_gpu.dtype_of(spec))
+        kernels = layer_kernels(layer_ops(spec), here, dtype=prefill_gpu.dtype_of(spec))
         told = [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
-        reason = prompt_gpu.why_not_prefilled(stack.layers[index], spec, here)
+        reason = prefill_gpu.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
     def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None, device: torch.device) -> Tensor | None:
         """Compute the normed hidden states; None if transformers has to."""
-        native = device.type == "cpu" and "cpu" not in decoding_gpu.DEVICES  # in tests a CPU stands in for a GPU
+        native = device.type == "cpu" and "cpu" not in decode_gpu.DEVICES  # in tests a CPU stands in for a GPU
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if native and ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
             step = self.step(stack)

@@ -1,4 +1,4 @@
-"""One new token of each sequence through a compiled decoder stack, in one native call on a CPU (`ops.transformer.decoding_step`).
+"""One new token of each sequence through a compiled decoder stack, in one native call on a CPU (`ops.transformer.whole_model_decode`).
 
 This is for growing caches. What Python does between two tokens counts, as it runs with caches that are full of weights: everything that
 stays from token to token is made once.
@@ -25,8 +25,8 @@ from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
 from halfbyte.nn.modules.scaled import Factor, factor_of
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES
-from halfbyte.ops.transformer.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.transformer.layers import Weight, why_not_packed
+from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
 
 _BLOCK, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many blocks are kept
 Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecodingStep` has them

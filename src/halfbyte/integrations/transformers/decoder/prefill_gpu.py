@@ -19,13 +19,13 @@ from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, prefill, pre
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.cache.kv_place import SharedStates
 from halfbyte.integrations.transformers.cache.static_codes import StaticInt8Layer
-from halfbyte.integrations.transformers.decoder import decoding_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import add_mlp, visible
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, contiguous_rows
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.prompt import why_not_many
+from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
@@ -43,7 +43,7 @@ def tokens(
     """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported.
 
     Args:
-        layer, found, mask, rotary, per_layer_input, shared: As for `decoding_gpu.token`.
+        layer, found, mask, rotary, per_layer_input, shared: As for `decode_gpu.token`.
         x: The tokens' hidden states.
         past: The cache of all layers, or None.
     """
@@ -166,7 +166,7 @@ def _seen(layer: Any, mask: Tensor | None, tokens: int, *, eager: bool) -> Tenso
 def _fits(layer: Any, found: LoweredLayer, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor]) -> bool:
     """Whether the call is for many tokens, with nothing else than their results asked for."""
     return (
-        x.device.type in decoding_gpu.DEVICES
+        x.device.type in decode_gpu.DEVICES
         and (x.shape[1] > 1 or found.shared.reuses)
         and plain(x)
         and rotary[0].dim() == 3

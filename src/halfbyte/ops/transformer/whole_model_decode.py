@@ -16,7 +16,7 @@ from halfbyte.ops.transformer.decoder import DecoderLayer, Norm, norm_of
 from halfbyte.ops.transformer.layers import Addresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.transformer.decoding_step import Steps
+    from halfbyte.kernels.cpu.transformer.whole_model import Steps
 
 MOST_IN_A_ROW = 8  # tokens of one sequence: attention of more is computed in another order
 _MOST_KINDS = 128  # of calls, for which a thread keeps the arguments: batches of 1 to 64 sequences, with and without a mask
@@ -81,7 +81,7 @@ class DecodingStep:
     ) -> None:
         from halfbyte.kernels.cpu.codegen import runtime
         from halfbyte.kernels.cpu.plan_cache import PlanCache
-        from halfbyte.kernels.cpu.transformer import decoding_step
+        from halfbyte.kernels.cpu.transformer import whole_model
 
         k = layers[0].k
         shapes = [tuple(table.shape), tuple(norm.weight.shape), *([] if head is None else [tuple(head.packed.shape)])]
@@ -111,9 +111,9 @@ class DecodingStep:
             with torch.inference_mode(False):
                 scale = tensors.of(torch.tensor([inputs.scale], dtype=torch.float32, device="cpu"))
             product = tensors.product(inputs.projection)
-            of_layers = decoding_step.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
+            of_layers = whole_model.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
         of_last = norm_of(tensors, norm)
-        self._model = decoding_step.Model(inner, rows[0], factor, of_last, last, logits, self._windows, rope_index, of_layers)
+        self._model = whole_model.Model(inner, rows[0], factor, of_last, last, logits, self._windows, rope_index, of_layers)
         self._threads = runtime.threads
         self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
         self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.copied]
@@ -165,7 +165,7 @@ class DecodingStep:
         kept = self._kept.entries.get(kind)
         if kept is not None and kept[1] == cache:
             return kept[0]
-        from halfbyte.kernels.cpu.transformer import decoding_step
+        from halfbyte.kernels.cpu.transformer import whole_model
         from halfbyte.kernels.cpu.transformer.decoder import Entry
 
         found, x = tuple(entries()), torch.empty(batch, tokens, self._k, dtype=torch.float32, device="cpu")
@@ -182,7 +182,7 @@ class DecodingStep:
             steps = kept[0]
             steps.point(places, length)
         else:
-            steps = decoding_step.Steps(self._model, places, length, masked=masked, tokens=tokens)
+            steps = whole_model.Steps(self._model, places, length, masked=masked, tokens=tokens)
         self._kept.entries[kind] = steps, cache
         return steps
 

@@ -16,8 +16,8 @@ from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, GateFunc
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.replay import replayed
+from halfbyte.ops.transformer.decode_ops import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
 from halfbyte.ops.transformer.decoder import Heads, Norm
-from halfbyte.ops.transformer.decoding import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
 from halfbyte.ops.transformer.norms import why_not_norm, wide_norm
 
 
