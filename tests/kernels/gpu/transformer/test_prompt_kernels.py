@@ -292,9 +292,10 @@ def test_what_does_not_fit() -> None:
         prefill_ops.apply_rope(qkv, None, cache.half(), cache.half(), None, heads)
     with pytest.raises(ArgumentError, match=r"apply_rope takes qkv"):
         prefill_ops.apply_rope(qkv, (torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)), cache, cache, None, heads)
+    norms = Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0)
     with pytest.raises(ArgumentError, match="apply_rope takes qkv"):
-        norms = Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0)
         prefill_ops.apply_rope(qkv, None, cache, cache, None, heads._replace(qk_norm=norms))
+    of_all = Norm(torch.zeros(4 * 32), 0.0), Norm(torch.zeros(2 * 32), 0.0)
     with pytest.raises(ArgumentError, match="apply_rope takes qkv"):
         prefill_ops.apply_rope(qkv, None, cache, cache, None, heads._replace(qk_norm=of_all, qk_norm_whole=True, norm_after_rope=True))
     queries: Any = torch.zeros(1, 3, 4, 32)
