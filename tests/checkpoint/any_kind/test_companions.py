@@ -54,7 +54,7 @@ def adapted(tmp_path: Path) -> tuple[Path, Tensor]:
 def test_an_adapter_goes_along_with_its_model(adapted: tuple[Path, Tensor], tmp_path: Path) -> None:
     folder, want = adapted
     report = hb.convert(folder, tmp_path / "c", FORMAT)
-    assert any("adapter beside the model" in note and "copied, not merged" in note for note in report.notes)
+    assert any("adapter in the model's folder" in note and "copied, not merged" in note for note in report.notes)
     assert near(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "c")), want)
     report = hb.export(tmp_path / "c", tmp_path / "again", "halfbyte")
     assert any("copied, not merged" in note for note in report.notes)
