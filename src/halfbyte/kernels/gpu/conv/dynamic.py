@@ -270,7 +270,7 @@ def _dynamic(
     codes = tl.zeros([BN], tl.int32)
     weights = tl.zeros([BN], tl.float32)
     for t in tl.range(0, steps, num_stages=S.stages):
-        w = tl.load(wp + t * S.narrow_accumulators)
+        w = tl.load(wp + t * S.apart)
         if S.bits == 4:
             w = words_of(w, S)
         for j in tl.static_range(PIECES):

@@ -306,7 +306,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     if S.integer:
         acc = tl.zeros([BN, BM], tl.int32)
         for t in tl.range(first, end, num_stages=S.stages):
-            w = tl.load(wp + t * S.narrow_accumulators)
+            w = tl.load(wp + t * S.apart)
             if S.bits == 4:
                 words = words_of(w, S)
                 for j in tl.static_range(4):
@@ -330,7 +330,7 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
                 s_next = _tails(scale, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
                 if S.zero != "none":
                     z_next = _tails(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
-            w = tl.load(wp + t * S.narrow_accumulators)
+            w = tl.load(wp + t * S.apart)
             xs = patches(xp, fill, y0, x0, reached, t, image, window, S, S.step)
             if x.dtype.element_ty == tl.float32 or S.mode == "exact":
                 acc = dot(_weights_exact(w, s, z, S).to(xs.dtype), xs, acc)

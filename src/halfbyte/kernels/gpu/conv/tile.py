@@ -125,7 +125,7 @@ class Static(CompileTime, Config):
         return 128 if self.bits == 4 else self.step
 
     @property
-    def narrow_accumulators(self) -> int:
+    def apart(self) -> int:
         """Distance of records: words, bytes, or elements."""
         return 2048 if self.bits == 4 else self.record
 
