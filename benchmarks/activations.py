@@ -51,8 +51,8 @@ def embeddings(fmt: str, count: int) -> list[tuple[str, str]]:
     wanted = [embed(quantized(model, fmt, compute="float"), tokenizer, part) for part in texts]
     rows = []
     for way in WAYS:
-        made = quantized(model, fmt, activation=way)
-        quality = compare_embeddings(wanted[0], embed(made, tokenizer, texts[0]), (wanted[1], embed(made, tokenizer, texts[1])))
+        built = quantized(model, fmt, activation=way)
+        quality = compare_embeddings(wanted[0], embed(built, tokenizer, texts[0]), (wanted[1], embed(built, tokenizer, texts[1])))
         rows.append((f"{1 - quality.mean_cosine:.6f}", f"{quality.top1:.1%}"))
     return rows
 

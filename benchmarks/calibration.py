@@ -52,9 +52,9 @@ def upcycled(model: Any, experts: int, tokens: torch.Tensor) -> Any:
         }
         state |= {f"model.layers.{i}.mlp.experts.{name}": t.detach().expand(experts, *t.shape) for name, t in stacks.items()}
         state[f"model.layers.{i}.mlp.gate.weight"] = directions(x, experts)
-    made = transformers.MixtralForCausalLM(config).to(model.device).eval()
-    made.load_state_dict(state)
-    return made
+    built = transformers.MixtralForCausalLM(config).to(model.device).eval()
+    built.load_state_dict(state)
+    return built
 
 
 def directions(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -94,11 +94,11 @@ def main() -> int:
         model = upcycled(model, args.experts, tokens[:4])
 
     def quantized(name: str, make: Any, method: str) -> None:
-        made, begin = copy.deepcopy(model), time.perf_counter()
-        halfbyte.quantize_(made, make(), tokens if method in CALIBRATED else None)
-        if made.device.type == "cuda":
+        built, begin = copy.deepcopy(model), time.perf_counter()
+        halfbyte.quantize_(built, make(), tokens if method in CALIBRATED else None)
+        if built.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds[name], models[name] = time.perf_counter() - begin, made
+        seconds[name], models[name] = time.perf_counter() - begin, built
         print(name, f"{seconds[name]:.1f} s", file=sys.stderr)
 
     models: dict[str, Any] = {}

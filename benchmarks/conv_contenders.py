@@ -201,8 +201,8 @@ def _openvino_int8(layer: Layer) -> Ready:
     if groups == 1:
         y = opset.convolution(real(x, number(IN_SCALE)), weight, *settings)
     else:
-        apart = opset.reshape(weight, opset.constant([groups, layer.out // groups, layer.channels // groups, *kernel]), False)
-        y = opset.group_convolution(real(x, number(IN_SCALE)), apart, *settings)
+        unmerged = opset.reshape(weight, opset.constant([groups, layer.out // groups, layer.channels // groups, *kernel]), False)
+        y = opset.group_convolution(real(x, number(IN_SCALE)), unmerged, *settings)
     quantized = opset.fake_quantize(y, number(-128 * layer.out_scale), number(127 * layer.out_scale), number(0), number(255), 256)
     model = openvino.Model([opset.result(opset.convert(quantized, openvino.Type.u8))], [x])
     threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False}

@@ -48,7 +48,7 @@ def run(layers: Sequence[Layer], threads: int, rounds: int, min_time: float) -> 
             def before(peaks: list[float] = peaks) -> None:
                 peaks.append(probe.ask("probe", names=["dot_peak"], threads=threads)["dot_peak"])
 
-            found = _in_turn(workers, rounds, before, do="convolve", layer=asdict(layer), min_time=min_time)
+            found = _interleaved(workers, rounds, before, do="convolve", layer=asdict(layer), min_time=min_time)
             case = {"layer": asdict(layer), "threads": threads}
             fraction = {name: layer.operations / t["seconds"] / max(peaks) if t["seconds"] else None for name, t in found.items()}
             yield [case | {"contender": name, _PART: fraction[name]} | taken for name, taken in found.items()]
@@ -61,7 +61,7 @@ def run_networks(names: Sequence[str], batch: int, threads: int, rounds: int, mi
         for network in names:
             case: dict[str, Any] = {"network": network, "batch": batch, "threads": threads}
             asked = {"network": {"name": network, "batch": batch}, "min_time": min_time}
-            found = _in_turn(workers, rounds, lambda: None, do="infer", **asked)
+            found = _interleaved(workers, rounds, lambda: None, do="infer", **asked)
             yield [case | {"contender": name} | taken for name, taken in found.items()]
 
 
@@ -71,19 +71,21 @@ def collected(measured: Iterable[list[dict[str, Any]]], about: Mapping[str, Any]
     for more in measured:
         rows += more
         if path is not None:
-            beside = path.with_name(f"{path.name}.part")
-            beside.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-            beside.replace(path)
+            extra = path.with_name(f"{path.name}.part")
+            extra.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            extra.replace(path)
     return rows
 
 
-def _in_turn(workers: Mapping[str, Worker], rounds: int, before: Callable[[], None], *, do: str, **asked: Any) -> dict[str, dict[str, Any]]:
+def _interleaved(
+    workers: Mapping[str, Worker], rounds: int, before: Callable[[], None], *, do: str, **asked: Any
+) -> dict[str, dict[str, Any]]:
     """Of each contender its "seconds", the median of the rounds, or None and the "reason"; `before` is called at each round."""
     seconds: dict[str, list[float]] = defaultdict(list)
     absent: dict[str, str] = {}
-    for turn in range(rounds):
+    for round_index in range(rounds):
         before()
-        for name in list(workers)[:: -1 if turn % 2 else 1]:
+        for name in list(workers)[:: -1 if round_index % 2 else 1]:
             if name in absent:
                 continue
             try:
@@ -102,12 +104,12 @@ def table(rows: Sequence[dict[str, Any]], contenders: Sequence[str], peers: Sequ
     by_cell = {(_case(row), row["contender"]): row for row in rows}
     lines = ["| | threads | " + " | ".join(contenders) + " |", "|" + " --- |" * (len(contenders) + 2)]
     for case in dict.fromkeys(map(_case, rows)):
-        own, *_ = found = [by_cell[case, name] for name in contenders]
+        custom, *_ = found = [by_cell[case, name] for name in contenders]
         cells = ["-" if row["seconds"] is None else f"{row['seconds'] * 1e3:.3f}" for row in found]
-        theirs = [seconds for peer in peers if (seconds := by_cell[case, peer]["seconds"]) is not None]
-        if own["seconds"]:
-            more = [f"×{min(theirs) / own['seconds']:.2f}"] if theirs else []
-            more += [f"{own[_PART]:.0%}"] if _PART in own else []
+        expected = [seconds for peer in peers if (seconds := by_cell[case, peer]["seconds"]) is not None]
+        if custom["seconds"]:
+            more = [f"×{min(expected) / custom['seconds']:.2f}"] if expected else []
+            more += [f"{custom[_PART]:.0%}"] if _PART in custom else []
             cells[0] += f" ({', '.join(more)})" if more else ""
         lines.append(f"| {case[0]} | {case[1]} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, *sorted({f"not measured: {row['contender']}: {row['reason']}" for row in rows if "reason" in row})])

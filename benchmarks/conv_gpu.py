@@ -98,8 +98,8 @@ def _printed(
     names, (decimals, factor) = list(contenders), {"us": (1, 1e6), "ms": (2, 1e3)}[units]
     print(f"| {units} | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1), sep="\n", flush=True)
     for rows in measured:
-        peer, *own = (row["seconds"] for row in rows)
-        cells = [f"{peer * factor:.{decimals}f}", *(f"{seconds * factor:.{decimals}f} (×{peer / seconds:.2f})" for seconds in own)]
+        peer, *custom = (row["seconds"] for row in rows)
+        cells = [f"{peer * factor:.{decimals}f}", *(f"{seconds * factor:.{decimals}f} (×{peer / seconds:.2f})" for seconds in custom)]
         print(f"| {name(rows[0])} | " + " | ".join(cells) + " |", flush=True)
         yield rows
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from conv_contenders import Ready
 from networks import images, network
-from onnx_chain import onnx_model
+from onnx_network import onnx_model
 from torch import Tensor, fx, nn
 
 from halfbyte.nn.config import Config
@@ -43,9 +43,9 @@ class Inference:
     @cached_property
     def on_codes(self) -> fx.GraphModule:
         config = Config("int8_channel", activations="static")
-        made = quantize_(copy.deepcopy(self.model), config, [images(CALIBRATION, seed=2)])
-        assert isinstance(made, fx.GraphModule)
-        return made
+        built = quantize_(copy.deepcopy(self.model), config, [images(CALIBRATION, seed=2)])
+        assert isinstance(built, fx.GraphModule)
+        return built
 
     @cached_property
     def wanted(self) -> Tensor:

@@ -42,7 +42,7 @@ def run(names: Sequence[str], batches: Sequence[int], rounds: int) -> Iterator[l
     for name in names:
         model = Inference(name).model.cuda()
         torch.backends.cudnn.benchmark = False
-        made = {contender: make(copy.deepcopy(model)) for contender, (make, _) in CONTENDERS.items()}
+        built = {contender: make(copy.deepcopy(model)) for contender, (make, _) in CONTENDERS.items()}
         torch.backends.cudnn.benchmark = True
         for batch in batches:
             x = images(batch).cuda()
@@ -51,10 +51,10 @@ def run(names: Sequence[str], batches: Sequence[int], rounds: int) -> Iterator[l
                     wanted = model(x).double()
                 x = x.bfloat16()
                 for contender, (_, allowed) in CONTENDERS.items():
-                    error = float((made[contender](x).double() - wanted).norm() / wanted.norm())
+                    error = float((built[contender](x).double() - wanted).norm() / wanted.norm())
                     if not error < allowed:
                         raise KernelError(f"{contender} on {name}, batch {batch}, is off by {error:.2g} of the result: report it")
-                times = graph_times({contender: [_forward(of, x)] for contender, of in made.items()}, rounds=rounds)
+                times = graph_times({contender: [_forward(of, x)] for contender, of in built.items()}, rounds=rounds)
             yield [{"network": name, "batch": batch, "contender": c, "seconds": times[c].median} for c in CONTENDERS]
             torch.cuda.empty_cache()
 

@@ -84,11 +84,11 @@ class _GGML:
 
     def buffer_types(self) -> Iterator[int]:
         """Those of the CPU's own forms of weights, then the plain one."""
-        own = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(self._address(b"ggml_backend_dev_get_extra_bufts"))(self.device)
+        custom = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(self._address(b"ggml_backend_dev_get_extra_bufts"))(self.device)
         for i in range(16):
-            if own[i] is None:
+            if custom[i] is None:
                 break
-            yield own[i]
+            yield custom[i]
         yield self.backend_get_default_buffer_type(self.backend)
 
     def takes(self, buffer_type: int, type: int, k: int, n: int) -> bool:

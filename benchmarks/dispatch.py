@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuOption, choose_gpu, packs_pairs, triton_trouble
+from halfbyte.dispatch.gpu import GpuOption, choose_gpu, packs_code_pairs, why_no_triton
 from halfbyte.dispatch.measure import compile_launches, linear_launches
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import as_format
@@ -45,13 +45,13 @@ def measure(problem: Problem, here: Gpu, most: int) -> tuple[GpuOption, dict[str
     from halfbyte.kernels.gpu.runtime.clock import graph_times
 
     taken, *others = choose_gpu(problem, here).options
-    turns, counts = [taken], {taken.candidate.name: 1}
+    rope_cache, counts = [taken], {taken.candidate.name: 1}
     for option in others:
         counts[option.candidate.name] = counts.get(option.candidate.name, 0) + 1
         if counts[option.candidate.name] <= most:
-            turns.append(option)
+            rope_cache.append(option)
     device = torch.device("cuda")
-    launches = {name_of(option): linear_launches(problem, here, option.candidate, option.config, device) for option in turns}
+    launches = {name_of(option): linear_launches(problem, here, option.candidate, option.config, device) for option in rope_cache}
     compile_launches(launches, device)
     return taken, {name: times.median for name, times in graph_times(launches, rounds=7).items()}
 
@@ -68,20 +68,20 @@ def main() -> None:
     parser.add_argument("--configs", type=int, default=3, help="of each kernel (default: %(default)s)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if (trouble := triton_trouble()) is not None or not torch.cuda.is_available():
-        raise UnsupportedError(f"this benchmark runs on a GPU: {trouble or 'torch sees none'}")
+    if (problem := why_no_triton()) is not None or not torch.cuda.is_available():
+        raise UnsupportedError(f"this benchmark runs on a GPU: {problem or 'torch sees none'}")
     here, found, lost = gpu(torch.cuda.current_device()), [], []
     for shape in args.shapes:
         n, k = map(int, shape.split("x"))
         for fmt in map(as_format, args.formats):
-            paired = packs_pairs(fmt, (n, k), here)
+            paired = packs_code_pairs(fmt, (n, k), here)
             for m in args.m:
                 taken, times = measure(Problem("linear", m, n, k, fmt, torch.bfloat16, paired=paired), here, args.configs)
-                mine, fastest = name_of(taken), min(times, key=lambda name: times[name])
-                lost.append(times[mine] / times[fastest])
-                line = f"{shape:12} {fmt!s:10} M={m:<5} {times[mine] * 1e6:8.1f} us  {mine}"
-                print(line if mine == fastest else f"{line}; fastest {times[fastest] * 1e6:.1f} us: {fastest}", flush=True)
-                found.append({"shape": shape, "format": str(fmt), "m": m, "taken": mine, "expected": taken.seconds, "times": times})
+                actual, fastest = name_of(taken), min(times, key=lambda name: times[name])
+                lost.append(times[actual] / times[fastest])
+                line = f"{shape:12} {fmt!s:10} M={m:<5} {times[actual] * 1e6:8.1f} us  {actual}"
+                print(line if actual == fastest else f"{line}; fastest {times[fastest] * 1e6:.1f} us: {fastest}", flush=True)
+                found.append({"shape": shape, "format": str(fmt), "m": m, "taken": actual, "expected": taken.seconds, "times": times})
                 if args.json:
                     args.json.write_text(json.dumps(found, indent=1))
     mean, worst = 100 * (statistics.mean(lost) - 1), 100 * (max(lost) - 1)

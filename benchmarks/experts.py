@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu, why_no_triton
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import as_format
@@ -55,19 +55,19 @@ class ExpertsTime:
 
 def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = False, peers: bool = True) -> list[ExpertsTime]:
     """bfloat16 activations on the current GPU."""
-    if (trouble := triton_trouble()) is not None or not torch.cuda.is_available():
-        raise UnsupportedError(f"this benchmark runs on a GPU: {trouble or 'torch sees none'}")
+    if (reason := why_no_triton()) is not None or not torch.cuda.is_available():
+        raise UnsupportedError(f"this benchmark runs on a GPU: {reason or 'torch sees none'}")
     from halfbyte.kernels.gpu.runtime.clock import graph_times
 
-    experts, n, k, top, own = SHAPES[shape]
+    experts, n, k, top, custom = SHAPES[shape]
     fmt, here, found = as_format(format), gpu(torch.cuda.current_device()), []
     one = quantize(torch.randn(n, k, device="cuda"), fmt)
-    all_alike = {name: t.expand(experts, *t.shape) for name, t in one.tensors().items()}
-    weight = stacked.pack(Codes.from_tensors(fmt, (experts, n, k), all_alike), gpu_tiles.pack, gpu_tiles.NAME).data
+    one_repeated = {name: t.expand(experts, *t.shape) for name, t in one.tensors().items()}
+    weight = stacked.pack(Codes.from_tensors(fmt, (experts, n, k), one_repeated), gpu_tiles.pack, gpu_tiles.NAME).data
     dense = torch.randn(experts, n, k, dtype=torch.bfloat16, device="cuda") if peers else torch.empty(0, device="cuda")
     for m in ms:
         ids = [torch.rand(m, experts, device="cuda").topk(top, dim=1).indices for _ in range(_DRAWS)]
-        x = torch.randn(m * top if own else m, k, dtype=torch.bfloat16, device="cuda")
+        x = torch.randn(m * top if custom else m, k, dtype=torch.bfloat16, device="cuda")
         out = torch.empty(m * top, n, dtype=torch.bfloat16, device="cuda")
         problem = Problem("grouped_linear", m * top, n, k, fmt, x.dtype, experts=experts)
         launches: dict[str, list[Callable[[], object]]] = {}

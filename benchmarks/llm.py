@@ -166,8 +166,8 @@ def work(args: argparse.Namespace) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print as they like
     try:
-        own = Model if args.worker.startswith("halfbyte-model") else Torch
-        contender: Any = {"llama.cpp": LlamaCpp, "llama-bench": LlamaBench}.get(args.worker, own)(args)
+        custom = Model if args.worker.startswith("halfbyte-model") else Torch
+        contender: Any = {"llama.cpp": LlamaCpp, "llama-bench": LlamaBench}.get(args.worker, custom)(args)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else error.filename
         print(json.dumps({"failed": f"{missing} is not installed"}), file=answers, flush=True)

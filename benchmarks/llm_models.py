@@ -198,8 +198,8 @@ def make_model(
             if sparse:
                 prune_(holder, "2:4")
             quantize_(holder, Config(format, embedding="q8_0" if tied else format))
-            for name, made in zip(names, holder, strict=True):
-                model.set_submodule(name, made)
+            for name, built in zip(names, holder, strict=True):
+                model.set_submodule(name, built)
     if mesh is not None:
         parallelize_(model, mesh)
     if not optimized:
@@ -296,7 +296,7 @@ def make_tokenizer(size: int) -> Any:
 def make_file(config: Any, file: Path, folder: Path, device: str = "cpu", format: str = "q4_0") -> None:
     """The model as a GGUF file, for llama.cpp too; `folder`: where it is before that."""
     from halfbyte.checkpoint import save
-    from halfbyte.checkpoint.exporting import export
+    from halfbyte.checkpoint.export_checkpoint import export
 
     save(make_model(config, device, format), folder)
     make_tokenizer(config.vocab_size).save_pretrained(folder)

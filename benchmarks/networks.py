@@ -21,12 +21,12 @@ def _convolution(channels: int, out: int, kernel: int, stride: int = 1, groups: 
 class _Residual(nn.Module):
     """act(body(x) + beside(x)); `act` may do nothing."""
 
-    def __init__(self, body: list[nn.Module], beside: list[nn.Module], act: nn.Module) -> None:
+    def __init__(self, body: list[nn.Module], shortcut: list[nn.Module], act: nn.Module) -> None:
         super().__init__()
-        self.body, self.beside, self.act = nn.Sequential(*body), nn.Sequential(*beside), act
+        self.body, self.shortcut, self.act = nn.Sequential(*body), nn.Sequential(*shortcut), act
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(self.body(x) + self.beside(x))
+        out: Tensor = self.act(self.body(x) + self.shortcut(x))
         return out
 
 
@@ -43,8 +43,8 @@ def _resnet(depths: tuple[int, ...], *, bottleneck: bool) -> nn.Sequential:
                 body += _convolution(width, out, 1)
             else:
                 body = _convolution(channels, width, 3, stride, act=nn.ReLU()) + _convolution(width, width, 3)
-            beside = _convolution(channels, out, 1, stride) if stride > 1 or channels != out else []
-            layers.append(_Residual(body, beside, nn.ReLU()))
+            shortcut = _convolution(channels, out, 1, stride) if stride > 1 or channels != out else []
+            layers.append(_Residual(body, shortcut, nn.ReLU()))
             channels = out
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
 

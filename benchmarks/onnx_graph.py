@@ -18,5 +18,5 @@ def model(nodes: Sequence[Any], constants: Mapping[str, Tensor], inputs: Sequenc
     tensors = [numpy_helper.from_array(tensor.numpy(), name) for name, tensor in constants.items()]
     opsets = [helper.make_opsetid("", 17), *(helper.make_opsetid(domain, 1) for domain in domains)]
     graph = helper.make_graph(nodes, "halfbyte", ends[: len(inputs)], ends[len(inputs) :], tensors)
-    made = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    return bytes(made.SerializeToString())
+    built = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return bytes(built.SerializeToString())

@@ -63,10 +63,10 @@ def say(**facts: Any) -> None:
         print(json.dumps(facts), flush=True)
 
 
-def of_all(own: Any) -> list[Any]:
+def of_all(custom: Any) -> list[Any]:
     """What each process has."""
     everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, own)
+    distributed.all_gather_object(everyone, custom)
     return everyone
 
 

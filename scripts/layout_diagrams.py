@@ -198,10 +198,10 @@ def _trace(name: str, n: int, k: int, pack: Pack) -> Trace:
 
 def _owner(trace: Trace, at: int, low: int = 0, count: int = 8) -> tuple[str, str]:
     """(k, n) of the code whose lowest bits are `count` bits of byte `at` from bit `low` on, as text."""
-    held = trace.bits[8 * at + low : 8 * at + low + count]
-    first = held[0]
+    stored = trace.bits[8 * at + low : 8 * at + low + count]
+    first = stored[0]
     assert first is not None
-    assert held == [Bit(first.n, first.k, bit) for bit in range(count)], f"byte {at} of {trace.fmt} holds parts of several codes"
+    assert stored == [Bit(first.n, first.k, bit) for bit in range(count)], f"byte {at} of {trace.fmt} holds parts of several codes"
     return f"k{first.k}", f"n{first.n}"
 
 
@@ -256,10 +256,10 @@ def _sections(trace: Trace) -> Iterator[str]:
         names["zero"] = f"{'zero points' if trace.fmt.zero == 'point' else 'offsets'}, {_dtype(trace.fmt.zero_dtype)}"
     yield from ("| bytes | |", "| --- | --- |")
     for kind, run in groupby(enumerate(trace.fields), key=lambda item: item[1].kind):
-        held = list(run)
-        owners = list(dict.fromkeys((field.n, field.block) for _, field in held))
+        stored = list(run)
+        owners = list(dict.fromkeys((field.n, field.block) for _, field in stored))
         per = f", of rows n{owners[0][0]} to n{owners[-1][0]}" if kind in ("scale", "zero") and len(owners) > 1 else ""
-        yield f"| {held[0][0]} to {held[-1][0]} | {names[kind]}{per} |"
+        yield f"| {stored[0][0]} to {stored[-1][0]} | {names[kind]}{per} |"
     yield ""
 
 

@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache folder of the session, for all of its processes. In it, the CPU's compiled kernels are those of all sessions with the same
     sources, which are part of each kernel's key anyway: a session compiles what none has compiled before."""
     folder = tmp_path_factory.getbasetemp()

@@ -81,7 +81,7 @@ TOKENIZERS = {
     "halfbyte.checkpoint.gguf.vocabulary": {*gguf_tokenizer._KINDS},
     "halfbyte.language.tokenizer_folder": GENERIC_TYPES,
 }
-BESIDE = ("tests", "benchmarks", "examples")
+OTHER_FOLDERS = ("tests", "benchmarks", "examples")
 MAX_PARAMETERS = 12
 MAX_STORES = 48
 
@@ -286,8 +286,8 @@ def stores(text: str) -> list[str]:
 
 
 def _class_of(call: ast.Call) -> str:
-    made = call.func.value if isinstance(call.func, ast.Subscript) else call.func
-    return ast.unparse(made).rpartition(".")[2]
+    built = call.func.value if isinstance(call.func, ast.Subscript) else call.func
+    return ast.unparse(built).rpartition(".")[2]
 
 
 _LAZY = ("halfbyte", "halfbyte.checkpoint")
@@ -383,7 +383,7 @@ def test_the_map_of_a_package_names_its_files(folder: str) -> None:
 
 def test_no_file_beside_the_package_is_longer_than_those_in_it() -> None:
     root = Path(__file__).parents[1]
-    lines = {str(path): len(path.read_text("utf-8").splitlines()) for package in BESIDE for path in (root / package).rglob("*.py")}
+    lines = {str(path): len(path.read_text("utf-8").splitlines()) for package in OTHER_FOLDERS for path in (root / package).rglob("*.py")}
     assert lines
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
 

@@ -1,4 +1,4 @@
-"""What README.md and its like say can be done: commands that parse, names and arguments that exist, links that lead somewhere."""
+"""What README.md and the docs say can be done: commands that parse, names and arguments that exist, links that lead somewhere."""
 
 from __future__ import annotations
 

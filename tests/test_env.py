@@ -66,7 +66,7 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> 
 def test_a_folder_that_another_process_makes_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     folder, stat = tmp_path / "new", os.stat
 
-    def made_after_the_first_look(path: str | Path, **options: bool) -> os.stat_result:
+    def stat_after_the_first(path: str | Path, **options: bool) -> os.stat_result:
         try:
             return stat(path, **options)
         except FileNotFoundError:
@@ -74,7 +74,7 @@ def test_a_folder_that_another_process_makes_meanwhile(monkeypatch: pytest.Monke
             raise
 
     monkeypatch.setenv(name, str(folder))
-    monkeypatch.setattr(os, "stat", made_after_the_first_look)
+    monkeypatch.setattr(os, "stat", stat_after_the_first)
     assert ACCESSORS[name]() == folder
     assert folder.is_dir()
 

@@ -19,10 +19,10 @@ STATIC = hb.Config("int8_channel", activations="static")
 
 
 def model(**more: nn.Module) -> nn.Sequential:
-    made = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    built = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     for name, module in more.items():
-        made.add_module(name, module)
-    return made
+        built.add_module(name, module)
+    return built
 
 
 def formats(quantized: nn.Module) -> list[str]:
@@ -387,7 +387,7 @@ def test_loading_what_is_no_model(load: Callable[[Path], object], files: list[st
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("built", "why"),
     [
         (lambda: model().double(), r": 0 stays as it is \(its weight is torch.float64: kernels take"),
         (lambda: model().to("meta"), r": 0 stays as it is \(its weight has no data \(meta device\)\)"),
@@ -396,16 +396,16 @@ def test_loading_what_is_no_model(load: Callable[[Path], object], files: list[st
         (lambda: nn.Sequential(nn.ReLU()), ", which has no weights"),
     ],
 )
-def test_a_model_with_nothing_to_quantize_is_refused(made: Callable[[], nn.Module], why: str) -> None:
+def test_a_model_with_nothing_to_quantize_is_refused(built: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(ArgumentError, match=f"there is nothing to quantize in Sequential{why}"):
-        hb.quantize_(made(), "q4_0")
+        hb.quantize_(built(), "q4_0")
 
 
 def test_a_model_of_doubles_says_what_it_computes_in() -> None:
-    made = hb.quantize_(nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 40)), "q4_0").double()
+    built = hb.quantize_(nn.Sequential(nn.Embedding(40, 64), nn.Linear(64, 40)), "q4_0").double()
     with pytest.raises(ArgumentError, match=r"to float32, bfloat16 or float16, got torch.float64: convert a model with .float\(\)"):
-        made(torch.tensor([1]))
-    assert made.float()(torch.tensor([1])).dtype == torch.float32
+        built(torch.tensor([1]))
+    assert built.float()(torch.tensor([1])).dtype == torch.float32
 
 
 def test_a_weight_is_read_like_a_tensor_of_floats() -> None:
@@ -422,9 +422,9 @@ def test_the_state_of_a_float_model_says_where_it_goes() -> None:
 def test_loading_a_state_keeps_shared_weights_shared() -> None:
     def tied(seed: int) -> Any:
         torch.manual_seed(seed)
-        made: Any = nn.ModuleList([nn.Embedding(40, 64), nn.Linear(64, 40, bias=False)])
-        made[1].weight = made[0].weight
-        return hb.quantize_(made, hb.Config("q8_0"))
+        built: Any = nn.ModuleList([nn.Embedding(40, 64), nn.Linear(64, 40, bias=False)])
+        built[1].weight = built[0].weight
+        return hb.quantize_(built, hb.Config("q8_0"))
 
     one, other = tied(1), tied(2)
     one.load_state_dict(other.state_dict())

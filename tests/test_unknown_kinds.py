@@ -25,7 +25,7 @@ from halfbyte.formats import blocks, spec
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels import layer_kinds, problem, reference
-from halfbyte.kernels.cpu import chain
+from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import elements, isas
 from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -37,7 +37,7 @@ from halfbyte.nn import config as configs
 from halfbyte.nn.parallel import parallelize as parallel
 from halfbyte.nn.parallel.plan import Cut
 from halfbyte.ops import checks, fake_quantize
-from halfbyte.ops.transformer import decoding
+from halfbyte.ops.transformer import decode_ops
 from halfbyte.ops.transformer.decoder import Heads
 from halfbyte.quantizers import absmax
 from halfbyte.quantizers.absmax import nearest
@@ -223,14 +223,14 @@ def test_products_of_another_type() -> None:
 
 
 def test_a_gate_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "GATES", (*layer_kinds.GATES, NEW))
+    monkeypatch.setattr(decode_ops, "GATES", (*layer_kinds.GATES, NEW))
     x, packed = weight(2), ops.pack(ops.quantize(weight(64), "int4_g32"))
     unsupported(
         "gate function 'new'",
-        lambda: decoding.normed_linear(x, None, packed, gates=NEW),
-        lambda: decoding.normed_linear(x, None, packed, gates=NEW, gated=False),
-        lambda: decoding.activated_in_torch(x, NEW, 1.0, gated=True),
-        *(built(chain.build, chain.Step(kind, "silu"), gates=NEW) for kind in ("panels", "product")),
+        lambda: decode_ops.normed_linear(x, None, packed, gates=NEW),
+        lambda: decode_ops.normed_linear(x, None, packed, gates=NEW, gated=False),
+        lambda: decode_ops.activated_in_torch(x, NEW, 1.0, gated=True),
+        *(built(step_sequence.build, step_sequence.Step(kind, "silu"), gates=NEW) for kind in ("panels", "product")),
     )
 
 
@@ -243,7 +243,9 @@ def test_gate_functions_are_what_their_definitions_say(function: layer_kinds.Gat
 
 
 def test_a_function_of_logits() -> None:
-    unsupported("'new'", lambda: layer_kinds.logits_in_torch(weight(), (NEW, 2.0)), built(chain.build, chain.Step("cap"), kind=NEW))
+    unsupported(
+        "'new'", lambda: layer_kinds.logits_in_torch(weight(), (NEW, 2.0)), built(step_sequence.build, step_sequence.Step("cap"), kind=NEW)
+    )
 
 
 def test_scores_of_a_router() -> None:
@@ -254,19 +256,19 @@ def test_scores_of_a_router() -> None:
 def test_projections_and_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     spec_ = attend.AttendSpec(16, 2, "f32", normed=False, masked=False)
     heads = Heads(2, 1, 16, 1.0)
-    monkeypatch.setattr(decoding, "PROJECTIONS", (*layer_kinds.PROJECTIONS, "kv"))
-    monkeypatch.setattr(decoding, "ROPE_INTERLEAVED", (*layer_kinds.ROPE_INTERLEAVED, NEW))
+    monkeypatch.setattr(decode_ops, "PROJECTIONS", (*layer_kinds.PROJECTIONS, "kv"))
+    monkeypatch.setattr(decode_ops, "ROPE_INTERLEAVED", (*layer_kinds.ROPE_INTERLEAVED, NEW))
     qkv, cache, length = torch.ones(1, 64), torch.zeros(1, 1, 8, 16), torch.zeros(1, dtype=torch.int64)
     rotary = torch.ones(1, 16), torch.ones(1, 16)
     unsupported(
         "projections of attention, 'kv'",
         lambda: heads._replace(projections=cast(Any, "kv")).outputs,
-        lambda: decoding.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
+        lambda: decode_ops.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
         built(attend.build, spec_, projections="kv"),
     )
     unsupported(
         "interleaving of rope, 'new'",
-        lambda: decoding.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
+        lambda: decode_ops.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
         built(attend.build, spec_, rope_interleaved=NEW),
     )
 
@@ -333,7 +335,7 @@ def test_an_instruction_set_in_one_list_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_table_has_all_kinds() -> None:
-    assert {*chain.GATES} == {*layer_kinds.GATES}
+    assert {*step_sequence.GATES} == {*layer_kinds.GATES}
     assert {isa.name for isa in isas.ISAS} == {*env.ISAS}
     assert {element.dtype for element in elements.ELEMENTS.values()} >= {*spec.SCALE_DTYPES.values(), *checks.FLOATS}
     assert {*elements.ELEMENTS} >= {*spec.SCALE_DTYPES}

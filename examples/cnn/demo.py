@@ -31,12 +31,12 @@ class Residual(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
-        beside = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-        self.beside = nn.Identity() if stride == 1 and channels == out else beside
+        shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.shortcut = nn.Identity() if stride == 1 and channels == out else shortcut
         self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(self.second(self.first(x)) + self.beside(x))
+        out: Tensor = self.act(self.second(self.first(x)) + self.shortcut(x))
         return out
 
 
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each model (default: %(default)s)")
     args = parser.parse_args()
     torch.manual_seed(0)
-    images, labels, held_images, held_labels = digits()
+    images, labels, test_images, test_labels = digits()
     model = network()
     train(model, images, labels, args.epochs)
     model.eval()
@@ -115,10 +115,10 @@ def main() -> int:
     models["int8 throughout, static"] = hb.quantize_(copy.deepcopy(model), static, images[:256].split(64))
     last = torch.channels_last
     with torch.inference_mode():
-        right = {name: float((m(held_images).argmax(1) == held_labels).float().mean()) for name, m in models.items()}
+        right = {name: float((m(test_images).argmax(1) == test_labels).float().mean()) for name, m in models.items()}
         times = {}
         for count in (1, 32):
-            batch = held_images[:count].contiguous(memory_format=last)
+            batch = test_images[:count].contiguous(memory_format=last)
             times[count] = interleave({name: (lambda m=m, batch=batch: m(batch)) for name, m in models.items()}, rounds=args.rounds)
     table = Table("weights and activations", "held-out accuracy", "MB in memory", "batch 1, ms", "batch 32, ms", box=MARKDOWN)
     for name, m in models.items():
@@ -127,7 +127,7 @@ def main() -> int:
     console = Console(width=140)
     console.print(table)
     about = f"{machine().cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, halfbyte {hb.__version__}"
-    console.print(f"{about}; {len(images)} images to train on, {len(held_images)} held out")
+    console.print(f"{about}; {len(images)} images to train on, {len(test_images)} held out")
     return 0
 
 

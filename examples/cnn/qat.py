@@ -41,12 +41,12 @@ def main() -> int:
         "--compute", default="float", choices=("float", "int8"), help="int8: activations are rounded too, in training and after"
     )
     args = parser.parse_args()
-    images, labels, held_images, held_labels = digits()
+    images, labels, test_images, test_labels = digits()
     right: dict[tuple[str, str], list[float]] = {}
 
     def judge(weights: str, how: str, model: nn.Module) -> None:
         with torch.inference_mode():
-            right.setdefault((weights, how), []).append(float((model(held_images).argmax(1) == held_labels).float().mean()))
+            right.setdefault((weights, how), []).append(float((model(test_images).argmax(1) == test_labels).float().mean()))
 
     for seed in range(args.seeds):
         torch.manual_seed(seed)
@@ -68,7 +68,7 @@ def main() -> int:
     for (weights, how), accuracies in right.items():
         table.add_row(weights, how, f"{sum(accuracies) / len(accuracies):.2%}", f"{min(accuracies):.2%}")
     Console(width=140).print(table)
-    about = f"{args.seeds} networks, {len(held_images)} images held out, compute={args.compute}, {args.epochs} epochs"
+    about = f"{args.seeds} networks, {len(test_images)} images held out, compute={args.compute}, {args.epochs} epochs"
     print(f"{about}; torch {torch.__version__}, halfbyte {hb.__version__}")
     return 0
 

@@ -358,8 +358,8 @@ def main() -> None:
         table.write("package\tversion\tlicence\tfrom\tfiles\tkilotokens\n")
         for kind, sources in (("Debian 12", DEBIAN), ("PyPI", PYPI)):
             for source in sources:
-                mine = [count for name, count in counts.items() if name.startswith(f"{source.name}/")]
-                table.write(f"{source.name}\t{source.version}\t{source.licence}\t{kind}\t{len(mine)}\t{sum(mine) // 1000}\n")
+                actual = [count for name, count in counts.items() if name.startswith(f"{source.name}/")]
+                table.write(f"{source.name}\t{source.version}\t{source.licence}\t{kind}\t{len(actual)}\t{sum(actual) // 1000}\n")
 
 
 if __name__ == "__main__":

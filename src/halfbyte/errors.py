@@ -15,7 +15,15 @@ _FAULT = "this is a fault in halfbyte, please report it"
 
 
 class HalfbyteError(Exception):
-    """The base class of all errors that halfbyte raises."""
+    """The base class of all errors that halfbyte raises.
+
+    Example:
+        >>> try:
+        ...     hb.as_format("q3")
+        ... except hb.HalfbyteError as error:
+        ...     print(type(error).__name__)
+        FormatError
+    """
 
 
 class FormatError(HalfbyteError, ValueError):

@@ -101,7 +101,7 @@ def joined(parts: Sequence[Tensor]) -> ctypes.Array[ctypes.c_char] | None:
             return None
         at += len(part)
     whole = (ctypes.c_char * sum(part.nbytes for part in parts)).from_address(parts[0].data_ptr())
-    whole.parts = memory  # type: ignore[attr-defined]  # which are given back when nobody has them
+    whole.parts = memory  # type: ignore[attr-defined]  # which are freed with their last reference
     return whole
 
 
@@ -116,12 +116,19 @@ def _advise() -> Callable[[int, int, int], object]:
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process reuse memory that it has freed instead of returning it to the system. True if the C library can (glibc can).
+    """Let this process reuse memory that it has freed instead of returning it to the system.
 
-    glibc maps each large block separately and unmaps it when it is freed, and torch allocates each layer's output anew. Every page
-    is then mapped and cleared again in every layer, which for a batch of sentences takes as long as the matrix products.
-    The price: the process keeps its peak memory until it ends. The setting affects the whole process, so it is for programs to
-    call, not for libraries. See mallopt(3); jemalloc and tcmalloc behave similarly.
+    glibc maps each large block separately and unmaps it when it is freed, and torch allocates each layer's output anew. Every page is then
+    mapped and cleared again in every layer, which for a batch of sentences takes as long as the matrix products. The price: the process
+    keeps its peak memory until it ends. The setting affects the whole process, so it is for programs to call, not for libraries. See
+    mallopt(3); jemalloc and tcmalloc behave similarly.
+
+    Returns:
+        Whether the C library can (glibc can).
+
+    Example:
+        >>> isinstance(hb.keep_freed_memory(), bool)
+        True
     """
     mallopt = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -52,7 +52,7 @@ def measure(fn: Callable[[], object], *, min_time: float = 0.2, min_runs: int = 
 
 
 def interleave(contenders: Mapping[str, Callable[[], object]], *, rounds: int = 20, warmup: int = 1) -> dict[str, Timing]:
-    """Times contenders in turn in this process, one call each per round, so that changes of the clock rate affect all alike.
+    """Times contenders in turn in this process, one call each per round, so that changes of the clock rate affect all equally.
 
     Every other round runs in reverse order, so that no contender always follows the same one.
     Raises ArgumentError if `rounds` < 1 or `warmup` < 0.

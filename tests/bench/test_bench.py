@@ -28,7 +28,7 @@ from halfbyte.machine import machine
 from halfbyte.plot import line_plot
 
 WORK = Workload(n=80, k=128, threads=1, cache_bytes=10_000, memory_bytes=1 << 20)
-OWN_FORMATS = ["q4_0", "int4_g128", "int4_g128_zp", "q8_0", "int8_channel"]
+BENCH_FORMATS = ["q4_0", "int4_g128", "int4_g128_zp", "q8_0", "int8_channel"]
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +87,10 @@ def allowed(name: str, m: int, work: Workload = WORK) -> float:
     return contender(name).arithmetic.error(work.activations(m))
 
 
-OWN = [*(one.name for one in select(OWN_FORMATS, [peer.name for peer in PEERS])), "halfbyte_qlinear", "onednn_qlinear"]
+CONTENDERS = [*(one.name for one in select(BENCH_FORMATS, [peer.name for peer in PEERS])), "halfbyte_qlinear", "onednn_qlinear"]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", CONTENDERS)
 @pytest.mark.parametrize("m", [1, 5])
 def test_a_contender_is_right(name: str, m: int) -> None:
     built = contender(name).build(WORK)

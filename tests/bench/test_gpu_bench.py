@@ -37,9 +37,9 @@ def report() -> GpuReport:
 
 
 def test_the_best_peer_is_who_counts() -> None:
-    own, a, c = report().measurements[:3]
-    assert own.best_peer == pytest.approx(1.5)
-    assert own.best_peer_name == "a <b>"
+    halfbyte_point, a, c = report().measurements[:3]
+    assert halfbyte_point.best_peer == pytest.approx(1.5)
+    assert halfbyte_point.best_peer_name == "a <b>"
     assert a.best_peer == 1
     assert c.best_peer == pytest.approx(0.75)
 

@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import halfbyte
-from halfbyte.checkpoint.exporting import export
+from halfbyte.checkpoint.export_checkpoint import export
 from halfbyte.cli import main
 from halfbyte.cli.shared.device import settle_device
 from halfbyte.cli.shared.output import settling
@@ -302,7 +302,7 @@ def test_generate_refuses(arguments: tuple[object, ...], said: str, run: Run, fo
 
 
 @pytest.mark.parametrize(
-    ("arch", "processes", "trouble", "device", "said"),
+    ("arch", "processes", "problem", "device", "said"),
     [
         (None, 1, None, "cpu", ""),
         ("sm_90", 1, None, "cuda", "device: cuda, an abacus\n"),
@@ -314,7 +314,7 @@ def test_generate_refuses(arguments: tuple[object, ...], said: str, run: Run, fo
 def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
     arch: str | None,
     processes: int,
-    trouble: str | None,
+    problem: str | None,
     device: str,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -324,7 +324,7 @@ def test_the_default_device_is_a_gpu_that_the_kernels_are_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an abacus")
     monkeypatch.setattr("halfbyte.machine.gpu", lambda *_: GPUS[str(arch)])
-    monkeypatch.setattr("halfbyte.dispatch.gpu.triton_trouble", lambda: trouble)
+    monkeypatch.setattr("halfbyte.dispatch.gpu.why_no_triton", lambda: problem)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     for quiet in (False, True):
         asked = Namespace(device=None, quiet=quiet)
@@ -389,7 +389,7 @@ def test_generate_shows_nothing_of_a_prompt_that_it_refuses(
         return {"input_ids": torch.tensor([[1, 4000]][: len(text)] or [[]], dtype=torch.int64)}
 
     monkeypatch.setattr("halfbyte.cli.generate.open_asked", lambda *_: (opened[0], read, GREEDY))
-    monkeypatch.setattr("halfbyte.cli.generate.open_own", lambda *_: None)
+    monkeypatch.setattr("halfbyte.cli.generate.open_native", lambda *_: None)
     code, out, err = run("generate", "m", "--prompt", prompt)
     assert (code, out) == (2, "")
     assert said in err

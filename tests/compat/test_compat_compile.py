@@ -35,9 +35,9 @@ def test_a_compiled_network_computes_with_its_state() -> None:
     of_a, of_b = a(X), b(X)
     compiled = torch.compile(copy.deepcopy(a), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X), of_a, rtol=1e-5, atol=1e-5)  # sums in another order
-    for mine, other in zip(compiled._orig_mod.modules(), b.modules(), strict=True):
-        mine._buffers.update(other._buffers)
-        mine._parameters.update(other._parameters)
+    for actual, other in zip(compiled._orig_mod.modules(), b.modules(), strict=True):
+        actual._buffers.update(other._buffers)
+        actual._parameters.update(other._parameters)
     torch.testing.assert_close(compiled(X), of_b, rtol=1e-5, atol=1e-5)
     within = torch.compile(lambda state, x: functional_call(a, state, (x,)), backend="eager")
     for model, expected in ((a, of_a), (b, of_b)):

@@ -75,7 +75,7 @@ def logits(model: Any, attention: str) -> Tensor:
 
 
 @pytest.fixture(params=WRITTEN)
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
+def built(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
     """The name of an architecture, and a model of it, which is in the folder "float", too."""
     architecture: Architecture = WRITTEN[request.param]
     settings, tokenizer = {**SIZES, **SETTINGS.get(request.param, {})}, make_tokenizer()
@@ -91,9 +91,9 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
     return request.param, model
 
 
-def test_files(made: tuple[str, Any], tmp_path: Path) -> None:
+def test_files(built: tuple[str, Any], tmp_path: Path) -> None:
     """Of quantized and of float weights, opened by every loader, and a folder again."""
-    name, model = made
+    name, model = built
     attention, tolerance = model.config._attn_implementation, 1e-4 if name in ROUNDED else 1e-6
     quantized = hb.quantize_(copy.deepcopy(model), CONFIG)
     hb.save(quantized, tmp_path / "quantized")
@@ -117,7 +117,7 @@ def test_files(made: tuple[str, Any], tmp_path: Path) -> None:
         assert error <= tolerance, f"{place}: logits are off by {error:.2%}"
     if find_family(model.config.to_dict()) is not None:
         config, tensors = open_checkpoint(tmp_path / "quantized.gguf")
-        own = CpuModel(build_spec(config, FloatTensors(tensors)))
-        ids, expected = IDS[:, : own.spec.max_positions], expected[:, : own.spec.max_positions]
-        found = torch.stack([own.prefill(row, Cache(own.spec), every=True) for row in ids.tolist()])
+        native = CpuModel(build_spec(config, FloatTensors(tensors)))
+        ids, expected = IDS[:, : native.spec.max_positions], expected[:, : native.spec.max_positions]
+        found = torch.stack([native.prefill(row, Cache(native.spec), every=True) for row in ids.tolist()])
         assert float((found - expected).norm() / expected.norm()) < 1e-4  # other orders of sums

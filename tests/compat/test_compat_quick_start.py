@@ -93,6 +93,6 @@ def _check(tokens: Tensor, folder: Path) -> None:
     assert tokens.shape[1] >= begin + NEW_TOKENS // 2  # words that are written token by token may be read in fewer
     with torch.no_grad():
         logits = hb.load(folder).float()(input_ids=tokens, use_cache=False).logits[0, begin - 1 : -1]
-    behind = logits.amax(1) - logits.gather(1, tokens[0, begin:, None])[:, 0]
+    margin = logits.amax(1) - logits.gather(1, tokens[0, begin:, None])[:, 0]
     # bfloat16 has logits up to 16 in steps of 1/16, from sums of numbers that are as coarse; a wrong text is behind by more than 1.
-    assert float(behind.max()) <= 0.25
+    assert float(margin.max()) <= 0.25

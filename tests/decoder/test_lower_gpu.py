@@ -61,12 +61,12 @@ def make(kind: str, folder: Path, compute: str = "float") -> tuple[CpuModel, Gpu
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[CpuModel, GpuModel]]:
-    made: dict[str, tuple[CpuModel, GpuModel]] = {}
+    instances: dict[str, tuple[CpuModel, GpuModel]] = {}
 
     def find(kind: str) -> tuple[CpuModel, GpuModel]:
-        if kind not in made:
-            made[kind] = make(kind, tmp_path_factory.mktemp("model") / "model")
-        return made[kind]
+        if kind not in instances:
+            instances[kind] = make(kind, tmp_path_factory.mktemp("model") / "model")
+        return instances[kind]
 
     return find
 
@@ -116,10 +116,10 @@ def test_a_cache_in_8_bits_has_the_codes_of_a_cpu(kind: str, models: Any) -> Non
     ids = ids_of(TOKENS)
     assert_close(in_pieces(gpu, ids, int8=True), in_pieces(cpu, ids, int8=True), TOLERANCE[True])
     there, here = _read(gpu, ids, int8=True), _read(cpu, ids, int8=True)
-    for mine, records in zip(there.layers[0].buffers[:2], (here.layers[0].keys, here.layers[0].values), strict=True):
-        codes = split(records[:, :, : here.layers[0].length], mine.shape[3])[0]
-        assert mine.dtype == torch.int8
-        assert float((mine[:, :, : there.layers[0].length].int() - codes.int()).abs().max()) <= 1
+    for actual, records in zip(there.layers[0].buffers[:2], (here.layers[0].keys, here.layers[0].values), strict=True):
+        codes = split(records[:, :, : here.layers[0].length], actual.shape[3])[0]
+        assert actual.dtype == torch.int8
+        assert float((actual[:, :, : there.layers[0].length].int() - codes.int()).abs().max()) <= 1
         assert codes.any()
 
 
@@ -196,12 +196,12 @@ class Imitated:
     """A CUDA graph's behaviour without one: a capture runs no operation, and a replay runs them again on the same memory."""
 
     replays: list[int]
-    made: list[Imitated]
+    instances: list[Imitated]
 
     def __init__(self, device: torch.device) -> None:
         self.closed, self.index = False, len(self.replays)
         self.replays.append(0)
-        self.made.append(self)
+        self.instances.append(self)
 
     def capture(self, run: Callable[[], Any]) -> Any:
         cells = [cell.cell_contents for cell in run.__closure__ or ()]
@@ -232,7 +232,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The replays of each graph."""
     found: list[int] = []
     monkeypatch.setattr(Imitated, "replays", found, raising=False)
-    monkeypatch.setattr(Imitated, "made", [], raising=False)
+    monkeypatch.setattr(Imitated, "instances", [], raising=False)
     monkeypatch.setattr(gpu_step, "CapturedGraph", Imitated)
     monkeypatch.setattr(gpu_step, "can_capture", lambda device: True)
     return found
@@ -316,9 +316,9 @@ def test_graphs_of_caches_that_are_gone_are_closed(tmp_path: Path, graphs: list[
             caches = [*caches[1 - most :], _read(gpu, ids_of(3))]
             for _ in range(2):
                 gpu.decode_greedy([5], caches[-1])
-            assert sum(not graph.closed for graph in Imitated.made) <= min(most + 1, 16)
+            assert sum(not graph.closed for graph in Imitated.instances) <= min(most + 1, 16)
     assert len(graphs) == 48
-    assert not Imitated.made[-1].closed
+    assert not Imitated.instances[-1].closed
 
 
 def test_a_step_that_cannot_be_captured(models: Any, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

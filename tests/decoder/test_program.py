@@ -25,12 +25,12 @@ from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.program import TORCH, Program, program_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
-from halfbyte.ops.transformer.decoding import NormedPlan, normed_plan
+from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan
 from halfbyte.ops.transformer.layers import Weight
 
 
@@ -106,9 +106,9 @@ def test_projections_in_formats_that_differ(tmp_path: Path) -> None:
 
 
 def test_the_decode_step_is_one_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Chain] = []
-    run = Chain.run
-    monkeypatch.setattr(Chain, "run", lambda self: (calls.append(self), run(self))[1])
+    calls: list[StepSequence] = []
+    run = StepSequence.run
+    monkeypatch.setattr(StepSequence, "run", lambda self: (calls.append(self), run(self))[1])
     spec = spec_of("Qwen2MoeDecoderLayer", tmp_path / "m")
     CpuModel(spec).decode([8], Cache(spec))
     assert len(calls) == len(explain_decoder(spec).native_calls) == 1

@@ -91,8 +91,8 @@ def test_longrope_switches_after_the_original_length(length: int) -> None:
     cosines, sines = rotary(torch.zeros(1), torch.arange(length)[None])
     found = make_rope(parameters, HEAD, POSITIONS).tables(0, length, length)
     # angles of up to 50 are rounded in float32: 50 * 2^-24
-    for mine, theirs in zip(found, (cosines, sines), strict=True):
-        torch.testing.assert_close(mine, theirs[:, :, : HEAD // 2], rtol=0, atol=2e-5)
+    for actual, expected in zip(found, (cosines, sines), strict=True):
+        torch.testing.assert_close(actual, expected[:, :, : HEAD // 2], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 256), (255, 257), (300, 301), (100, 800), (512, 512 + 256)])

@@ -191,10 +191,10 @@ def test_the_table_of_another_gpu_is_passed_over() -> None:
     assert tune.measured(gpu, problem(1), here=True).times == {"skinny": {"Config()": 3e-5}}
 
 
-@pytest.mark.parametrize("trouble", ["no home", "read-only"])
-def test_times_that_cannot_be_written_are_known_to_the_process(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("problem", ["no home", "read-only"])
+def test_times_that_cannot_be_written_are_known_to_the_process(problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS["sm_90"]
-    if trouble == "no home":
+    if problem == "no home":
         monkeypatch.setattr(env, "cache", lambda: None)
     else:
         (tmp_path / "tune").write_text("")  # a file, where the folder would be made
@@ -284,7 +284,7 @@ def test_halves_stand_in_for_each_other() -> None:
 
 
 def test_what_does_not_compile_is_left_out_of_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, made = [False], []
+    together, built = [False], []
 
     @contextmanager
     def compiling(device: torch.device) -> Iterator[None]:
@@ -293,16 +293,16 @@ def test_what_does_not_compile_is_left_out_of_tuning(monkeypatch: pytest.MonkeyP
         together[0] = False
 
     def fails() -> None:
-        made.append(("b", *together))
+        built.append(("b", *together))
         if not together[0]:
             raise KernelError("not for this GPU")
 
     monkeypatch.setattr(launch, "compiling", compiling)
-    contenders: dict[str, list[Callable[[], object]]] = {"a\nConfig(1)": [lambda: made.append(("a", *together))], "b\nConfig(2)": [fails]}
+    contenders: dict[str, list[Callable[[], object]]] = {"a\nConfig(1)": [lambda: built.append(("a", *together))], "b\nConfig(2)": [fails]}
     with pytest.warns(UserWarning, match=r"^b Config\(2\) does not run here, and is left out: not for this GPU$"):
         compile_launches(contenders, torch.device("cuda", 0))
     assert list(contenders) == ["a\nConfig(1)"]
-    assert made == [("a", True), ("b", True), ("a", False), ("b", False)], "all are compiled before one is launched"
+    assert built == [("a", True), ("b", True), ("a", False), ("b", False)], "all are compiled before one is launched"
 
 
 def test_rows_are_counted_in_powers_of_two() -> None:
@@ -310,7 +310,7 @@ def test_rows_are_counted_in_powers_of_two() -> None:
 
 
 def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "triton_trouble", lambda: "Triton is not installed: install triton>=3.6")
+    monkeypatch.setattr(rules, "why_no_triton", lambda: "Triton is not installed: install triton>=3.6")
     choice = rules.choose_gpu(problem(1), GPUS["sm_90"])
     assert choice.taken is None
     assert {reason for _, reason in choice.rejected} == {"Triton is not installed: install triton>=3.6"}
@@ -318,7 +318,7 @@ def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         rules.choose_gpu(problem(1, compute="int8"), GPUS["sm_90"])
     found = explain(1, 64, 64, "q4_0", device="sm_90")
     assert "torch dequantizes" in str(found)  # as on a machine with that GPU
-    monkeypatch.setattr(explain_gpu, "triton_trouble", rules.triton_trouble)
+    monkeypatch.setattr(explain_gpu, "why_no_triton", rules.why_no_triton)
     with pytest.raises(UnsupportedError, match="which kernels sm_90 has is not known here: Triton is not installed"):
         explain(1, 64, 64, "q4_0", device="sm_90")
 
@@ -344,7 +344,7 @@ def test_bytes_are_paired_on_hopper() -> None:
     wanted = {"q8_0": True, "int8_channel": True, "int8_g33_zp": False, "q4_0": False}  # what wgmma takes as bytes, without gaps
     for arch in GPUS:
         for fmt, paired in wanted.items():
-            assert rules.packs_pairs(as_format(fmt), (64, 256), GPUS[arch]) == (paired and arch == "sm_90")
+            assert rules.packs_code_pairs(as_format(fmt), (64, 256), GPUS[arch]) == (paired and arch == "sm_90")
     here, there = (explain(8, 64, 256, "q8_0", device=arch).to_json() for arch in ("sm_90", "sm_80"))
     assert here["weight_bytes"] == there["weight_bytes"] + 256
 

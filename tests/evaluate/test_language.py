@@ -68,21 +68,21 @@ def test_perplexity_by_hand(context: int, stride: int | None) -> None:
 
 
 def test_divergence_and_agreement_by_hand() -> None:
-    ids, ours, theirs = text(300), Model(0), Model(2)
-    _, found = evaluate_language(ours, {"same": ours, "other": theirs}, ids, context=300)
+    ids, ours, reference = text(300), Model(0), Model(2)
+    _, found = evaluate_language(ours, {"same": ours, "other": reference}, ids, context=300)
     assert (found["same"].divergence, found["same"].top1) == (0.0, 1.0)
-    p, q = (m(ids[None], use_cache=False).logits[0, :-1].log_softmax(1) for m in (ours, theirs))
+    p, q = (m(ids[None], use_cache=False).logits[0, :-1].log_softmax(1) for m in (ours, reference))
     expected = torch.nn.functional.kl_div(q, p, reduction="batchmean", log_target=True)
     assert found["other"].divergence == pytest.approx(float(expected), rel=1e-12)
     assert found["other"].top1 == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()))
 
 
 def test_tokens_that_are_ruled_out() -> None:
-    ours, theirs = Model(0), Model(2)
-    ours.table[..., 3] = theirs.table[..., 3] = -math.inf
+    ours, expected = Model(0), Model(2)
+    ours.table[..., 3] = expected.table[..., 3] = -math.inf
     ids = text(50)
     ids[ids == 3] = 2
-    _, found = evaluate_language(ours, {"other": theirs}, ids)
+    _, found = evaluate_language(ours, {"other": expected}, ids)
     assert 0 < (found["other"].divergence or 0) < math.inf
 
 

@@ -13,7 +13,7 @@ from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import dense_tensors, from_dense, stored_bytes, to_dense
 
-TIGHT = ("int5_g32", "int6_g16", "int5_g32_offset_f32", "int6_g24_offset")
+LIMITED = ("int5_g32", "int6_g16", "int5_g32_offset_f32", "int6_g24_offset")
 
 
 def bit_by_bit(codes: Codes) -> list[list[int]]:
@@ -26,11 +26,11 @@ def bit_by_bit(codes: Codes) -> list[list[int]]:
 
 
 def same(a: Codes, b: Codes) -> bool:
-    mine, theirs = a.tensors(), b.tensors()
-    return (a.format, a.shape) == (b.format, b.shape) and all(torch.equal(mine[part], theirs[part]) for part in mine)
+    actual, expected = a.tensors(), b.tensors()
+    return (a.format, a.shape) == (b.format, b.shape) and all(torch.equal(actual[part], expected[part]) for part in actual)
 
 
-@given(st.sampled_from(TIGHT), st.integers(1, 4), st.integers(1, 100), st.booleans())
+@given(st.sampled_from(LIMITED), st.integers(1, 4), st.integers(1, 100), st.booleans())
 def test_rows_are_streams_of_bits(name: str, n: int, k: int, stacked: bool) -> None:
     codes = random_codes(as_format(name), (3, n, k) if stacked else (n, k), seed=k)
     filed = to_dense(codes)

@@ -67,14 +67,14 @@ def test_any_runs_are_taken_and_merged(name: str, data: st.DataObject) -> None:
     edges = [*(bound * unit for bound in bounds), codes.shape[dim]]
     runs = list(pairwise(edges))
     # Two parts: every other run, and the rest with one that both have.
-    mine, yours = tuple(runs[::2]), tuple(sorted({*runs[1::2], runs[-1]}))
-    parts = [take(codes, dim, mine), take(codes, dim, yours)]
-    assert same(merge(codes.format, codes.shape, dim, [mine, yours], parts), codes)
+    actual, yours = tuple(runs[::2]), tuple(sorted({*runs[1::2], runs[-1]}))
+    parts = [take(codes, dim, actual), take(codes, dim, yours)]
+    assert same(merge(codes.format, codes.shape, dim, [actual, yours], parts), codes)
     whole = codes.dequantize()
-    assert torch.equal(parts[0].dequantize(), torch.cat([whole.narrow(dim, a, b - a) for a, b in mine], dim))
+    assert torch.equal(parts[0].dequantize(), torch.cat([whole.narrow(dim, a, b - a) for a, b in actual], dim))
     # What a reader of files takes is the same, where it begins and ends with bytes.
     bits = codes.format.stored_bits
-    if (slices := stored_runs(codes.format, codes.shape, dim, mine, bits)) is not None:
+    if (slices := stored_runs(codes.format, codes.shape, dim, actual, bits)) is not None:
         for part, tensor in to_dense(codes).items():
             chosen = slices[part]
             read = tensor if chosen is None else torch.cat([tensor.narrow(dim, a, b - a) for a, b in chosen], dim)

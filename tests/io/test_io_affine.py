@@ -83,15 +83,15 @@ def test_hqq(how: dict[str, Any], form: str | None, tmp_path: Path) -> None:
     wanted = folder(tmp_path / "q", {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}, hqq(**how))
     tensors = load_tensors(tmp_path / "q")
     for name, weight in wanted.items():
-        held = tensors[name]
+        stored = tensors[name]
         if form is None:
-            assert isinstance(held, Tensor)
+            assert isinstance(stored, Tensor)
             # In floats: differences and products are rounded to float32.
-            assert torch.allclose(held.double(), weight, rtol=2.0**-22, atol=0)
+            assert torch.allclose(stored.double(), weight, rtol=2.0**-22, atol=0)
         else:
-            assert isinstance(held, Codes)
-            assert str(held.format) == form
-            assert torch.equal(held.dequantize(torch.float64), weight)
+            assert isinstance(stored, Codes)
+            assert str(stored.format) == form
+            assert torch.equal(stored.dequantize(torch.float64), weight)
     model = load(tmp_path / "q", format=None if form else "q8_0")
     assert sum(isinstance(module, QuantLinear) for module in model.modules()) == (7 if form else 8)
     if form is None:
@@ -131,9 +131,9 @@ def test_torchao(kind: str, bits: int, group: int | None, points: bool, form: st
     wanted = folder(tmp_path / "q", {"quant_method": "torchao", "quant_type": {}}, change, metadata)
     tensors = load_tensors(tmp_path / "q")
     for name, weight in wanted.items():
-        held = tensors[name]
-        assert form == (str(held.format) if isinstance(held, Codes) else None)
-        assert torch.equal(held.dequantize(torch.float64) if isinstance(held, Codes) else held.double(), weight)
+        stored = tensors[name]
+        assert form == (str(stored.format) if isinstance(stored, Codes) else None)
+        assert torch.equal(stored.dequantize(torch.float64) if isinstance(stored, Codes) else stored.double(), weight)
     layer = load(tmp_path / "q").get_submodule("model.layers.0.mlp.down_proj")
     if isinstance(layer, QuantLinear):
         row = {"auto": "block", "int8": "row_offset" if kind.startswith("Intx") else "row"}
@@ -142,8 +142,8 @@ def test_torchao(kind: str, bits: int, group: int | None, points: bool, form: st
 
 def test_what_is_refused(tmp_path: Path) -> None:
     def broken(part: str, value: Tensor) -> Any:
-        made = hqq(4, 32)
-        return lambda name, weight: ((found := made(name, weight))[0] | {part: value}, found[1])
+        built = hqq(4, 32)
+        return lambda name, weight: ((found := built(name, weight))[0] | {part: value}, found[1])
 
     for i, (part, value, message) in enumerate([
         ("axis", torch.tensor(2), "halfbyte reads HQQ of"),

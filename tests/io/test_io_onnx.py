@@ -34,9 +34,9 @@ def test_a_layer_comes_back(fmt: str, shape: tuple[int, int], tmp_path: Path) ->
     assert its_bias is not None
     assert torch.equal(its_bias, bias)
     export_linear(tmp_path / "b.onnx", found)
-    again, nothing = import_linear(tmp_path / "b.onnx")
+    again, unused = import_linear(tmp_path / "b.onnx")
     assert same(again, codes)
-    assert nothing is None
+    assert unused is None
 
 
 @pytest.mark.parametrize("fmt", ["int4_g32_f32", "int4_g64_zp_f32", "int8_g32_f32"])

@@ -95,9 +95,9 @@ def test_a_batch_is_its_sequences(kind: str, int8: bool, models: dict[str, CpuMo
         expected = alone(model, tokenizer, ids, sampling, int8_cache=int8)
         same(generation, expected)
         assert len(generation.ids) == sampling.max_new_tokens
-        for mine, theirs in zip(generation.choices, expected.choices, strict=True):
-            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-            assert [id for id, _ in mine.top] == [id for id, _ in theirs.top]
+        for actual, reference in zip(generation.choices, expected.choices, strict=True):
+            assert actual.logprob == pytest.approx(reference.logprob, abs=1e-4)
+            assert [id for id, _ in actual.top] == [id for id, _ in reference.top]
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -189,13 +189,13 @@ def test_a_chat_keeps_its_prefix(kind: str, speculate: int, models: dict[str, Cp
     model, sampling = models[kind], Sampling(max_new_tokens=11, ignore_eos=True)
     batch = Batch(model, tokenizer, slots=1, speculate=speculate)
     ids = prompt(8, 1) * 3
-    for turn in range(5):  # longer than the windows, and than the length at which longrope switches
+    for round_index in range(5):  # longer than the windows, and than the length at which longrope switches
         generation = batch.submit(ids, sampling)
         finish(batch)
         same(generation, alone(model, tokenizer, ids, sampling))
         if kind == KINDS[0]:
-            assert generation.cached_tokens == (0 if turn == 0 else len(ids) - LEAST_PREFILL)
-        ids = [*ids, *generation.ids, *prompt(3, 20 + turn)]
+            assert generation.cached_tokens == (0 if round_index == 0 else len(ids) - LEAST_PREFILL)
+        ids = [*ids, *generation.ids, *prompt(3, 20 + round_index)]
     again = batch.submit(ids[:20], sampling)  # a shorter one
     finish(batch)
     same(again, alone(model, tokenizer, ids[:20], sampling))

@@ -90,8 +90,8 @@ TREE = [{"a": 1, "c": [{"a": 2, "c": [{"a": 3}]}, {"a": 4}]}, {"a": 5}]
 def test_the_same_text_as_transformers(name: str, prompt: bool) -> None:
     settings: dict[str, Any] = {"tools": TOOLS, "documents": None, "add_generation_prompt": prompt, "tree": TREE, "enable_thinking": False}
     settings |= {"bos_token": "<s>", "eos_token": "</s>"}
-    theirs: Any = render_jinja_template
-    wanted = theirs([CHAT], chat_template=TEMPLATES[name], **settings)[0][0]
+    expected: Any = render_jinja_template
+    wanted = expected([CHAT], chat_template=TEMPLATES[name], **settings)[0][0]
     assert wanted.strip()
     assert render(TEMPLATES[name], CHAT, **settings) == wanted
 

@@ -21,7 +21,7 @@ from language_model import make_language_model
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
-from halfbyte.checkpoint.exporting import export
+from halfbyte.checkpoint.export_checkpoint import export
 from halfbyte.cli import main
 from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.build import build_spec
@@ -118,7 +118,7 @@ def test_graphs_and_chains_compute_the_same_bits(kind: str, int8: bool, tmp_path
     replayed = [key for key, tape in tapes.items() if isinstance(key, tuple) and key[0] == "token" and tape.replay is not None]
     assert replayed or gpu._layers[0].launch_id is None
     assert torch.equal(steps(), first)
-    monkeypatch.setattr(gpu_layer, "chain", lambda _name, _layer, steps, *_, **__: steps())
+    monkeypatch.setattr(gpu_layer, "replay_layer", lambda _name, _layer, steps, *_, **__: steps())
     assert torch.equal(steps(), first)
     monkeypatch.setattr("halfbyte.decoder.gpu_step.can_capture", lambda device: False)
     assert torch.equal(steps(), first)

@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def theirs(model: Any) -> Tensor:
+def transformers_logits(model: Any) -> Tensor:
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.compute = "float"
@@ -63,7 +63,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("kind", ["halfbyte", "awq", "gptq", "compressed-tensors"])
 def test_folders_of_others(kind: str, folders: Path) -> None:
     model = LanguageModel.open(folders / kind)
-    assert distance(model.logits(IDS), theirs(load(folders / kind))) < INT8
+    assert distance(model.logits(IDS), transformers_logits(load(folders / kind))) < INT8
     assert model.generate("the quick brown", max_new_tokens=3).ids
 
 
@@ -74,7 +74,7 @@ def test_gguf_files(format: str, tied: bool, folders: Path, tmp_path: Path) -> N
     convert(source, tmp_path / "quantized", hb.Config(format, skip=[] if tied else ["lm_head"]))
     export(tmp_path / "quantized", tmp_path / "m.gguf", "gguf")
     model = LanguageModel.open(tmp_path / "m.gguf")
-    assert distance(model.logits(IDS), theirs(load(tmp_path / "m.gguf"))) < INT8
+    assert distance(model.logits(IDS), transformers_logits(load(tmp_path / "m.gguf"))) < INT8
 
 
 CONFIGS: dict[str, Any] = {
@@ -91,13 +91,13 @@ CONFIGS: dict[str, Any] = {
 def test_halfbyte_folders(case: str, tied: bool, folders: Path, tmp_path: Path) -> None:
     source = folders / ("tied" if tied else "float")
     convert(source, tmp_path / "m", CONFIGS[case])
-    assert distance(LanguageModel.open(tmp_path / "m").logits(IDS), theirs(load(tmp_path / "m"))) < FLOAT
+    assert distance(LanguageModel.open(tmp_path / "m").logits(IDS), transformers_logits(load(tmp_path / "m"))) < FLOAT
 
 
 @pytest.mark.parametrize("prepare", ["fuse_", "optimize_"])
 def test_saved_after_modules_were_replaced(prepare: str, folders: Path, tmp_path: Path) -> None:
     model = hb.quantize_(LlamaForCausalLM.from_pretrained(folders / "float").eval(), hb.Config("q8_0", compute="float"))
-    expected = theirs(model)
+    expected = transformers_logits(model)
     getattr(hb, prepare)(model)
     hb.save(model, tmp_path / "m")
     make_tokenizer().save_pretrained(tmp_path / "m")
@@ -120,7 +120,7 @@ def test_float_folders_are_quantized_as_they_are_read(case: str, tmp_path: Path)
     config = hb.Config("q8_0", compute="float")
     found = LanguageModel.open(tmp_path / "m", format=config).logits(IDS)
     quantized = hb.quantize_(AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval(), config)
-    assert distance(found, theirs(quantized)) < FLOAT
+    assert distance(found, transformers_logits(quantized)) < FLOAT
 
 
 def test_columns_in_another_order_are_refused(folders: Path, tmp_path: Path) -> None:

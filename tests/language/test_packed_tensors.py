@@ -54,7 +54,7 @@ def test_joined_weights(format: str, sparse: int, rows: tuple[int, ...]) -> None
     expected = ops.pack(Codes.joined(list(given.values()), lambda parts: torch.cat(parts, dim=-2)))
     packed = found.packed
     assert (packed.format, packed.shape, packed.layout) == (expected.format, expected.shape, expected.layout)
-    assert (packed.held, packed.sparse) == (expected.held, expected.sparse)
+    assert (packed.source_format, packed.sparse) == (expected.source_format, expected.sparse)
     assert torch.equal(packed.data, expected.data)
 
 

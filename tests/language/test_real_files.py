@@ -83,14 +83,14 @@ def divergence(expected: Tensor, logits: Tensor) -> float:
 
 def test_float_logits_are_those_of_the_dequantized_weights(model: Model) -> None:
     values, tensors = open_checkpoint(model.file)
-    own = CpuModel(build_spec(values, FloatTensors(tensors)))
-    assert divergence(model.expected, own.prefill(model.ids, Cache(own.spec), every=True)) < FLOAT
+    native = CpuModel(build_spec(values, FloatTensors(tensors)))
+    assert divergence(model.expected, native.prefill(model.ids, Cache(native.spec), every=True)) < FLOAT
 
 
 def test_int8_logits_and_the_text(model: Model) -> None:
-    own = LanguageModel.open(model.file)
-    assert divergence(model.expected, own.logits(model.ids)) < INT8
-    prompt, theirs = own.tokenizer.encode(PROMPT), load(model.file)
+    native = LanguageModel.open(model.file)
+    assert divergence(model.expected, native.logits(model.ids)) < INT8
+    prompt, expected = native.tokenizer.encode(PROMPT), load(model.file)
     with torch.inference_mode():
-        text = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
-    assert own.generate(prompt, max_new_tokens=12).ids == text
+        text = expected.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    assert native.generate(prompt, max_new_tokens=12).ids == text

@@ -36,7 +36,7 @@ def probabilities(sampling: Sampling, scores: Tensor) -> Tensor:
     return out
 
 
-def theirs(sampling: Sampling, logits: Tensor, ids: list[int]) -> Tensor:
+def warped(sampling: Sampling, logits: Tensor, ids: list[int]) -> Tensor:
     """Probabilities [N] by transformers, in the order of its `generate` and in float64."""
     processors: list[Any] = []
     if sampling.repetition_penalty != 1:
@@ -77,14 +77,14 @@ def test_candidates_and_probabilities_of_transformers(count: int, temperature: f
         logits = random_logits(count, seed)
         sampling = Sampling(temperature=temperature, **settings)
         sampler = Sampler(sampling, PROMPT)
-        mine = probabilities(sampling, sampler._penalized(logits) if sampler._penalizes else logits)
-        wanted = theirs(sampling, logits, PROMPT)
+        actual = probabilities(sampling, sampler._penalized(logits) if sampler._penalizes else logits)
+        wanted = warped(sampling, logits, PROMPT)
         # Quotients of logits and temperature are up to 42 here and their differences 84, each rounded to 2^-24 of that: probabilities are
         # exact to 2^-16, and to 2^-18 those that matter in sums. So top-p may end earlier or later by tokens of that probability together.
-        differ = (mine > 0) != (wanted > 0)
+        differ = (actual > 0) != (wanted > 0)
         plain = torch.softmax(logits.double() / temperature, 0)
         assert float(plain[differ].sum()) <= (2**-18 if 0 < settings.get("top_p", 0) < 1 else 0)
-        torch.testing.assert_close(mine[~differ].double(), wanted[~differ], rtol=2**-16, atol=2**-126)
+        torch.testing.assert_close(actual[~differ].double(), wanted[~differ], rtol=2**-16, atol=2**-126)
 
 
 @pytest.mark.parametrize("count", [100, 20_003])
@@ -93,7 +93,7 @@ def test_equal_logits_are_all_candidates_of_top_k(count: int) -> None:
     logits = random_logits(count, 0).bfloat16().float()
     for k in (5, 20, 60):
         sampling = Sampling(temperature=1, top_k=k)
-        assert torch.equal(probabilities(sampling, logits) > 0, theirs(sampling, logits, []) > 0)
+        assert torch.equal(probabilities(sampling, logits) > 0, warped(sampling, logits, []) > 0)
     assert int((probabilities(Sampling(temperature=1, top_k=3), torch.zeros(count)) > 0).sum()) == count
 
 

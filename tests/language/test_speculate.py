@@ -238,13 +238,13 @@ def test_a_draft_model_leaves_the_text_as_it_is(kind: str, temperature: float, t
     sampling = Sampling(max_new_tokens=40, temperature=temperature, seed=3 if temperature else None, ignore_eos=True)
     batch, plain = with_draft(model, draft, tokenizer), Batch(model, tokenizer, slots=1)
     ids = prompt(20, 5)
-    for turn in range(2):
+    for round_index in range(2):
         found, expected = batch.submit(ids, sampling), plain.submit(ids, sampling)
         for one in (batch, plain):
             while one.running:
                 one.step()
         assert (found.ids, found.text) == (expected.ids, expected.text)
-        ids = [*ids, *expected.ids, 7 + turn, 8]
+        ids = [*ids, *expected.ids, 7 + round_index, 8]
     assert 0 < batch.accepted < batch.guessed
 
 

@@ -39,16 +39,16 @@ def with_byte_tokens(prefix: bool) -> Any:
     return Backend.from_str(json.dumps(described))
 
 
-MARKS = ("a", ".", "?", "!", ",", "'", "n't", "'m", "'s", "'ve", "'re", "s", "it")
+TOKENS = ("a", ".", "?", "!", ",", "'", "n't", "'m", "'s", "'ve", "'re", "s", "it")
 KINDS: dict[str, Callable[[], tuple[Any, bool]]] = {
     "bytes": lambda: (byte_level([pre_tokenizers.ByteLevel(add_prefix_space=False)]), False),
     "sentencepiece": lambda: (with_byte_tokens(False), False),
     "sentencepiece with prefix": lambda: (with_byte_tokens(True), False),
     "metaspace": lambda: (simple(models.WordLevel(words("\u2581", "\u2581a", "b", "\u2581\u2581c"), "b"), decoders.Metaspace()), False),
-    "word pieces": lambda: (simple(models.WordPiece(words("a", "##b", "##'", *MARKS[1:])), decoders.WordPiece(cleanup=True)), False),
+    "word pieces": lambda: (simple(models.WordPiece(words("a", "##b", "##'", *TOKENS[1:])), decoders.WordPiece(cleanup=True)), False),
     "end of word": lambda: (simple(models.WordLevel(words("a</w>", "b", "c</w>"), "b"), decoders.BPEDecoder()), False),
-    "words": lambda: (simple(models.WordLevel(words(*MARKS), "a"), None), False),
-    "words, cleaned up": lambda: (simple(models.WordLevel(words(*MARKS, " ", "x "), "a"), None), True),
+    "words": lambda: (simple(models.WordLevel(words(*TOKENS), "a"), None), False),
+    "words, cleaned up": lambda: (simple(models.WordLevel(words(*TOKENS, " ", "x "), "a"), None), True),
     "characters, cleaned up": lambda: (
         simple(
             models.WordLevel(words(*" .?!,'ntmsvrea\u2581"), "a"), decoders.Sequence([decoders.Fuse(), decoders.Replace("\u2581", " ")])
@@ -68,9 +68,9 @@ def tokenizer(kind: str) -> Tokenizer:
     return Tokenizer(backend, {}, clean_up=clean_up)
 
 
-def streamed(mine: Tokenizer, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], int]:
+def streamed(actual: Tokenizer, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], int]:
     """(pieces of text, how many tokens were taken)."""
-    stream, pieces, taken = TextStream(mine, stop), [], 0
+    stream, pieces, taken = TextStream(actual, stop), [], 0
     for id in ids:
         pieces.append(stream.push(id))
         taken += 1
@@ -86,33 +86,33 @@ def cut(text: str, stop: Sequence[str]) -> str | None:
     return None if not ends else text[: min(ends)[0] + min(ends)[1]]
 
 
-def expected(mine: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, int]:
+def expected(actual: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, int]:
     for taken in range(1, len(ids) + 1):
-        if (text := cut(mine.decode(ids[:taken]), stop)) is not None:
+        if (text := cut(actual.decode(ids[:taken]), stop)) is not None:
             return text, taken
-    return mine.decode(ids), len(ids)
+    return actual.decode(ids), len(ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
-    mine = tokenizer(kind)
-    ids = data.draw(st.lists(st.integers(0, mine.vocabulary_size + 1), max_size=40))  # and ids that have no token
-    assert "".join(streamed(mine, ids)[0]) == mine.decode(ids)
+    actual = tokenizer(kind)
+    ids = data.draw(st.lists(st.integers(0, actual.vocabulary_size + 1), max_size=40))  # and ids that have no token
+    assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_bytes_that_are_characters_or_not(kind: str, data: st.DataObject) -> None:
-    mine = tokenizer(kind)
+    actual = tokenizer(kind)
     encoded = data.draw(st.lists(st.one_of(st.text(max_size=4).map(str.encode), st.binary(max_size=3)), max_size=12))
     alphabet = dict(zip(_bytes(), _characters(), strict=True))
     names = [alphabet[byte] if kind == "bytes" else f"<0x{byte:02X}>" for byte in b"".join(encoded)]
-    ids = [mine.backend.token_to_id(name) for name in names]
+    ids = [actual.backend.token_to_id(name) for name in names]
     assert None not in ids
-    assert "".join(streamed(mine, ids)[0]) == mine.decode(ids)  # type: ignore[arg-type]
+    assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)  # type: ignore[arg-type]
 
 
 def _bytes() -> list[int]:
@@ -129,70 +129,70 @@ def _characters() -> list[str]:
 @given(data=st.data())
 def test_stop_strings(kind: str, data: st.DataObject) -> None:
     """Compared with a search of the whole text after each token."""
-    mine = tokenizer(kind)
+    actual = tokenizer(kind)
     if kind.endswith("cleaned up") or "the whole" in kind:
         size = 5
     else:
-        size = min(mine.vocabulary_size, 300)
+        size = min(actual.vocabulary_size, 300)
     ids = data.draw(st.lists(st.integers(0, size - 1), max_size=16))
-    whole = mine.decode(ids)
+    whole = actual.decode(ids)
     inside = st.integers(0, max(len(whole) - 1, 0)).flatmap(lambda at: st.integers(1, 5).map(lambda n: whole[at : at + n] or "x"))
     stop = data.draw(st.lists(st.one_of(inside, st.text("ab\u00e9 ", min_size=1, max_size=3)), max_size=3))
-    pieces, taken = streamed(mine, ids, stop)
-    assert ("".join(pieces), taken) == expected(mine, ids, stop)
+    pieces, taken = streamed(actual, ids, stop)
+    assert ("".join(pieces), taken) == expected(actual, ids, stop)
 
 
 def test_characters_come_as_soon_as_they_are_whole() -> None:
-    mine = tokenizer("bytes")
+    actual = tokenizer("bytes")
     text = f"a{EURO}b{FAMILY}"
-    pieces, _ = streamed(mine, mine.encode(text))
+    pieces, _ = streamed(actual, actual.encode(text))
     assert pieces[0] == "a"
     assert pieces[-1] == ""  # nothing is held back
     assert all(piece == "" or "\ufffd" not in piece for piece in pieces)
     assert sum(piece != "" for piece in pieces) == len(text)
-    mine = tokenizer("sentencepiece with prefix")
-    pieces, _ = streamed(mine, mine.encode(f"a {EURO} b"))
+    actual = tokenizer("sentencepiece with prefix")
+    pieces, _ = streamed(actual, actual.encode(f"a {EURO} b"))
     assert "".join(pieces) == f"a {EURO} b"
     assert EURO not in pieces[-1]
 
 
 def test_what_may_be_a_stop_string_is_held_back() -> None:
-    mine = Tokenizer(simple(models.WordLevel(words("a", "b", "c"), "a"), decoders.Fuse()), {})
-    stream = TextStream(mine, ["abc", "bb"])
+    actual = Tokenizer(simple(models.WordLevel(words("a", "b", "c"), "a"), decoders.Fuse()), {})
+    stream = TextStream(actual, ["abc", "bb"])
     assert [stream.push(id) for id in (0, 1, 0, 1)] == ["", "", "ab", ""]
     assert (stream.push(2), stream.finished, stream.flush()) == ("", True, "")
-    stream = TextStream(mine, ["abc"])
+    stream = TextStream(actual, ["abc"])
     assert [stream.push(id) for id in (2, 0, 1)] == ["c", "", ""]
     assert (stream.flush(), stream.finished) == ("ab", False)
 
 
 def test_newlines_of_a_sentencepiece_vocabulary_stop_at_once() -> None:
     """They are byte tokens, whose text is certain only after the last one of a run."""
-    mine = tokenizer("sentencepiece")
-    newline = mine.backend.token_to_id("<0x0A>")
+    actual = tokenizer("sentencepiece")
+    newline = actual.backend.token_to_id("<0x0A>")
     assert newline is not None
-    ids = mine.encode("a")
-    pieces, taken = streamed(mine, [*ids, newline, newline, newline], ["\n\n"])
+    ids = actual.encode("a")
+    pieces, taken = streamed(actual, [*ids, newline, newline, newline], ["\n\n"])
     assert ("".join(pieces), taken) == ("a", len(ids) + 2)
 
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_special_tokens(skip: bool) -> None:
-    mine = tokenizer("bytes")
-    special = mine.backend.token_to_id("<|x|>")
+    actual = tokenizer("bytes")
+    special = actual.backend.token_to_id("<|x|>")
     assert special is not None
-    ids = [*mine.encode("a"), special, *mine.encode("b")]
-    stream = TextStream(mine, skip_special_tokens=skip)
+    ids = [*actual.encode("a"), special, *actual.encode("b")]
+    stream = TextStream(actual, skip_special_tokens=skip)
     assert "".join(stream.push(id) for id in ids) == ("ab" if skip else "a<|x|>b")
 
 
 def test_a_long_text_is_decoded_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is no UTF-8."""
-    mine = tokenizer("bytes")
-    broken = mine.backend.token_to_id("\u0122")  # the byte 0x80... as a character of the byte-level alphabet
+    actual = tokenizer("bytes")
+    broken = actual.backend.token_to_id("\u0122")  # the byte 0x80... as a character of the byte-level alphabet
     assert broken is not None
-    for ids in ([*mine.encode("the weights of a model ") * 50], [broken] * 500):
-        stream, longest, pieces = TextStream(mine), 0, []
+    for ids in ([*actual.encode("the weights of a model ") * 50], [broken] * 500):
+        stream, longest, pieces = TextStream(actual), 0, []
         decode = stream._raw._decode
 
         def watched(tokens: list[int], decode: Callable[[list[int]], str] = decode) -> str:
@@ -202,7 +202,7 @@ def test_a_long_text_is_decoded_a_few_tokens_at_a_time(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(stream._raw, "_decode", watched)
         pieces = [stream.push(id) for id in ids]
-        assert "".join([*pieces, stream.flush()]) == mine.decode(ids)
+        assert "".join([*pieces, stream.flush()]) == actual.decode(ids)
         assert longest < 40
 
 

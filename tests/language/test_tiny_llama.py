@@ -89,12 +89,12 @@ def test_llama_cpp_finds_the_same_perplexity(tokenizer: Any, tmp_path: Path) -> 
     export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
     ids = tokenizer(HELD_OUT.read_text(encoding="utf-8")[:2000])["input_ids"][:40]
     with torch.inference_mode():
-        mine = torch.log_softmax(load(tmp_path / "m.gguf")(torch.tensor([ids])).logits[0].double(), -1)
+        actual = torch.log_softmax(load(tmp_path / "m.gguf")(torch.tensor([ids])).logits[0].double(), -1)
     found = [
-        (likely[ids[count]], float(mine[count - 1, ids[count]]))
+        (likely[ids[count]], float(actual[count - 1, ids[count]]))
         for count, likely in LlamaCpp(tmp_path / "m.gguf").next_tokens(ids, 8, len(tokenizer))
     ]
-    errors = torch.tensor([theirs - own for theirs, own in found], dtype=torch.float64)
+    errors = torch.tensor([expected - ours for expected, ours in found], dtype=torch.float64)
     assert len(errors) >= 25
     assert float(errors.abs().max()) < 0.5
     # The errors of both are as often up as down: their mean, the logarithm of the ratio of perplexities, is noise.

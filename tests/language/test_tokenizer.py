@@ -36,21 +36,21 @@ def saved(folder: Path, backend: Any, *, config: dict[str, Any] | None = None, e
     return folder
 
 
-def check_same(path: Path, theirs: Any = None) -> Tokenizer:
+def check_same(path: Path, expected: Any = None) -> Tokenizer:
     """Compares ids and texts with transformers'."""
-    mine = Tokenizer.open(path)
-    theirs = theirs or AutoTokenizer.from_pretrained(path)
-    assert (mine.bos_id, mine.pad_id) == (theirs.bos_token_id, theirs.pad_token_id)
-    assert mine.eos_ids[:1] == ((theirs.eos_token_id,) if theirs.eos_token_id is not None else mine.eos_ids[:1])
-    assert mine.vocabulary_size == len(theirs)
-    assert mine.special_tokens.items() <= theirs.special_tokens_map.items()
+    actual = Tokenizer.open(path)
+    expected = expected or AutoTokenizer.from_pretrained(path)
+    assert (actual.bos_id, actual.pad_id) == (expected.bos_token_id, expected.pad_token_id)
+    assert actual.eos_ids[:1] == ((expected.eos_token_id,) if expected.eos_token_id is not None else actual.eos_ids[:1])
+    assert actual.vocabulary_size == len(expected)
+    assert actual.special_tokens.items() <= expected.special_tokens_map.items()
     for text in TEXTS:
         for add in (True, False):
-            ids = theirs(text, add_special_tokens=add)["input_ids"]
-            assert mine.encode(text, add_special_tokens=add) == ids, text
+            ids = expected(text, add_special_tokens=add)["input_ids"]
+            assert actual.encode(text, add_special_tokens=add) == ids, text
             for skip in (True, False):
-                assert mine.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip), text
-    return mine
+                assert actual.decode(ids, skip_special_tokens=skip) == expected.decode(ids, skip_special_tokens=skip), text
+    return actual
 
 
 def plain_bytes() -> Any:
@@ -150,19 +150,19 @@ def test_files_of_older_versions(tmp_path: Path) -> None:
     }
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
     (folder / "added_tokens.json").write_text(json.dumps({"<e>": size, "<f>": size + 1}))
-    mine = check_same(folder)
-    assert mine.special_tokens == {"bos_token": "<s>", "eos_token": "<e>"}
-    assert mine.eos_ids == (size,)
-    assert mine.encode("<f>", add_special_tokens=False) == [size + 1]
+    actual = check_same(folder)
+    assert actual.special_tokens == {"bos_token": "<s>", "eos_token": "<e>"}
+    assert actual.eos_ids == (size,)
+    assert actual.encode("<f>", add_special_tokens=False) == [size + 1]
 
 
 def test_types_for_which_the_class_llama_is_ignored() -> None:
     generic = {"TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "MistralCommonBackend"}
     names = {name: TOKENIZER_MAPPING_NAMES.get(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     encoders = {"beam", "bigbird_pegasus", "xlm-roberta-xl"}
-    theirs = {name for name, kind in names.items() if kind in generic} - encoders
-    theirs -= {name for name in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names.get(name) not in generic}
-    assert theirs <= GENERIC_TYPES
+    expected = {name for name, kind in names.items() if kind in generic} - encoders
+    expected -= {name for name in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if names.get(name) not in generic}
+    assert expected <= GENERIC_TYPES
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "scores"])
@@ -172,19 +172,19 @@ def test_gguf(kind: str, tmp_path: Path) -> None:
     path, _, _ = written(
         tmp_path, backend, drop, eos_token="<|x|>", unk_token="<unk>" if kind != "bytes" else None, chat_template="{{ x }}"
     )
-    mine = check_same(path, gguf_tokenizer.load(path))
-    assert mine.chat_templates == {"default": "{{ x }}"}
-    assert mine.eos_ids == (backend.token_to_id("<|x|>"),)
+    actual = check_same(path, gguf_tokenizer.load(path))
+    assert actual.chat_templates == {"default": "{{ x }}"}
+    assert actual.eos_ids == (backend.token_to_id("<|x|>"),)
 
 
 def test_what_ends_an_answer(tmp_path: Path) -> None:
     folder = saved(tmp_path, plain_bytes(), eos_token="<|x|>", config={"eos_token_id": 7, "text_config": {"eos_token_id": 9}})
-    own = PreTrainedTokenizerFast.from_pretrained(folder).eos_token_id
-    assert Tokenizer.open(folder).eos_ids == (own, 7)
+    default_eos = PreTrainedTokenizerFast.from_pretrained(folder).eos_token_id
+    assert Tokenizer.open(folder).eos_ids == (default_eos, 7)
     (folder / "config.json").write_text('{"text_config": {"eos_token_id": 9}}')
-    assert Tokenizer.open(folder).eos_ids == (own, 9)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, own, 6]}))
-    assert Tokenizer.open(folder).eos_ids == (own, 5, 6)
+    assert Tokenizer.open(folder).eos_ids == (default_eos, 9)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, default_eos, 6]}))
+    assert Tokenizer.open(folder).eos_ids == (default_eos, 5, 6)
     (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match=r"eos_token_id of .*generation_config\.json is a token id or a list of them, got 'x'"):
         Tokenizer.open(folder)
@@ -204,9 +204,9 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(CheckpointError, match=r"as vocab\.json and merges\.txt, and halfbyte reads tokenizer\.json: write one with transf"):
         Tokenizer.open(tmp_path)
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path)  # the remedy
-    assert Tokenizer.open(tmp_path).encode(TEXTS[0]) == theirs(TEXTS[0])["input_ids"]
+    expected: Any = AutoTokenizer.from_pretrained(tmp_path)
+    expected.save_pretrained(tmp_path)  # the remedy
+    assert Tokenizer.open(tmp_path).encode(TEXTS[0]) == expected(TEXTS[0])["input_ids"]
 
 
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
@@ -235,15 +235,15 @@ def test_damaged_settings(name: str, value: Any, tmp_path: Path) -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    mine = Tokenizer.open(saved(tmp_path, plain_bytes()))
+    actual = Tokenizer.open(saved(tmp_path, plain_bytes()))
     with pytest.raises(ArgumentError, match=r"a lone surrogate '\\ud800' at character 1, which is no text: decode it as UTF-8"):
-        mine.encode("a\ud800")
+        actual.encode("a\ud800")
     with pytest.raises(ArgumentError, match="the text to encode is a str, got list: pass one text at a time"):
-        mine.encode(["a"])  # type: ignore[arg-type]
+        actual.encode(["a"])  # type: ignore[arg-type]
     for id in (-1, 1 << 32):
         with pytest.raises(ArgumentError, match="a token id is from 0 to 4294967295, got"):
-            mine.decode([id])
-    assert mine.decode([mine.encode("a")[0], 1_000_000]) == "a"  # a row of an embedding that is padding
+            actual.decode([id])
+    assert actual.decode([actual.encode("a")[0], 1_000_000]) == "a"  # a row of an embedding that is padding
 
 
 def test_neither_transformers_nor_tokenizers_nor_jinja2_are_imported_early(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_same_numbers(config: Config, bias: bool) -> None:
         assert torch.equal(together(x), alone(x))
     for name in ("q_proj", "v_proj", "up_proj"):
         assert torch.equal(together[0].get_submodule(name).weight + 0, alone[0].get_submodule(name).weight + 0)
-        assert together[0].get_submodule(name)._group.held is None, "nothing is kept"
+        assert together[0].get_submodule(name)._group.cached_outputs is None, "nothing is kept"
     assert torch.equal(together.bfloat16()(x.bfloat16()), alone.bfloat16()(x.bfloat16()))
 
 
@@ -219,8 +219,8 @@ def test_what_differs_stays() -> None:
     hooked = quantize_(nn.Sequential(Block()), "q4_0")
     hooked[0].q_proj.register_forward_hook(lambda *_: None)
     assert fused(hooked) == ("0: computed together: gate_proj+up_proj",)
-    own = fuse_(quantize_(nn.Sequential(Block()), "q4_0"), siblings=[("k_proj", "v_proj")])
-    assert report(own).notes == ("0: computed together: k_proj+v_proj",)
+    paired = fuse_(quantize_(nn.Sequential(Block()), "q4_0"), siblings=[("k_proj", "v_proj")])
+    assert report(paired).notes == ("0: computed together: k_proj+v_proj",)
 
 
 def test_one_asked_alone() -> None:
@@ -261,12 +261,12 @@ def test_gradients_and_copies() -> None:
 def test_biases_written_to_by_way_of_data(dtype: torch.dtype) -> None:
     """torch does not count these writes."""
 
-    held: dict[tuple[int, str], Tensor] = {}
+    expected_biases: dict[tuple[int, str], Tensor] = {}
 
     def rewritten(number: int, model: nn.Module, seed: int) -> nn.Module:
         for name, linear in model.named_modules():
             if isinstance(linear, QuantLinear) and linear.bias is not None:
-                data = held.setdefault((number, name), linear.bias.data)
+                data = expected_biases.setdefault((number, name), linear.bias.data)
                 data.copy_(torch.randn(data.shape, generator=torch.Generator().manual_seed(seed)))
                 if dtype == torch.float32:
                     linear.bias.numpy()[0] = 7
@@ -315,4 +315,4 @@ def test_compiles_in_one_graph() -> None:
         compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x), expected)
         assert torch.equal(compiled(2 * x), together(2 * x))
-    assert together[0].q_proj._group.held is None
+    assert together[0].q_proj._group.cached_outputs is None

@@ -34,9 +34,9 @@ def llama(**settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    llama().save_pretrained(made)
-    return made
+    built = tmp_path_factory.mktemp("model")
+    llama().save_pretrained(built)
+    return built
 
 
 def reason_of(found: hb.Report, name: str = "lm_head") -> str:
@@ -190,10 +190,10 @@ def test_stacks_of_experts(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         expected = model(IDS).logits
         read = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hb.HalfbyteConfig("q8_0"))
-        for made in (read, hb.load(tmp_path, format="q8_0"), hb.quantize_(model, "q8_0")):
-            assert "too coarse" in reason_of(hb.report(made), name)
-            assert isinstance(made.get_submodule("model.layers.0.mlp.experts.gate_up_proj"), QuantModule)
-            assert (made(IDS).logits - expected).norm() < 0.05 * expected.norm()
+        for built in (read, hb.load(tmp_path, format="q8_0"), hb.quantize_(model, "q8_0")):
+            assert "too coarse" in reason_of(hb.report(built), name)
+            assert isinstance(built.get_submodule("model.layers.0.mlp.experts.gate_up_proj"), QuantModule)
+            assert (built(IDS).logits - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("scales", ["dynamic", "learned"])

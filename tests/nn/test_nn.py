@@ -286,7 +286,7 @@ def test_config_refuses_nonsense(wrong: dict[str, Any]) -> None:
 
 
 def test_everything_else_is_reported_with_its_reason() -> None:
-    class Own(nn.Linear):
+    class Subclass(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return -super().forward(input)
 
@@ -306,7 +306,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
     model = nn.ModuleDict(
         {
             "plain": nn.Linear(8, 8),
-            "own": Own(8, 8),
+            "own": Subclass(8, 8),
             "called": Called(8, 8),
             "parametrized": parametrizations.weight_norm(nn.Linear(8, 8)),
             "hooked": hooked,

@@ -368,7 +368,7 @@ def test_torch_func() -> None:
     rows = torch.func.vmap(lambda row: hb.linear(row, packed, compute="float"))(x)
     assert torch.allclose(rows, hb.linear(x, packed, compute="float"), rtol=0, atol=1e-5)
     with pytest.raises(ArgumentError, match="one weight and bias for all of its calls"):
-        torch.func.vmap(lambda row, own: hb.linear(row, packed, own))(x, torch.randn(3, 8))
+        torch.func.vmap(lambda row, custom: hb.linear(row, packed, custom))(x, torch.randn(3, 8))
     _, along = torch.func.jvp(loss, (x, bias), (x, bias))
     assert torch.allclose(along, (of_x * x).sum() + (of_bias * bias).sum())
 

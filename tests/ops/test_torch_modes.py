@@ -133,19 +133,19 @@ def _attend() -> Call:
 ALL = DIFFERENTIABLE | OTHERS
 OF_LAYERS = "normed", "combine", "attend"  # which layers check before they call them
 IDS = torch.tensor([[1, 2], [0, 7]])
-Made = tuple[Call, Tensor]
+Built = tuple[Call, Tensor]
 
 
 @pytest.fixture
-def made(request: pytest.FixtureRequest) -> Made:
+def built(request: pytest.FixtureRequest) -> Built:
     torch.manual_seed(0)
     make, shape = ALL[request.param]
     return make(), torch.randn(shape)
 
 
-differentiable = pytest.mark.parametrize("made", DIFFERENTIABLE, indirect=True)
-others = pytest.mark.parametrize("made", OTHERS, indirect=True)
-every = pytest.mark.parametrize("made", ALL, indirect=True)
+differentiable = pytest.mark.parametrize("built", DIFFERENTIABLE, indirect=True)
+others = pytest.mark.parametrize("built", OTHERS, indirect=True)
+every = pytest.mark.parametrize("built", ALL, indirect=True)
 
 
 def pulled_back(f: Call, x: Tensor, along: Tensor) -> Tensor:
@@ -164,9 +164,9 @@ def near(a: Tensor, b: Tensor) -> bool:
 
 
 @differentiable
-def test_forward_mode_has_the_tangent_of_reverse_mode(made: Made) -> None:
+def test_forward_mode_has_the_tangent_of_reverse_mode(built: Built) -> None:
     """<v, J u> = <Jᵀ v, u>, whichever side is computed."""
-    f, x = made
+    f, x = built
     u = torch.randn_like(x)
     with forward_ad.dual_level():
         y, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, u)))
@@ -179,8 +179,8 @@ def test_forward_mode_has_the_tangent_of_reverse_mode(made: Made) -> None:
 
 
 @differentiable
-def test_torch_func(made: Made) -> None:
-    f, x = made
+def test_torch_func(built: Built) -> None:
+    f, x = built
     y, u = f(x), torch.randn_like(x)
     v = torch.randn_like(y)
     grad = pulled_back(f, x, v)
@@ -193,8 +193,8 @@ def test_torch_func(made: Made) -> None:
 
 
 @others
-def test_operations_without_derivatives_say_so(made: Made, request: pytest.FixtureRequest) -> None:
-    f, x = made
+def test_operations_without_derivatives_say_so(built: Built, request: pytest.FixtureRequest) -> None:
+    f, x = built
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x)
         with pytest.raises(UnsupportedError, match=r"no derivatives, got a dual tensor: pass its detach\(\)"):
@@ -202,7 +202,7 @@ def test_operations_without_derivatives_say_so(made: Made, request: pytest.Fixtu
         assert torch.equal(f(dual.detach()), f(x))
     with pytest.raises(UnsupportedError, match="no derivatives"):
         torch.func.jvp(f, (x,), (x,))
-    if request.node.callspec.params["made"] == "network":  # whose gradients are straight-through: test_static_operations.py
+    if request.node.callspec.params["built"] == "network":  # whose gradients are straight-through: test_static_operations.py
         return
     with pytest.raises(UnsupportedError, match="no derivatives, got a tensor that requires grad"):
         torch.func.grad(lambda x: f(x).sum())(x)
@@ -253,8 +253,8 @@ def test_learned_scales_have_the_same_derivative_in_all_modes(format: str) -> No
 
 
 @every
-def test_vmap_is_a_loop(made: Made) -> None:
-    f, x = made
+def test_vmap_is_a_loop(built: Built) -> None:
+    f, x = built
     both = torch.stack((x, x.flip(0)))
     assert torch.allclose(torch.func.vmap(f)(both), torch.stack([f(one) for one in both]), rtol=1e-5, atol=1e-4)
 
@@ -264,15 +264,15 @@ class Subclass(Tensor):
 
 
 @every
-def test_subclasses_and_views(made: Made) -> None:
-    f, x = made
+def test_subclasses_and_views(built: Built) -> None:
+    f, x = built
     for other in (x.as_subclass(Subclass), nn.Parameter(x, requires_grad=False), torch.complex(x, -x).conj().imag):
         assert torch.equal(f(other).as_subclass(Tensor), f(x))
 
 
 @every
-def test_tensors_without_data(made: Made) -> None:
-    f, x = made
+def test_tensors_without_data(built: Built) -> None:
+    f, x = built
     y = f(x)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = f(mode.from_tensor(x))
@@ -280,8 +280,8 @@ def test_tensors_without_data(made: Made) -> None:
 
 
 @every
-def test_inference_mode(made: Made) -> None:
-    f, x = made
+def test_inference_mode(built: Built) -> None:
+    f, x = built
     with torch.inference_mode():
         assert torch.equal(f(x.clone()), f(x))
 
@@ -289,9 +289,9 @@ def test_inference_mode(made: Made) -> None:
 # Refusals, and that their advice works
 
 
-@pytest.mark.parametrize("made", sorted(ALL.keys() - {"clamped_with_residual", "in_training", *OF_LAYERS}), indirect=True)
-def test_other_layouts_and_complex_numbers(made: Made) -> None:
-    f, x = made
+@pytest.mark.parametrize("built", sorted(ALL.keys() - {"clamped_with_residual", "in_training", *OF_LAYERS}), indirect=True)
+def test_other_layouts_and_complex_numbers(built: Built) -> None:
+    f, x = built
     expected = f(x)
     with pytest.raises(HalfbyteError, match=r"a dense tensor, got a sparse_coo one: convert it with .to_dense\(\) first"):
         f(x.to_sparse())
@@ -305,9 +305,11 @@ def test_other_layouts_and_complex_numbers(made: Made) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-@pytest.mark.parametrize("made", ["linear", "linear_gelu", "module", "conv2d", "conv1d", "network", "fake_quantized_images"], indirect=True)
-def test_nested_tensors(made: Made, layout: torch.layout) -> None:
-    f, x = made
+@pytest.mark.parametrize(
+    "built", ["linear", "linear_gelu", "module", "conv2d", "conv1d", "network", "fake_quantized_images"], indirect=True
+)
+def test_nested_tensors(built: Built, layout: torch.layout) -> None:
+    f, x = built
     parts = [x, torch.cat((x, x))]
     nested = torch.nested.nested_tensor(parts, layout=layout)
     with pytest.raises(ArgumentError, match=r"a dense tensor, got a nested one: pass the tensors of its unbind\(\) one by one"):
@@ -335,9 +337,9 @@ PRODUCTS = ["linear", "clamped_with_residual", "linear_gelu", "module", "conv2d"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("made", PRODUCTS, indirect=True)
-def test_products_give_the_dtype_of_autocast(made: Made, dtype: torch.dtype) -> None:
-    f, x = made
+@pytest.mark.parametrize("built", PRODUCTS, indirect=True)
+def test_products_give_the_dtype_of_autocast(built: Built, dtype: torch.dtype) -> None:
+    f, x = built
     with torch.no_grad():
         exact = f(x)
         with torch.autocast("cpu", dtype):
@@ -349,9 +351,9 @@ def test_products_give_the_dtype_of_autocast(made: Made, dtype: torch.dtype) -> 
     assert torch.allclose(y.float(), exact, rtol=0, atol=8 * torch.finfo(dtype).eps * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("made", [name for name in PRODUCTS if name in DIFFERENTIABLE], indirect=True)
-def test_gradients_under_autocast_have_the_dtype_of_their_tensor(made: Made) -> None:
-    f, x = made
+@pytest.mark.parametrize("built", [name for name in PRODUCTS if name in DIFFERENTIABLE], indirect=True)
+def test_gradients_under_autocast_have_the_dtype_of_their_tensor(built: Built) -> None:
+    f, x = built
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = f(leaf)
@@ -383,6 +385,6 @@ class Routed(nn.Module):
 @pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(64, 8), ROWS), (nn.Conv2d(16, 8, 1), IMAGES), (nn.Conv1d(16, 8, 1), LINES)])
 def test_float_and_quantized_layers_agree_on_a_dtype(layer: nn.Module, shape: tuple[int, ...]) -> None:
     model, x = Routed(layer).eval(), torch.randn(shape)
-    made = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", skip=["expert"]))
+    built = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", skip=["expert"]))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert torch.equal(made(x), model(x))
+        assert torch.equal(built(x), model(x))

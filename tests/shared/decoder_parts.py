@@ -52,7 +52,7 @@ def check(
     def norm(x: Tensor, i: int) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + (1e-5, 1e-6)[i]).rsqrt() * norms[i]
 
-    def turn(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def apply_rope(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         first, second = x.chunk(2, -1)
         return x * rotary[0] + torch.cat((-second, first), -1) * rotary[1]
 
@@ -68,10 +68,10 @@ def check(
         found = [layer(*call) for call in calls]
     for y, (x, rotary, keys, values, _) in zip(found, calls, strict=True):
         b, t, _ = x.shape
-        made = [ops.linear(norm(x, 0), weight, part) for weight, part in zip(qkv, biases, strict=False)]
-        projected = torch.cat(made, -1).view(b, t, heads + 2 * kv_heads, dim).transpose(1, 2)
+        built = [ops.linear(norm(x, 0), weight, part) for weight, part in zip(qkv, biases, strict=False)]
+        projected = torch.cat(built, -1).view(b, t, heads + 2 * kv_heads, dim).transpose(1, 2)
         seen = torch.ones(t, t + 9, dtype=torch.bool).tril(9)
-        queries = turn(projected, rotary)[:, :heads]
+        queries = apply_rope(projected, rotary)[:, :heads]
         a = torch.nn.functional.scaled_dot_product_attention(queries, keys.float(), values.float(), seen, enable_gqa=True)
         h = ops.linear(a.transpose(1, 2).reshape(b, t, width), o, biases[-3], residual=x)
         gate, up = ops.linear(norm(h, 1), gate_up).chunk(2, -1)

@@ -16,7 +16,7 @@ from halfbyte.integrations.transformers.optimize.forwards import replace_forward
 from halfbyte.nn.fused import fuse_
 
 
-def beside(model: Any) -> tuple[Any, Any]:
+def model_pair(model: Any) -> tuple[Any, Any]:
     """A quantized model: (as transformers computes it, in one call)"""
     fuse_(model)
     short = replace_forwards_(copy.deepcopy(model))

@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 import halfbyte as hb
 from halfbyte.decoder import gpu_layer
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
-from halfbyte.integrations.transformers.decoder import decoding_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu
 from halfbyte.integrations.transformers.quantizer import HalfbyteQuantizer
 from halfbyte.integrations.transformers.text import ready
 from halfbyte.nn.fused import FusedLinear, fuse_
@@ -91,10 +91,10 @@ def a_checkpoint_is_loaded_in_parts(mesh: Any, folder: Path) -> None:
         alone, shared = on_one(folder / kind, mesh), hb.load(folder / kind, mesh=mesh)
         whole, here = (sum(m.codes().nbytes for m in model.modules() if isinstance(m, QuantModule)) for model in (alone, shared))
         assert here < whole * (1 / mesh.size() + 0.16), "heads, blocks and key heads do not come out even"
-        exactly, theirs, mine = in_float64(alone), logits(alone), logits(shared)
+        exactly, expected, actual = in_float64(alone), logits(alone), logits(shared)
         # Sums in another order are as good as the order of one process, give or take.
-        assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max(), kind
-        assert torch.equal(mine, same_everywhere(mine)), "all processes have the same bits"
+        assert (actual - exactly).abs().max() <= 3 * (expected - exactly).abs().max(), kind
+        assert torch.equal(actual, same_everywhere(actual)), "all processes have the same bits"
         assert text(shared) == text(alone)
 
 
@@ -153,16 +153,16 @@ def experts_are_cut(mesh: Any, folder: Path) -> None:
     """Parts of multiples of 32, since torch rounds the gate otherwise at the end of a row that is none."""
     for name in ("mixtral", "qwen3_moe"):
         alone = on_one(folder / name, mesh)
-        exactly, theirs = in_float64(alone), logits(alone)
+        exactly, expected = in_float64(alone), logits(alone)
         for exact in (False, True):
-            mine = logits(hb.load(folder / name, mesh=mesh, exact=exact))
+            actual = logits(hb.load(folder / name, mesh=mesh, exact=exact))
             if exact and mesh.device_type == "cpu":
-                assert torch.equal(mine, theirs), name
-            assert torch.equal(mine, same_everywhere(mine)), "or they choose different experts"
-            assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max(), (name, exact)
+                assert torch.equal(actual, expected), name
+            assert torch.equal(actual, same_everywhere(actual)), "or they choose different experts"
+            assert (actual - exactly).abs().max() <= 3 * (expected - exactly).abs().max(), (name, exact)
 
 
-def a_plan_of_ones_own(mesh: Any, folder: Path) -> None:
+def a_custom_plan(mesh: Any, folder: Path) -> None:
     """Any module; biases are added once; what a plan does not name stays whole."""
     torch.manual_seed(5)
     net = nn.ModuleDict({"up": nn.Linear(64, 200), "down": nn.Linear(200, 48), "whole": nn.Linear(48, 5), "odd": nn.Linear(5, 7)}).to(
@@ -265,15 +265,15 @@ def transformers_asks_for_it(mesh: Any, folder: Path) -> None:
         return
     alone = on_one(folder / "blocks", mesh)
     wanted = logits(hb.parallelize_(alone, mesh))
-    mine = build(folder / "blocks", tp_plan="auto")
-    assert torch.equal(logits(mine), wanted)
-    assert hb.parallel_report(mine).count == mesh.size()
-    made = build(folder / "float", tp_plan="auto", quantization_config=hb.HalfbyteConfig("q8_0", compute="float"))
-    assert any(part_of(module) for module in made.modules())
+    actual = build(folder / "blocks", tp_plan="auto")
+    assert torch.equal(logits(actual), wanted)
+    assert hb.parallel_report(actual).count == mesh.size()
+    built = build(folder / "float", tp_plan="auto", quantization_config=hb.HalfbyteConfig("q8_0", compute="float"))
+    assert any(part_of(module) for module in built.modules())
     whole = build(folder / "float", device_map=mesh.device_type, quantization_config=hb.HalfbyteConfig("q8_0", compute="float"))
-    assert text(made, cache_implementation="static") == text(whole, cache_implementation="static")
+    assert text(built, cache_implementation="static") == text(whole, cache_implementation="static")
     with pytest.raises(UnsupportedError, match="each process has only a part of the model"):
-        made.save_pretrained(folder / "no")
+        built.save_pretrained(folder / "no")
 
 
 def tensors_are_added(mesh: Any, folder: Path) -> None:
@@ -309,7 +309,7 @@ def decoded(model: Any, forward: Any) -> torch.Tensor:
 def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
     """Decoder layers as `generate` arranges them, norms and additions in the products; on GPUs in bfloat16, and as graphs."""
     calls = []
-    attend, decoding_gpu.DEVICES = gpu_layer.attend, ("cpu", "cuda")
+    attend, decode_gpu.DEVICES = gpu_layer.attend, ("cpu", "cuda")
 
     def counted(*arguments: Any, **settings: Any) -> torch.Tensor:
         calls.append(1)
@@ -321,20 +321,20 @@ def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
     for exact in (False, True):
         alone = ready(on_one(folder / "wide", mesh), mesh.device_type, dtype)
         shared = ready(hb.load(folder / "wide", mesh=mesh, exact=exact), mesh.device_type, dtype)
-        theirs = decoded(alone, alone)
+        expected = decoded(alone, alone)
         calls.clear()
-        mine = decoded(shared, shared)
+        actual = decoded(shared, shared)
         assert len(calls) == 3 * 2, "each token in each layer"
-        assert torch.equal(mine, same_everywhere(mine))
-        assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max()
+        assert torch.equal(actual, same_everywhere(actual))
+        assert (actual - exactly).abs().max() <= 3 * (expected - exactly).abs().max()
     gpu_layer.attend = attend
     if mesh.device_type == "cpu":
         return
     step = torch.compile(shared.forward, fullgraph=True, dynamic=False, mode="reduce-overhead")
     for _ in range(2):  # compiled, captured and replayed
-        mine = decoded(shared, step)
-        assert torch.equal(mine, same_everywhere(mine))
-        assert (mine - exactly).abs().max() <= 3 * (theirs - exactly).abs().max()
+        actual = decoded(shared, step)
+        assert torch.equal(actual, same_everywhere(actual))
+        assert (actual - exactly).abs().max() <= 3 * (expected - exactly).abs().max()
 
 
 SCENARIOS = {
@@ -346,7 +346,7 @@ SCENARIOS = {
         a_model_in_memory_is_spread,
         experts_are_cut,
         one_token_in_few_kernels,
-        a_plan_of_ones_own,
+        a_custom_plan,
         operands_in_parts_are_refused,
         what_is_refused,
         transformers_asks_for_it,

@@ -75,11 +75,11 @@ class _Scope:
         query, key, dim = (self.ops["attention"].setting(name) for name in ("heads", "kv_heads", "head_dim"))
         joined = torch.cat(inputs, -1)
         sizes = {"qkv": (query, key, key), "qk": (query, key), "q": (query,)}
-        made = next(made for made, counts in sizes.items() if sum(counts) * dim == joined.shape[-1])
-        q, *others = (x.unflatten(-1, (-1, dim)) for x in joined.split([count * dim for count in sizes[made]], -1))
-        if made == "q":
+        built = next(built for built, counts in sizes.items() if sum(counts) * dim == joined.shape[-1])
+        q, *others = (x.unflatten(-1, (-1, dim)) for x in joined.split([count * dim for count in sizes[built]], -1))
+        if built == "q":
             return q, *(x.new_empty(len(x), 0, dim) for x in (q, q))
-        return (q, *others) if made == "qkv" else (q, *others, *others)
+        return (q, *others) if built == "qkv" else (q, *others, *others)
 
     def qk_norm(self, op: Op, *inputs: Tensor) -> Tensor:
         q, k, v = self.heads(*inputs)

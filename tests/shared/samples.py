@@ -22,9 +22,9 @@ formats = st.one_of(
 
 def same_codes(a: Codes, b: Codes) -> bool:
     """The same format, shape and bits, which dequantize() and a checkpoint are made of."""
-    mine, other = a.tensors(), b.tensors()
-    same = (a.format, a.shape, mine.keys()) == (b.format, b.shape, other.keys())
-    return same and all(torch.equal(mine[name], other[name]) for name in mine)
+    actual, other = a.tensors(), b.tensors()
+    same = (a.format, a.shape, actual.keys()) == (b.format, b.shape, other.keys())
+    return same and all(torch.equal(actual[name], other[name]) for name in actual)
 
 
 def random_codes(fmt: Format, shape: tuple[int, ...], seed: int = 0) -> Codes:

@@ -29,7 +29,7 @@ ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in 
 GEMMA = {**SIZES, "query_pre_attn_scalar": 10}
 GEMMA4 = {**SIZES, "global_head_dim": 24, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5, "num_hidden_layers": 4}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
-OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
+PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)]}
 LONGROPE |= {"long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 70}
 GLM = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5}
@@ -41,8 +41,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gemma2 without caps": partial(make_config, "Gemma2", **GEMMA, **MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
     "gemma3": partial(make_config, "Gemma3Text", **GEMMA, **MIXED, rope_parameters=ROPES, final_logit_softcapping=1.5),
     "gemma4": partial(make_config, "Gemma4Text", **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
-    "gemma4, inputs of layers' own": partial(make_config, "Gemma4Text", **GEMMA4 | OWN, num_kv_shared_layers=2, use_double_wide_mlp=True),
-    "gemma4, inputs of layers' own, no keys in common": partial(make_config, "Gemma4Text", **GEMMA4 | OWN),
+    "gemma4, inputs of layers' own": partial(
+        make_config, "Gemma4Text", **GEMMA4 | PER_LAYER, num_kv_shared_layers=2, use_double_wide_mlp=True
+    ),
+    "gemma4, inputs of layers' own, no keys in common": partial(make_config, "Gemma4Text", **GEMMA4 | PER_LAYER),
     "granite": partial(
         make_config,
         "Granite",

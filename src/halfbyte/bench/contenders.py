@@ -81,7 +81,7 @@ PEERS = (
     Contender("torch_int8", "torch dynamic int8", "int8_channel", _INT7, partial(torch_peers.dynamic_int8, format="int8_channel")),
 )
 # The ways in which halfbyte multiplies. The rate of bfloat16 products is not probed.
-_OWN = {"": INT8, "float": _FLOAT, "bf16": _BFLOAT16}
+_ARITHMETIC = {"": INT8, "float": _FLOAT, "bf16": _BFLOAT16}
 
 
 def contender(name: str, peers: Sequence[Contender] = PEERS) -> Contender:
@@ -92,12 +92,12 @@ def contender(name: str, peers: Sequence[Contender] = PEERS) -> Contender:
     """
     if (found := next((peer for peer in peers if peer.name == name), None)) is not None:
         return found
-    own_name, _, rest = name.partition(":")
+    package, _, rest = name.partition(":")
     format, _, compute = rest.partition(":")
-    if own_name != "halfbyte" or compute not in _OWN:
-        ways = ", ".join(f"halfbyte:<format>{':' if way else ''}{way}" for way in _OWN)
+    if package != "halfbyte" or compute not in _ARITHMETIC:
+        ways = ", ".join(f"halfbyte:<format>{':' if way else ''}{way}" for way in _ARITHMETIC)
         raise ArgumentError(f"there is no contender {name!r}: use one of {', '.join(peer.name for peer in peers)}, {ways}")
-    fmt, arithmetic = str(as_format(format)), _OWN[compute]
+    fmt, arithmetic = str(as_format(format)), _ARITHMETIC[compute]
     dtype = torch.bfloat16 if compute == "bf16" else torch.float32
     build = partial(halfbyte_linear, format=fmt, compute="float" if compute else "auto", dtype=dtype)
     return Contender(name, " ".join(filter(None, ("halfbyte", fmt, compute))), fmt, arithmetic, build, peer=False)
@@ -106,5 +106,5 @@ def contender(name: str, peers: Sequence[Contender] = PEERS) -> Contender:
 def select(formats: Sequence[str], names: Sequence[str], peers: Sequence[Contender] = PEERS) -> list[Contender]:
     """halfbyte in these formats, and those of `peers` with these names. Raises ArgumentError or FormatError for an unknown name."""
     ways = ("", ":float", ":bf16") if current().bf16_dot and current().bf16_pays else ("", ":float")
-    own_names = [f"halfbyte:{fmt}{way}" for fmt in formats for way in ways]
-    return [contender(name, peers) for name in (*own_names, *names)]
+    halfbyte_names = [f"halfbyte:{fmt}{way}" for fmt in formats for way in ways]
+    return [contender(name, peers) for name in (*halfbyte_names, *names)]

@@ -149,12 +149,14 @@ def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: Worker, rep
     def probed(*names: str) -> dict[str, float]:
         return probe.ask("probe", names=names, threads=work.threads)
 
-    for turn in range(plan.rounds):
+    for round_index in range(plan.rounds):
         for at, m in enumerate(plan.ms):
             ceilings = Ceilings(**probed(*Ceilings.__dataclass_fields__))
             before = probed("dot_peak")["dot_peak"]
-            for one in ready[:: -1 if turn % 2 else 1]:
-                advance(f"round {turn + 1}, M={m}, {one.contender.label}", 0.4 + 0.6 * (turn + at / len(plan.ms)) / plan.rounds)
+            for one in ready[:: -1 if round_index % 2 else 1]:
+                advance(
+                    f"round {round_index + 1}, M={m}, {one.contender.label}", 0.4 + 0.6 * (round_index + at / len(plan.ms)) / plan.rounds
+                )
                 try:
                     taken = one.worker.ask("measure", m=m, min_time=plan.min_time)
                 except WorkerError as error:

@@ -166,7 +166,7 @@ def _rank(measurements: list[GpuMeasurement]) -> list[GpuMeasurement]:
 
 
 def _error(y: torch.Tensor, x: torch.Tensor, work: GpuWork) -> float:
-    """Of up to 64 rows, against the dequantized weight in float64."""
+    """The relative error of up to 64 rows, in norm, against the dequantized weight in float64."""
     rows = x[:64].double()
     reference = torch.cat([rows @ part.double().T for part in work.weight.split(4096)], dim=1)
     return float((y[:64].double() - reference).norm() / reference.norm())
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("--formats", str, ("int4_g128",), "of the weights"),
         ("--dtypes", str, ("bfloat16",), "of the activations: float16, bfloat16, float32"),
         ("--computes", str, ("float",), "float, int8"),
-        ("--peers", str, tuple(peer.name for peer in GPU_PEERS), "who takes part beside halfbyte"),
+        ("--peers", str, tuple(peer.name for peer in GPU_PEERS), "the contenders in addition to halfbyte"),
     ]
     for option, kind, usual, meaning in lists:
         shown = " ".join(f"{one[0]}x{one[1]}" if isinstance(one, tuple) else str(one) for one in usual)

@@ -142,12 +142,12 @@ def _cells(points: Sequence[GpuMeasurement], labels: Sequence[str]) -> list[str]
     """Microseconds of each contender, then how halfbyte compares, its error and its kernel."""
     by_label = {one.label: one for one in points}
     times = [f"{by_label[label].seconds * 1e6:.1f}" if label in by_label else "-" for label in labels]
-    own = next((one for one in points if not one.peer), None)
-    if own is None:
+    halfbyte_point = next((one for one in points if not one.peer), None)
+    if halfbyte_point is None:
         return [*times, "-", "-", "-", ""]
-    best = "-" if own.best_peer is None else f"{own.best_peer:.2f}"
-    error = "-" if own.error is None else f"{own.error:.1e}"
-    return [*times, best, f"{own.floor / own.seconds:.0%}", error, own.kernel.split(" ")[0]]
+    best = "-" if halfbyte_point.best_peer is None else f"{halfbyte_point.best_peer:.2f}"
+    error = "-" if halfbyte_point.error is None else f"{halfbyte_point.error:.1e}"
+    return [*times, best, f"{halfbyte_point.floor / halfbyte_point.seconds:.0%}", error, halfbyte_point.kernel.split(" ")[0]]
 
 
 def _heading(report: GpuReport) -> list[str]:

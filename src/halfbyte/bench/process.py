@@ -41,7 +41,7 @@ class Worker:
             stderr=self._errors,
             env=environment,
             text=True,
-            start_new_session=True,  # Ctrl-C is for whoever asks; a worker ends when its input does
+            start_new_session=True,  # Ctrl-C is for the parent process; a worker ends when its input does
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -152,7 +152,7 @@ def text(report: Report) -> str:
 
 
 def plot(report: Report) -> str:
-    """An SVG plot of GFLOP/s against M, for the first shape of the run with the most threads, with the ceilings probed beside."""
+    """An SVG plot of GFLOP/s against M, for the first shape of the run with the most threads, with the probed ceilings."""
     threads = max(one.threads for one in report.measurements)
     n, k = next((one.n, one.k) for one in report.measurements if one.threads == threads)
     group = sorted((one for one in report.measurements if (one.n, one.k, one.threads) == (n, k, threads)), key=lambda one: one.m)

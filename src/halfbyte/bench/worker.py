@@ -103,7 +103,7 @@ def serve(bench: Bench) -> None:
     # Only now, so that many workers can import at once on all cores; threads that start later inherit it.
     if sys.platform == "linux" and len(sys.argv) > 1:
         os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1:]})
-    with suppress(BrokenPipeError):  # whoever asked is gone
+    with suppress(BrokenPipeError):  # the parent process is gone
         for answer in answers(bench, sys.stdin):
             written.write(json.dumps(answer) + "\n")
             written.flush()

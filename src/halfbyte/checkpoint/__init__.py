@@ -2,8 +2,8 @@
 
 stored_model.py     any model on disk; other_model.py: all but halfbyte's own, by a plan
 loading.py          `load`; sharded_loading.py: for one of several processes
-converting.py       `convert`, float models to checkpoints, tensor by tensor; materialize.py: of modules in memory for the moment
-exporting.py        `export`, from any kind of files to another; export_items.py: one weight
+quantize_checkpoint.py  `convert`, float models to checkpoints, tensor by tensor; materialize.py: of modules in memory for the moment
+export_checkpoint.py  `export`, from any kind of files to another; export_items.py: one weight
 files.py            which files a model has; sources.py: of which kind they are; entries.py: their tensors
 wrappers.py         the names that torch.compile and DataParallel give them
 native/             halfbyte's own checkpoints
@@ -16,17 +16,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from halfbyte.checkpoint.converting import convert as convert
-    from halfbyte.checkpoint.exporting import export as export
+    from halfbyte.checkpoint.export_checkpoint import export as export
     from halfbyte.checkpoint.loading import describe as describe
     from halfbyte.checkpoint.loading import load as load
     from halfbyte.checkpoint.loading import load_tensors as load_tensors
     from halfbyte.checkpoint.native.saving import save as save
+    from halfbyte.checkpoint.quantize_checkpoint import convert as convert
 
 # Imported when they are first used: a language model needs none of them.
 _HOME_OF = {
-    "convert": "halfbyte.checkpoint.converting",
-    "export": "halfbyte.checkpoint.exporting",
+    "convert": "halfbyte.checkpoint.quantize_checkpoint",
+    "export": "halfbyte.checkpoint.export_checkpoint",
     "describe": "halfbyte.checkpoint.loading",
     "load": "halfbyte.checkpoint.loading",
     "load_tensors": "halfbyte.checkpoint.loading",

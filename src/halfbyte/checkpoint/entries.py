@@ -108,14 +108,14 @@ class Entries:
             plain = entry.read(dtype)
             assert isinstance(plain, Tensor)
             return plain
-        made = floats(self.codes(name), dtype or entry.spec.dtype, entry.quantized.order and entry.quantized.order())
-        return made.mT if entry.quantized.transposed else made
+        dequantized = floats(self.codes(name), dtype or entry.spec.dtype, entry.quantized.order and entry.quantized.order())
+        return dequantized.mT if entry.quantized.transposed else dequantized
 
     def same(self, name: str, other: str) -> bool:
-        mine, theirs = self.entries[name], self.entries[other]
+        first, second = self.entries[name], self.entries[other]
         if self.files is not None and self.form((name, other)) is None:
             return self.files.same(name, other)
-        if mine.spec != theirs.spec or (mine.quantized is None) != (theirs.quantized is None):
+        if first.spec != second.spec or (first.quantized is None) != (second.quantized is None):
             return False
         return torch.equal(self.read(name), self.read(other))
 
@@ -144,8 +144,8 @@ class Entries:
         first = forms[0] if forms else None
         if first is None or len(forms) == 1:
             return first
-        alike = all(form is not None and form.order is None and form == first for form in forms)
-        return first if alike and first.format.block != "tensor" else None
+        same_form = all(form is not None and form.order is None and form == first for form in forms)
+        return first if same_form and first.format.block != "tensor" else None
 
 
 def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[str, Entry]:
@@ -154,7 +154,7 @@ def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[st
 
 
 def joined(*parts: Mapping[str, Entry]) -> dict[str, Entry]:
-    """All entries. Raises CheckpointError for a weight that the files hold twice, as with a plain one beside its codes."""
+    """All entries. Raises CheckpointError for a weight that the files hold twice, as with a plain one next to its codes."""
     entries: dict[str, Entry] = {}
     for part in parts:
         if twice := entries.keys() & part.keys():

@@ -75,16 +75,16 @@ def plain(model: StoredModel, name: str, *, as_float: bool) -> ExportItem:
     row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), spec.nbytes)
     if not as_float or not _stands_in(model, name):
         return ExportItem({name: spec}, lambda: {name: model.tensor(name)}, row)
-    own = name.removesuffix(".weight")
-    turned = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
-    return ExportItem({own: turned}, lambda: {own: model.tensor(name).mT.contiguous()}, row)
+    float_name = name.removesuffix(".weight")
+    transposed = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
+    return ExportItem({float_name: transposed}, lambda: {float_name: model.tensor(name).mT.contiguous()}, row)
 
 
 def _stands_in(model: StoredModel, name: str) -> bool:
     """Whether this is a stack of experts stored outputs first that the float model has inputs first, as next to a quantized one."""
-    mixture, _, own = name.removesuffix(".weight").rpartition(".")
+    mixture, _, last_part = name.removesuffix(".weight").rpartition(".")
     others = (weight for other, weight in model.weights.items() if other.startswith(f"{mixture}.") and weight.kind == "Experts")
-    return name.endswith(f"{own}.weight") and len(model.plain[name].shape) == 3 and any(weight.transposed for weight in others)
+    return name.endswith(f"{last_part}.weight") and len(model.plain[name].shape) == 3 and any(weight.transposed for weight in others)
 
 
 def order_of(model: StoredModel, name: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The files of a model in a folder: those with the weights, and those beside them."""
+"""The files of a model in a folder: those with the weights, and their companions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _WEIGHT_SUFFIXES = _PICKLES | {".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite"}
 _ADAPTER = "adapter_config.json"  # of peft
 _MODULES = "modules.json"  # of sentence-transformers: the parts of a model, each with a folder
-ADAPTER_COPIED = f"the adapter beside the model ({_ADAPTER}) is copied, not merged: transformers applies it, halfbyte.load refuses it"
-_REFERRING = (".index.json", ".xml", _ADAPTER)  # suffixes of files that name weights beside them: transformers', OpenVINO's, peft's
+ADAPTER_COPIED = f"the adapter in the model's folder ({_ADAPTER}) is copied, not merged: transformers applies it, halfbyte.load refuses it"
+_REFERRING = (".index.json", ".xml", _ADAPTER)  # suffixes of files that name weights in the same folder: transformers', OpenVINO's, peft's
 
 
 def weight_files(source: Path) -> list[Path]:
@@ -88,7 +88,7 @@ def _parts(source: Path) -> list[tuple[str, str]]:
 
 
 def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
-    """The small files beside the weights, by their paths in the folder: those to copy, and those that are left out.
+    """The small files next to the weights, by their paths in the folder: those to copy, and those that are left out.
 
     Weights that small files name are copied, too, of whatever size: adapters, and those in the folders of a model of sentence-transformers.
     A file that names other weights, which are left out, is left out with them.

@@ -23,8 +23,8 @@ from halfbyte.checkpoint.wrappers import unwrapped
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, check_type, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.nn.candidates import OWN_LOADER, candidates, named_tensors, own_tensors
-from halfbyte.nn.config import NOTHING, Config, as_config
+from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, direct_tensors, named_tensors
+from halfbyte.nn.config import NO_REASONS, Config, as_config
 from halfbyte.nn.convert import finished
 from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def open_model(
-    path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NOTHING
+    path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
 ) -> StoredModel:
     """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
 
@@ -55,10 +55,22 @@ def open_model(
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:
-    """All tensors of a checkpoint (or a file that `load` reads), by the names of the model's parameters and buffers.
+    """Read all tensors of a checkpoint, or of a file that `load` reads.
 
     Tied names have the same value. For a weight whose columns are not in the order of its inputs, as with GPTQ's activation order,
     `<module>.input_order` gives the input of each column.
+
+    Args:
+        dir: The folder or file.
+
+    Returns:
+        The tensors by the names of the model's parameters and buffers.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> hb.save(model, folder / "model")
+        >>> sorted(hb.load_tensors(folder / "model"))
+        ['0.bias', '0.weight', '1.bias', '1.weight']
     """
     model = open_model(dir)
     tensors: dict[str, Codes | Tensor] = {name: model.codes(name) for name in model.weights}
@@ -81,22 +93,35 @@ def load(
     plan: Mapping[str, str] | None = None,
     exact: bool = False,
 ) -> nn.Module:
-    """The model in `dir`, its weights packed for `device`: a halfbyte checkpoint, a transformers model quantized by another project, or a
-    GGUF file, with the codes and scales of the files.
+    """Load a model with the codes and scales of its files.
 
-    device  by default "cpu"; with a mesh, this process's device of its kind
-    model   a module of the right architecture, in floating point (possibly on the meta device) or quantized: it is filled in place
-            and returned. Without one, the architecture that config.json names is built with transformers and returned in
-            evaluation mode
-    format  for floating-point files (of 32, 16, 8 or 4 bits): quantize to this, one weight at a time as it is read; a Config, or the
-            format of all Linears
-    mesh    torch's DeviceMesh: each of its processes reads and holds its part of the weights (see `parallelize_`, also for `plan` and
-            `exact`). A `model` that was passed is filled first and distributed then
+    It is a halfbyte checkpoint, a transformers model quantized by another project, or a GGUF file.
 
     A module whose weight `format` cannot hold stays in floating point, as with `quantize_`. Parameters and buffers that are not quantized
-    take the dtypes of the checkpoint. Memory never holds more than the model and one
-    tensor. Raises CheckpointError where anything is missing, superfluous, damaged or of another shape; a `model` that was passed is
-    then unchanged.
+    take the dtypes of the checkpoint. Memory never holds more than the model and one tensor.
+
+    Args:
+        dir: The folder or file.
+        device: Where the weights are packed: by default "cpu"; with a mesh, this process's device of its kind.
+        model: a module of the right architecture, in floating point (possibly on the meta device) or quantized: it is filled in place and
+            returned. Without one, the architecture that config.json names is built with transformers and returned in evaluation mode.
+        format: For floating-point files (of 32, 16, 8 or 4 bits): quantize to this, one weight at a time as it is read; a Config, or the
+            format of all Linears.
+        mesh: torch's DeviceMesh: each of its processes reads and holds its part of the weights (see `parallelize_`, also for `plan` and
+            `exact`). A `model` that was passed is filled first and distributed then.
+        plan: As for `parallelize_`.
+        exact: As for `parallelize_`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: Anything is missing, superfluous, damaged or of another shape; a `model` that was passed is unchanged then.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> hb.save(model, folder / "model")
+        >>> loaded = hb.load(folder / "model", model=nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)))
     """
     if mesh is None and (plan is not None or exact):
         raise ArgumentError("plan and exact are for models shared by processes: pass their mesh, load(dir, mesh=mesh)")
@@ -145,11 +170,11 @@ def _on_codes(stored: StoredModel, static: Calibrated, device: torch.device | st
     if calibrated(model) is not None:
         raise CheckpointError(f"{stored.path} has other scales than the model, which computes on int8 codes already: pass the float model")
     try:
-        made = rebuilt(model, static)
+        network = rebuilt(model, static)
     except (ArgumentError, KeyError) as e:
         raise CheckpointError(f"the network on int8 codes in {stored.path} cannot be made from the model: {e}") from e
-    _filled(stored, device, made)
-    replace_(model, made)
+    _filled(stored, device, network)
+    replace_(model, network)
     return model
 
 
@@ -180,21 +205,21 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
         finish(model)
     if left_out:
         add_notes(model, left_out)
-    for tell in finished:
-        tell(model)
+    for finish_model in finished:
+        finish_model(model)
     return model
 
 
 def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
     """For each parameter and buffer of the model, the name that it is stored under; raises CheckpointError if one does not fit."""
     weights, folder = checkpoint.weights, checkpoint.path
-    reasons = {c.name: c.reason for c in candidates(model, without_data=True) if c.reason != OWN_LOADER}  # of `load`, which reads codes
+    reasons = {c.name: c.reason for c in candidates(model, without_data=True) if c.reason != CUSTOM_LOADER}  # of `load`, which reads codes
     owners = dict(checkpoint.names())
     same: dict[int, str] = {}  # tensor of the model -> the name that it is stored under
     places: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        places |= {f"{dot}{name}": tensor for name, tensor in own_tensors(module)}
+        places |= {f"{dot}{name}": tensor for name, tensor in direct_tensors(module)}
         if isinstance(module, QuantModule):
             places[f"{dot}weight"] = module.packed_data
         owner = owners.get(f"{dot}weight", "")
@@ -238,16 +263,16 @@ def _fill(
     model: nn.Module, owners: Mapping[str, str], packed: Mapping[str, AnyPacked], plain: Mapping[str, Tensor], weights: Mapping[str, Weight]
 ) -> None:
     """Puts packed weights and plain tensors into the model; `owners` is the result of `_fit`."""
-    made: dict[int, QuantModule] = {}
+    modules: dict[int, QuantModule] = {}
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         owner = owners.get(f"{prefix}.weight", "")
         if weight := weights.get(owner):
-            if id(module) not in made:
+            if id(module) not in modules:
                 settings = (weight.dtype, weight.compute, weight.activation, weight.error)
-                made[id(module)] = _with_order(
+                modules[id(module)] = _with_order(
                     quantized_module(module, packed[owner], *settings), plain.get(order_name(f"{prefix}.weight"))
                 )
-            model.set_submodule(prefix, made[id(module)])
+            model.set_submodule(prefix, modules[id(module)])
     parameters: dict[str, nn.Parameter] = {}
     for name, module, old in list(named_tensors(model)):
         owner = owners[name]

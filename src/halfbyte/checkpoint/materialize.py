@@ -12,7 +12,7 @@ from halfbyte.checkpoint.mapping.plan import Plan, Source
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import CheckpointError
 from halfbyte.nn.calibration.runs import decoder_layers
-from halfbyte.nn.candidates import own_tensors
+from halfbyte.nn.candidates import direct_tensors
 
 
 class Materializer:
@@ -43,7 +43,7 @@ class Materializer:
 
     def _fill(self, prefix: str, module: nn.Module) -> None:
         """Gives a module's own tensors their data."""
-        for name, tensor in list(own_tensors(module)):
+        for name, tensor in list(direct_tensors(module)):
             full = f"{prefix}.{name}" if prefix else name
             data = self._read(self._plan.tied.get(full, full))
             checked_finite(data, full, self._path, parameter=isinstance(tensor, nn.Parameter))
@@ -53,5 +53,5 @@ class Materializer:
     def _read(self, name: str) -> Tensor:
         step, plan = self._steps[name], self._plan
         dtype = plan.dtype(name)
-        made = step.run(lambda source: self._reader.read(source, dtype))
-        return next(tensor for target, tensor in made.items() if plan.renamed.get(target, target) == name)
+        tensors = step.run(lambda source: self._reader.read(source, dtype))
+        return next(tensor for target, tensor in tensors.items() if plan.renamed.get(target, target) == name)

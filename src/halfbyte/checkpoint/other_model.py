@@ -17,7 +17,7 @@ from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.config import NOTHING, Config, Decisions, choose, take_calibration
+from halfbyte.nn.config import NO_REASONS, Config, Decisions, choose, take_calibration
 from halfbyte.nn.described import Candidate
 from halfbyte.nn.kinds import quantize_weight
 from halfbyte.nn.report import Report
@@ -31,7 +31,7 @@ class OtherModel(StoredModel):
     """
 
     def __init__(
-        self, path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NOTHING
+        self, path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
     ) -> None:
         self._entries, self._quantize, self.kept = entries, quantize, kept
         self._notes = list(entries.notes)
@@ -99,9 +99,9 @@ class OtherModel(StoredModel):
 
     def _floats(self, name: str, dtype: torch.dtype) -> Tensor:
         step, target = self._steps[name]
-        made = step.run(lambda source: self._entries.read(source, dtype))[target]
+        tensor = step.run(lambda source: self._entries.read(source, dtype))[target]
         # The result of a conversion may be a view of a larger tensor.
-        return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
     def left_out(self) -> Sequence[str]:
         names: dict[str, list[str]] = {}

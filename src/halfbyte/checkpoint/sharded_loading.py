@@ -64,9 +64,9 @@ def shard(stored: StoredModel, owners: Mapping[str, str], model: nn.Module, shar
     parts = parts_of_plan(modules, plan, processes)
     cut = {name: part for name, part in parts.items() if name in found}
     for name, part in cut.items():
-        runs[owners[f"{name}.weight"]] = part.cut.dim, part.mine
+        runs[owners[f"{name}.weight"]] = part.cut.dim, part.rank_slices
         if part.bias and part.cut.along == "outputs":
-            runs[owners[f"{name}.bias"]] = 0, part.mine
+            runs[owners[f"{name}.bias"]] = 0, part.rank_slices
         elif part.bias and processes.rank > 0:
             dropped.add(owners[f"{name}.bias"])
     shrink_all_({name: modules[name] for name in cut}, parts)
@@ -109,5 +109,5 @@ def _as_stored(holder: Holder, owners: Mapping[str, str], stored: StoredModel) -
 
 def _nbytes(module: nn.Module, weight: Any) -> int:
     """Bytes of a whole module, its weight as stored."""
-    own = sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if weight is None or name != "weight")
-    return own + (0 if weight is None else int(weight.stored_bytes))
+    direct_bytes = sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if weight is None or name != "weight")
+    return direct_bytes + (0 if weight is None else int(weight.stored_bytes))

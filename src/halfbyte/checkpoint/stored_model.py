@@ -90,7 +90,7 @@ class StoredModel(ABC):
         yield from self.tied.items()
 
     def shapes(self) -> Iterator[tuple[int, ...]]:
-        """Of all weights and plain tensors."""
+        """Shapes of all weights and plain tensors."""
         yield from (weight.shape for weight in self.weights.values())
         yield from (spec.shape for spec in self.plain.values())
 

@@ -7,7 +7,7 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.generate import add_model, in_words, measured, new_cache, open_asked, open_own, own_measured, rank_and_count, show
+from halfbyte.cli.generate import add_model, in_words, measured, native_measured, new_cache, open_asked, open_native, rank_and_count, show
 from halfbyte.cli.shared.device import settle_device
 from halfbyte.cli.shared.output import Commands, add_command
 from halfbyte.errors import CheckpointError, UnsupportedError
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     if rank_and_count()[1] > 1:
         raise UnsupportedError("chat runs in one process, and torchrun started several: use generate")
     settle_device(args)
-    own = open_own(args)
-    if own is not None:
-        return _run_own(args, *own)
+    opened = open_native(args)
+    if opened is not None:
+        return _run_native(args, *opened)
     model, tokenizer, settings = open_asked(args)
     if not tokenizer.chat_template:
         raise UnsupportedError(f"the tokenizer of {args.model} has no chat template: use halfbyte generate")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_own(args: argparse.Namespace, model: LanguageModel, sampling: Sampling) -> int:
+def _run_native(args: argparse.Namespace, model: LanguageModel, sampling: Sampling) -> int:
     """`run` of a model that is computed without transformers. What a message has in common with those before is not read again."""
     if "default" not in model.tokenizer.chat_templates:
         names = ", ".join(model.tokenizer.chat_templates)
@@ -89,7 +89,7 @@ def _run_own(args: argparse.Namespace, model: LanguageModel, sampling: Sampling)
         messages.append({"role": "assistant", "content": generation.text})
         print()
         if not args.quiet:
-            print(in_words(own_measured(generation)), file=sys.stderr)
+            print(in_words(native_measured(generation)), file=sys.stderr)
     return 0
 
 

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from halfbyte.checkpoint.exporting import export, kind_to_write
+    from halfbyte.checkpoint.export_checkpoint import export, kind_to_write
 
     to = kind_to_write(args.dst, args.to)
     with progress(args, "converting", "bytes") as advance:

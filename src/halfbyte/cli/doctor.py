@@ -144,7 +144,7 @@ def _gpus() -> dict[str, Any]:
 
     from halfbyte.dispatch import tune
     from halfbyte.dispatch.explain_gpu import launcher
-    from halfbyte.dispatch.gpu import triton_trouble
+    from halfbyte.dispatch.gpu import why_no_triton
     from halfbyte.machine import gpu
 
     devices = {}
@@ -153,7 +153,7 @@ def _gpus() -> dict[str, Any]:
         size = {"multiprocessors": found.sms, "memory": found.memory, "l2": found.l2}
         tuned = tune.written(found) is not None
         devices[f"cuda:{i}"] = {"name": found.name, "arch": found.arch, **size, "launcher": launcher(i), "tuned": tuned}
-    return {"devices": devices, "trouble": triton_trouble() if devices else None}
+    return {"devices": devices, "trouble": why_no_triton() if devices else None}
 
 
 def _cache() -> dict[str, Any]:
@@ -165,10 +165,10 @@ def _cache() -> dict[str, Any]:
         usable = jit.cache_folder() is not None
     folder = env.cache()
     objects = [] if folder is None else list(_sizes(folder))
-    trouble = "; ".join(str(warning.message) for warning in caught) or None
+    problem = "; ".join(str(warning.message) for warning in caught) or None
     name = None if folder is None else str(folder)
     packed = packed_cache.summary()
-    return {"folder": name, "usable": usable, "trouble": trouble, "files": len(objects), "bytes": sum(objects), "packed": packed}
+    return {"folder": name, "usable": usable, "trouble": problem, "files": len(objects), "bytes": sum(objects), "packed": packed}
 
 
 def _sizes(folder: Path) -> Iterator[int]:
@@ -222,10 +222,10 @@ def _lines_cache(cache: dict[str, Any]) -> list[str]:
 
 def _lines_variables(variables: dict[str, Any]) -> list[str]:
     lines = [f"{name}={value}" for name, value in variables["set"].items()] or ["none set"]
-    return lines + [f"{name} is not a variable of halfbyte; did you mean {_alike(name)}?" for name in variables["unknown"]]
+    return lines + [f"{name} is not a variable of halfbyte; did you mean {_normalized(name)}?" for name in variables["unknown"]]
 
 
-def _alike(name: str) -> str:
+def _normalized(name: str) -> str:
     names = [variable.name for variable in env.VARIABLES]
     return (get_close_matches(name, names, 1, 0.0) or names)[0]
 

@@ -107,8 +107,8 @@ def _language(args: argparse.Namespace, text: str) -> int:
     settle_device(args)
     if args.format and args.against:
         raise ArgumentError("--format quantizes MODEL, --against compares it unchanged: give one of the two")
-    own = "original" if args.against is not None or args.format else args.model.name
-    opened = {own: open_model(args, args.against or args.model, own)}
+    label = "original" if args.against is not None or args.format else args.model.name
+    opened = {label: open_model(args, args.against or args.model, label)}
     if args.against is not None:
         opened[args.model.name] = open_model(args, args.model, args.model.name)
     opened |= {name: open_model(args, args.model, name, name) for name in args.format}
@@ -117,7 +117,7 @@ def _language(args: argparse.Namespace, text: str) -> int:
     if args.cache:
         named |= {f"{name}, {args.cache} cache": each.int8_cached for name, each in opened.items()}
         sizes |= {f"{name}, {args.cache} cache": each.weight_bytes for name, each in opened.items()}
-    reference, candidates = opened[own], {name: model for name, model in named.items() if name != own}
+    reference, candidates = opened[label], {name: model for name, model in named.items() if name != label}
     rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": sizes[name]} for name in named]
     from halfbyte.evaluate import last_word_accuracy
 
@@ -166,8 +166,10 @@ def _qualities(
     _check_stride(args, context)
     if context < args.context and not args.quiet:
         print(f"windows have {context} tokens, the most that the model takes, in place of {args.context}", file=sys.stderr)
-    ours, theirs = evaluate_language(reference.model, candidates, ids, context=context, stride=args.stride, progress=advance)
-    return [ours, *theirs.values()]
+    reference_quality, candidate_qualities = evaluate_language(
+        reference.model, candidates, ids, context=context, stride=args.stride, progress=advance
+    )
+    return [reference_quality, *candidate_qualities.values()]
 
 
 def _row(row: dict[str, Any], original: float) -> tuple[str, ...]:

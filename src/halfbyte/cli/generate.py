@@ -79,18 +79,18 @@ def _check(args: argparse.Namespace) -> None:
     _choice_of_tokens(args)
 
 
-def _check_own(args: argparse.Namespace) -> None:
+def _check_native(args: argparse.Namespace) -> None:
     """Raise UnsupportedError for arguments that need a model without transformers."""
     if args.speculate or args.draft is not None:
         raise UnsupportedError(f"{args.model} runs with transformers, without speculative decoding: leave out --speculate and --draft")
 
 
 @settling()
-def open_own(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
+def open_native(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
     """The model and how tokens are chosen, without transformers; None where transformers has to run it, which is told on stderr."""
     _check(args)
     if args.compile or rank_and_count()[1] > 1:
-        _check_own(args)
+        _check_native(args)
         return None
     with waking(args.device):
         from halfbyte.language.generation_defaults import TOP_K, sampling_defaults
@@ -115,7 +115,7 @@ def open_own(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | None:
             print(note, file=sys.stderr)
         return model, sampling
     except UnsupportedError as e:
-        _check_own(args)
+        _check_native(args)
         if not args.quiet:
             print(f"transformers runs this model, as halfbyte's own decoder does not: {e}", file=sys.stderr)
         return None
@@ -185,9 +185,9 @@ def run(args: argparse.Namespace) -> int:
     args.quiet = args.quiet or rank > 0
     _read_prompt(args, count)
     settle_device(args)
-    own = open_own(args)
-    if own is not None:
-        return _run_own(args, *own)
+    opened = open_native(args)
+    if opened is not None:
+        return _run_native(args, *opened)
     with settling():
         from halfbyte.integrations.transformers.tensor_parallel import processes
 
@@ -218,7 +218,7 @@ def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank
     return 0
 
 
-def _run_own(args: argparse.Namespace, model: LanguageModel, sampling: Sampling) -> int:
+def _run_native(args: argparse.Namespace, model: LanguageModel, sampling: Sampling) -> int:
     """`run` of a model that is computed without transformers."""
     generation = model.submit(args.prompt, sampling)  # what it refuses is refused before anything is shown
     if not args.json:
@@ -227,7 +227,7 @@ def _run_own(args: argparse.Namespace, model: LanguageModel, sampling: Sampling)
         if not args.json:
             show(piece)
     sizes = {"weight_bytes": model.spec.nbytes, "peak_memory_bytes": _peak(args.device)}
-    facts = {**own_measured(generation), **sizes, "processes": 1}
+    facts = {**native_measured(generation), **sizes, "processes": 1}
     if args.json:
         print_json({"model": str(args.model), "prompt": args.prompt, "text": generation.text, **facts})
         return 0
@@ -262,7 +262,7 @@ def measured(done: Any) -> dict[str, float]:
     }
 
 
-def own_measured(generation: Generation) -> dict[str, float]:
+def native_measured(generation: Generation) -> dict[str, float]:
     """`measured` of a text that was generated without transformers."""
     return {
         "prompt_tokens": len(generation.prompt_ids) - generation.cached_tokens,

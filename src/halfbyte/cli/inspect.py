@@ -56,18 +56,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         rows = list(_plain_rows(Reader(weight_files(args.path))))
     weights = sum(math.prod(row["shape"]) for row in rows if row["tied_to"] is None)
-    nbytes, held = (sum(row[key] for row in rows) for key in ("bytes", "held_bytes"))
+    nbytes, halfbyte_bytes = (sum(row[key] for row in rows) for key in ("bytes", "held_bytes"))
     notes = [] if model is None else list(model.report().notes)
     bits = 8 * nbytes / weights if weights else 0.0
     if args.json:
-        totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "held_bytes": held, "bits_per_element": bits}
+        totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "held_bytes": halfbyte_bytes, "bits_per_element": bits}
         print_json({"path": str(args.path), "rows": rows, "totals": totals, "notes": notes})
         return 0
     columns: tuple[str, ...] = ("name", "format", "shape", "bytes", "bits", "error")
     if otherwise := any(row["type"] != row["format"] for row in rows):
         columns = ("name", "in the files", "shape", "bytes", "bits", "in halfbyte", "bytes", "bits", "error")
     print_table(columns, (_cells(row, otherwise) for row in rows), left=2)
-    more = f"; {size_text(held)} in halfbyte" if otherwise else ""
+    more = f"; {size_text(halfbyte_bytes)} in halfbyte" if otherwise else ""
     print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {bits:.2f} bits per element{more}")
     for note in () if args.quiet else notes:
         print(note, file=sys.stderr)
@@ -75,15 +75,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cells(row: dict[str, Any], otherwise: bool) -> tuple[str, ...]:
-    """A row of the table; `otherwise`: with halfbyte's format and bytes beside those of the files."""
+    """A row of the table; `otherwise`: with halfbyte's format and bytes next to those of the files."""
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["tied_to"] is not None:
         return row["name"], row["type"], shape, "tied to", row["tied_to"], *("",) * (4 if otherwise else 1)
-    held: tuple[str, ...] = ("", "", "") if otherwise else ()
+    halfbyte_cells: tuple[str, ...] = ("", "", "") if otherwise else ()
     if row["type"] != row["format"]:
-        held = row["format"], *_sizes(row, "held_bytes")
+        halfbyte_cells = row["format"], *_sizes(row, "held_bytes")
     error = "" if row["error"] is None else f"{row['error']:.5f}"
-    return row["name"], row["type"], shape, *_sizes(row, "bytes"), *held, error
+    return row["name"], row["type"], shape, *_sizes(row, "bytes"), *halfbyte_cells, error
 
 
 def _sizes(row: dict[str, Any], key: str) -> tuple[str, str]:
@@ -109,13 +109,13 @@ def _is_described(path: Path) -> bool:
 def _model_rows(model: StoredModel) -> Iterator[dict[str, Any]]:
     for name, owner in model.names():
         tied_to, form = None if owner == name else owner, model.form(owner)
-        own = None if form is None else form.removeprefix("GGUF ")
+        gguf_type = None if form is None else form.removeprefix("GGUF ")
         if (weight := model.weights.get(owner)) is not None:
-            held, error = weight.stored_bytes, weight.error
-            yield _row(name, str(weight.format), weight.shape, model.nbytes(owner), held, own, error, tied_to)
+            stored_bytes, error = weight.stored_bytes, weight.error
+            yield _row(name, str(weight.format), weight.shape, model.nbytes(owner), stored_bytes, gguf_type, error, tied_to)
         else:
             spec = model.plain[owner]
-            yield _row(name, _dtype(spec), spec.shape, model.nbytes(owner), spec.nbytes, own, tied_to=tied_to)
+            yield _row(name, _dtype(spec), spec.shape, model.nbytes(owner), spec.nbytes, gguf_type, tied_to=tied_to)
 
 
 def _plain_rows(reader: Reader) -> Iterator[dict[str, Any]]:
@@ -132,24 +132,24 @@ def _row(
     format: str,
     shape: tuple[int, ...],
     nbytes: int,
-    held: int,
-    own: str | None = None,
+    stored_bytes: int,
+    gguf_type: str | None = None,
     error: float | None = None,
     tied_to: str | None = None,
 ) -> dict[str, Any]:
     """What is shown of a tensor.
 
-    format, held   how halfbyte holds it, and bytes of that
+    format, stored_bytes  its format in halfbyte, and bytes of that
     nbytes         bytes in the files
-    own            what the files' project calls its type there, if that is not a dtype or halfbyte's format
+    gguf_type      the name of its type in the files, if that is not a dtype or halfbyte's format
     """
     return {
         "name": name,
-        "type": own or format,
+        "type": gguf_type or format,
         "format": format,
         "shape": list(shape),
         "bytes": 0 if tied_to else nbytes,
-        "held_bytes": 0 if tied_to else held,
+        "held_bytes": 0 if tied_to else stored_bytes,
         "error": error,
         "tied_to": tied_to,
     }
@@ -175,10 +175,10 @@ def _name_in(source: Reader, name: str) -> str:
     """The name of a weight in the original, which may have an additional or a missing prefix such as `bert.`."""
     if name in source.places:
         return name
-    alike = [other for other in source.places if other.endswith(f".{name}") or name.endswith(f".{other}")]
-    if len(alike) != 1:
-        raise CheckpointError(f"the original has {len(alike) or 'no'} tensors called {name}: is it the same model?")
-    return alike[0]
+    matches = [other for other in source.places if other.endswith(f".{name}") or name.endswith(f".{other}")]
+    if len(matches) != 1:
+        raise CheckpointError(f"the original has {len(matches) or 'no'} tensors called {name}: is it the same model?")
+    return matches[0]
 
 
 def _columns(original: Tensor, model: StoredModel, name: str) -> Tensor:

@@ -16,9 +16,9 @@ from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections
 from halfbyte.ops.transformer.decoder import Norm
-from halfbyte.ops.transformer.decoding_step import Inputs
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
 
@@ -185,15 +185,15 @@ def _kv_sources(family: Family, config: TextConfig) -> list[int | None]:
     """Find the layer whose keys and values each layer reuses; None: it has its own."""
     sharing, types = family.kv_sharing, config.layer_types
     count = 0 if sharing is None else config.get(sharing.layers) or 0
-    own = len(types) - count if type(count) is int else 0
-    if sharing is None or own == len(types):
+    first_shared = len(types) - count if type(count) is int else 0
+    if sharing is None or first_shared == len(types):
         return [None] * len(types)
-    if not 0 < own < len(types) or not set(types[own:]) <= set(types[:own]):
+    if not 0 < first_shared < len(types) or not set(types[first_shared:]) <= set(types[:first_shared]):
         raise CheckpointError(
             f"config.json says {sharing.layers}: {count!r:.99}, of {len(types)} layers the last ones that reuse keys and values of earlier "
             "layers of their type: the file is damaged, or of a model that is a part of another"
         )
-    return [None] * own + [max(i for i in range(own) if types[i] == kind) for kind in types[own:]]
+    return [None] * first_shared + [max(i for i in range(first_shared) if types[i] == kind) for kind in types[first_shared:]]
 
 
 def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[int | None]:

@@ -129,9 +129,9 @@ class LayerCache:
         """Copy the last tokens of another cache's first sequence to the end of `length` tokens, as many as both have."""
         count = min(other.length, length - self.first)
         stop = length - self.first
-        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-            mine[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
-            mine[slot, :, stop - count : stop] = theirs[0, :, other.length - count : other.length]
+        for target, source in zip(self.buffers, other.buffers, strict=True):
+            target[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
+            target[slot, :, stop - count : stop] = source[0, :, other.length - count : other.length]
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
         """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
@@ -195,9 +195,9 @@ class Cache:
         """
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
-        own = {i: LayerCache(layer, batch, int8=int8, where=where) for i, layer in enumerate(spec.layers) if layer.kv_source is None}
-        self.layers: Sequence[LayerCache] = [*own.values()]
-        self.by_layer = [own[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
+        caches = {i: LayerCache(layer, batch, int8=int8, where=where) for i, layer in enumerate(spec.layers) if layer.kv_source is None}
+        self.layers: Sequence[LayerCache] = [*caches.values()]
+        self.by_layer = [caches[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
         self.batch, self.length, self._most = batch, 0, most
         self._new = partial(Cache, spec, int8=int8, most=most, where=where)
         self._moved()
@@ -308,8 +308,8 @@ class Slots(Cache):
             self._shift(sequence.length - self.length)
         self.batch += 1
         self.starts.append(self.length - sequence.length)
-        for mine, other in zip(self.layers, sequence.layers, strict=True):
-            mine.put(self.batch - 1, other, self.length)
+        for slot, other in zip(self.layers, sequence.layers, strict=True):
+            slot.put(self.batch - 1, other, self.length)
         self._moved()
 
     def copy_of(self, slot: int) -> Cache:

@@ -181,8 +181,8 @@ class TextConfig:
         layers, stored, sizes = self.num_hidden_layers, self.get(_BY_LAYER), self.family.full_attention_sizes
         if _BY_LAYER not in self._values:
             holds = (size for size in sizes if size.condition is None or self.truth(size.condition))
-            own = {size.name: self.get(size.key) for size in holds if self.get(size.key) is not None}
-            return [own if kind == _FULL else {} for kind in self.layer_types]
+            overrides = {size.name: self.get(size.key) for size in holds if self.get(size.key) is not None}
+            return [overrides if kind == _FULL else {} for kind in self.layer_types]
         stored = {} if stored is None else stored
         numbers = {str(index) for index in range(layers)}
         if not isinstance(stored, Mapping) or not numbers.issuperset(stored) or not all(isinstance(v, Mapping) for v in stored.values()):

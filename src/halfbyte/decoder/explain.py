@@ -58,7 +58,7 @@ class DecoderExplanation:
         lines = [f"one new token of {sequences} on {self.machine}, {str(self.dtype).removeprefix('torch.')} activations"]
         if self.native_calls:
             others = any(lowered.call is None for lowered in self.kernels)
-            lines.append(f"one native call ({', '.join(self.native_calls)}){', beside what torch computes' if others else ''}")
+            lines.append(f"one native call ({', '.join(self.native_calls)}){', in addition to what torch computes' if others else ''}")
         for layers, group in self.groups:
             lines += lines_of(layers, kernel_columns(group))
         return "\n".join(lines)

@@ -10,9 +10,10 @@ One new token of each sequence:
     y    = add_experts(h, …)                                 in place of these two for a mixture of experts
     y    = add_normed(linear(f(linear(y, gate)) * e, …), y)  after these, where a layer has an input e of its own
 
-Many tokens of each sequence: the same with norms and gates in kernels of their own, `turn` (qk norms, rope and the cache's new entries) and
+Many tokens of each sequence: the same with norms and gates in kernels of their own, `apply_rope` (qk norms, rope and the cache's new
+entries) and
 `attend_many`. An op that a GPU has no kernel for is that op in torch (`ops`). All launches of a layer are replayed together, once layers
-with the same launches have made them twice (`chain`): one by one they take the host longer than the GPU.
+with the same launches have made them twice (`replay_layer`): one by one they take the host longer than the GPU.
 
 Called by `lower_gpu.py` with layers of a specification, and by `integrations` with those of live modules.
 """
@@ -32,12 +33,12 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.functions import linear
 from halfbyte.ops.library import plain
 from halfbyte.ops.replay import replayed
+from halfbyte.ops.transformer.decode_ops import attend, normed_linear
 from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
-from halfbyte.ops.transformer.decoding import attend, normed_linear
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.prompt import activated, attend_many, turn
+from halfbyte.ops.transformer.prefill_ops import activated, apply_rope, attend_many
 from halfbyte.ops.transformer.routing import add_experts
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
@@ -95,7 +96,7 @@ class GpuLayer:
         o_proj, down_proj: The linear layers that add to the residual stream; `down_proj` is None for experts.
         per_layer: What it does with an input of its own, and the linear layer that adds; None where it has none.
         launch_id: Equal for layers that launch the same kernels; None: the launches of a layer are not replayed together.
-        operands: Tensors that kernels read, beside x, rope, mask and cache; of layers with a `launch_id` alone.
+        operands: Tensors that kernels read in addition to x, rope, mask and cache; only of layers with a `launch_id`.
     """
 
     attention: Attention
@@ -108,10 +109,10 @@ class GpuLayer:
 
     @property
     def weights(self) -> list[Weight]:
-        """Of all products but experts'."""
+        """The weights of all products except experts'."""
         dense = [self.mlp.gate_up, self.mlp.down_proj] if isinstance(self.mlp, MLP) else []
-        own = [] if self.per_layer is None else [self.per_layer[0].gate, self.per_layer[0].projection]
-        return [*self.attention.qkv, self.attention.o_proj, *dense, *own]
+        per_layer_weights = [] if self.per_layer is None else [self.per_layer[0].gate, self.per_layer[0].projection]
+        return [*self.attention.qkv, self.attention.o_proj, *dense, *per_layer_weights]
 
     def linked(self) -> GpuLayer:
         """Return the layer with `launch_id` and `operands`, which must not change from then on."""
@@ -137,7 +138,7 @@ class GpuLayer:
         if self.per_layer is not None:
             norms.append(self.per_layer[0].post_norm)
             tensors.append(self.per_layer[0].layer_scale)
-        of_own = None if self.per_layer is None else self.per_layer[0].activation
+        per_layer_activation = None if self.per_layer is None else self.per_layer[0].activation
         tensors += [t for weight in weights for t in (weight.packed.data, weight.bias)]
         tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.bias))]
         if len(attention.qkv) > 1 or any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in tensors):
@@ -146,7 +147,7 @@ class GpuLayer:
             return self
         if any(isinstance(one, PackedProjection) and one.factor != 1 for one in (self.o_proj, self.down_proj)):
             return self  # which torch multiplies
-        numbers = heads._replace(qk_norm=None, sinks=None), attention.residual_multiplier, of_mlp, of_own
+        numbers = heads._replace(qk_norm=None, sinks=None), attention.residual_multiplier, of_mlp, per_layer_activation
         of_norms = [None if norm is None else norm[1:4] for norm in norms]
         names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
         kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
@@ -157,8 +158,8 @@ class GpuLayer:
 _numbers: dict[Hashable, int] = {}  # launch ids
 
 
-def packed_layer(attention: Attention, mlp: MLP | Experts | None, own: PerLayerInput | None = None) -> GpuLayer:
-    """Make a layer of packed weights, without `launch_id`; `own`: what it does with an input of its own."""
+def packed_layer(attention: Attention, mlp: MLP | Experts | None, per_layer_input: PerLayerInput | None = None) -> GpuLayer:
+    """Make a layer of packed weights, without `launch_id`; `per_layer_input`: what it does with an input of its own."""
     o_factor, down_factor = 1.0, 1.0
     if (
         attention.residual_multiplier != 1 and attention.o_proj.bias is not None
@@ -169,11 +170,11 @@ def packed_layer(attention: Attention, mlp: MLP | Experts | None, own: PerLayerI
         return GpuLayer(attention, mlp, o_proj, None)
     if mlp.residual_multiplier != 1 and mlp.down_proj.bias is not None:
         mlp, down_factor = mlp._replace(residual_multiplier=1.0), mlp.residual_multiplier
-    per_layer = None if own is None else (own, PackedProjection(own.projection))
+    per_layer = None if per_layer_input is None else (per_layer_input, PackedProjection(per_layer_input.projection))
     return GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down_proj, down_factor), per_layer)
 
 
-def chain(
+def replay_layer(
     name: str,
     layer: GpuLayer,
     steps: Callable[[], Sequence[Tensor]],
@@ -182,7 +183,7 @@ def chain(
     *settings: Hashable,
     undo: Callable[[], object] | None = None,
 ) -> Sequence[Tensor]:
-    """The results of steps that depend on x, others and settings, by one replay of all launches where that is possible."""
+    """The results of steps that depend on x, others and settings, from one replay of all recorded launches where possible."""
     if layer.launch_id is not None and x.is_cuda and plain(x):
         with on(x):
             how = name, layer.launch_id, *settings
@@ -194,27 +195,34 @@ def chain(
 
 
 def decode(
-    layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask: Tensor | None, own: Tensor | None = None, *, advance: int = 0
+    layer: GpuLayer,
+    x: Tensor,
+    rotary: Rotary,
+    cache: KeyValues,
+    mask: Tensor | None,
+    per_layer_input: Tensor | None = None,
+    *,
+    advance: int = 0,
 ) -> Tensor:
     """Compute a layer's output for one new token of each sequence, which enters the cache.
 
     Args:
         layer: The layer.
         x: [B, 1, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decoding.attend` takes them.
+        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decode_ops.attend` takes them.
         cache: Its KV cache.
         mask: bool [B or 1, T], those of a ring by their age: which tokens of the cache may be seen; None: all that are there.
-        own: [B, 1, P]: the layer's own input, if it has one.
+        per_layer_input: [B, 1, P], if the layer has one.
         advance: 0 or 1, added to the cache's length.
     """
     length = cache.length
     assert length is not None
 
     def steps() -> list[Tensor]:
-        return [with_own_input(layer, _decoded(layer, x, rotary, cache, mask, advance), own)]
+        return [add_per_layer_input(layer, _decoded(layer, x, rotary, cache, mask, advance), per_layer_input)]
 
-    others = mask, *(rotary or (None, None)), cache.keys, cache.values, length, *(cache.scales or (None, None)), own
-    (y,) = chain("token", layer, steps, x, others, advance, cache.ring, undo=lambda: length.sub_(advance))
+    others = mask, *(rotary or (None, None)), cache.keys, cache.values, length, *(cache.scales or (None, None)), per_layer_input
+    (y,) = replay_layer("token", layer, steps, x, others, advance, cache.ring, undo=lambda: length.sub_(advance))
     return y
 
 
@@ -264,18 +272,25 @@ def _how(weight: Weight) -> dict[str, Any]:
 
 
 def prefill(
-    layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask: Tensor | None, own: Tensor | None = None, *, name: str = "prompt"
+    layer: GpuLayer,
+    x: Tensor,
+    rotary: Rotary,
+    cache: KeyValues,
+    mask: Tensor | None,
+    per_layer_input: Tensor | None = None,
+    *,
+    name: str = "prompt",
 ) -> Tensor:
     """Compute a layer's output for many tokens of each sequence, which enter the cache.
 
     Args:
         layer: The layer; where it makes no keys and values of its own, these are in the cache already.
         x: [B, T, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.transformer.prompt.turn` takes them.
+        rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.transformer.prefill_ops.apply_rope` takes them.
         cache: Its KV cache, in floating point.
         mask: bool [B or 1, T, S]: which tokens of the cache each new one may see; None: all up to itself.
-        own: [B, T, P]: the layer's own input, if it has one.
-        name: Of the chain of launches.
+        per_layer_input: [B, T, P], if the layer has one.
+        name: The name of the recorded launches.
 
     Returns:
         The output, or that of the attention half where `layer.mlp` is None.
@@ -283,10 +298,10 @@ def prefill(
 
     def steps() -> list[Tensor]:
         z, queries = _before(layer.attention, x, rotary, cache)
-        return [_after(layer, x, z, queries, cache, mask, own)]
+        return [_after(layer, x, z, queries, cache, mask, per_layer_input)]
 
-    others = mask, *(rotary or (None, None)), cache.keys, cache.values, cache.length, own
-    (y,) = chain(name, layer, steps, x, others)
+    others = mask, *(rotary or (None, None)), cache.keys, cache.values, cache.length, per_layer_input
+    (y,) = replay_layer(name, layer, steps, x, others)
     return y
 
 
@@ -296,13 +311,13 @@ def prefill_with(
     rotary: Rotary,
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
     mask: Tensor | None,
-    own: Tensor | None = None,
+    per_layer_input: Tensor | None = None,
     length: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """`prefill` with a cache that takes new keys and values by a function, or with none.
 
     Args:
-        layer, x, rotary, own: As for `prefill`.
+        layer, x, rotary, per_layer_input: As for `prefill`.
         update: New keys and values [B, Hkv, T, D] -> all that there are, [B, Hkv, S, D]; None: the new ones are all.
         mask: bool [B or 1, T, S or more].
         length: int64, one number: tokens before the new ones in what `update` returns; None: by the mask, or none.
@@ -317,16 +332,16 @@ def prefill_with(
         z, queries = _before(first, x, rotary, KeyValues(keys, values, None))
         return [keys, values, queries, *(() if z is x else (z,))]
 
-    keys, values, queries, *read = chain("before", layer, begin, x, rotary or (None, None))
+    keys, values, queries, *read = replay_layer("before", layer, begin, x, rotary or (None, None))
     z = read[0] if read else x
     if update is not None:
         keys, values = update(keys, values)
     seen = None if mask is None else mask[..., : keys.shape[2]]
 
     def end() -> list[Tensor]:
-        return [_after(layer, x, z, queries, KeyValues(keys, values, length), seen, own)]
+        return [_after(layer, x, z, queries, KeyValues(keys, values, length), seen, per_layer_input)]
 
-    (y,) = chain("after", layer, end, x, (None if z is x else z, queries, keys, values, length, seen, own))
+    (y,) = replay_layer("after", layer, end, x, (None if z is x else z, queries, keys, values, length, seen, per_layer_input))
     return y, (keys, values)
 
 
@@ -335,10 +350,12 @@ def _before(half: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tup
     z = x if half.pre_norm is None else normed(x, half.pre_norm)
     products = [linear(z, weight.packed, weight.bias, **_how(weight)) for weight in half.qkv]
     joined = torch.cat(products, -1) if len(products) > 1 else products[0]
-    return z, turn(joined, rotary, cache.keys, cache.values, cache.length, half.heads)
+    return z, apply_rope(joined, rotary, cache.keys, cache.values, cache.length, half.heads)
 
 
-def _after(layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, own: Tensor | None) -> Tensor:
+def _after(
+    layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, per_layer_input: Tensor | None
+) -> Tensor:
     """The layer's output, or that of its attention half."""
     first, second, heads = layer.attention, layer.mlp, layer.attention.heads
     how: dict[str, Any] = {"factor": first.residual_multiplier, "sinks": heads.sinks, "cap": heads.softcap}
@@ -352,7 +369,7 @@ def _after(layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyVal
         z = then if then is not None else h if second.pre_norm is None else normed(h, second.pre_norm)
     product = linear(z, second.gate_up.packed, second.gate_up.bias, **_how(second.gate_up))
     y = added(second, layer.down_proj, activated(product, second.gate_function, second.residual_multiplier, gated=second.gated), h)[0]
-    return with_own_input(layer, y, own)
+    return add_per_layer_input(layer, y, per_layer_input)
 
 
 # Both
@@ -372,15 +389,15 @@ def added(
     return h if scale is None else h * scale, None
 
 
-def with_own_input(layer: GpuLayer, h: Tensor, own: Tensor | None) -> Tensor:
+def add_per_layer_input(layer: GpuLayer, h: Tensor, per_layer_input: Tensor | None) -> Tensor:
     """The output of a layer that has an input of its own, from that of its other parts; or h."""
     if layer.per_layer is None:
         return h
-    assert own is not None
+    assert per_layer_input is not None
     third, projection = layer.per_layer
     weight, bias = third.gate[:2]
     if torch.compiler.is_compiling():
-        inner = normed_linear(h, None, weight, bias, gates=third.activation, gated=False) * own
+        inner = normed_linear(h, None, weight, bias, gates=third.activation, gated=False) * per_layer_input
     else:
-        inner = activated(normed_linear(h, None, weight, bias), third.activation, gated=False, beside=own)
+        inner = activated(normed_linear(h, None, weight, bias), third.activation, gated=False, multiplier=per_layer_input)
     return added(third, projection, inner, h)[0]

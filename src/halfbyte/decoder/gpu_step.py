@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What a step is captured for, beside the buffers of its cache.
+    """The key of a captured step, in addition to the buffers of its cache.
 
     Attributes:
         groups: Of layers.
@@ -189,7 +189,7 @@ class DecodeStep:
     def _run(self, compute: Compute, masks: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
         shape, state = self._shape, self._state
         ids, rows = (state[place : place + shape.batch] for place in (self._ids, self._rows))
-        # Tensors that a chain of launches reads must not overlap, so cosines lie apart from sines.
+        # Tensors that recorded launches read must not overlap, so cosines lie apart from sines.
         rotary = [(both[0], both[1]) for both in (table.index_select(1, rows) for table in shape.tables)]
         groups = [(state[_GROUP * i : _GROUP * i + 1], state[_GROUP * i + 1 : _GROUP * i + 2]) for i in range(len(shape.groups))]
         seen = [self._seen(index, *both, None if masks is None else masks[index]) for index, both in enumerate(groups)]

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
-from halfbyte.dispatch.gpu import choose_gpu, compute_of, packs_pairs, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu, compute_of, packs_code_pairs, why_no_triton
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu
 from halfbyte.ops.functions import sparse_on
+from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan, why_not_attend
 from halfbyte.ops.transformer.decoder import Heads
-from halfbyte.ops.transformer.decoding import NormedPlan, normed_plan, why_not_attend
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import why_not_norm
 from halfbyte.ops.transformer.routing import gates_inside, why_not_router
@@ -69,9 +69,9 @@ class _Scope:
             elif op.kind == "residual":
                 yield self._residual(op)
             elif op.kind == "router":
-                yield _own(op, "routing", self._why_not_routed())
+                yield _lowered(op, "routing", self._why_not_routed())
             elif op.kind == "embedding" and isinstance(op.part, Packed):
-                yield _own(op, "dequantize", triton_trouble())
+                yield _lowered(op, "dequantize", why_no_triton())
             else:
                 yield Lowered(op, TORCH)
 
@@ -86,7 +86,7 @@ class _Scope:
             rows = self._rows * self._by_name["router"].setting("top_k")
             return Problem("grouped_linear", rows, n, k, fmt, self._dtype, **how, experts=stack[0])
         sparse = sparse_on(packed, here)
-        paired = not sparse and packs_pairs(fmt, (n, k), here)
+        paired = not sparse and packs_code_pairs(fmt, (n, k), here)
         return Problem("linear", self._rows, n, k, fmt, self._dtype, **how, sparse=sparse, paired=paired)
 
     def _linear(self, op: Op) -> str:
@@ -99,7 +99,7 @@ class _Scope:
         return TORCH if taken is None else taken.candidate.name
 
     def _plan(self, op: Op) -> NormedPlan | str | None:
-        """How `ops.transformer.decoding.normed_linear` computes a linear layer with its norm and its gate, or why torch computes these two;
+        """How `decode_ops.normed_linear` computes a linear layer with its norm and its gate, or why torch computes these two;
         None where there is neither, or in int8."""
         weight, norm, gate = op.part, self._norm_before(op), self._gate_after(op)
         if not isinstance(weight, Weight) or compute_of(weight.compute) != "float" or (norm is None and gate is None):
@@ -137,7 +137,7 @@ class _Scope:
                 return Lowered(op, TORCH, reason=plan)
             if plan is not None and plan.norm_inside:
                 return _fused(op, reader)
-        return _own(op, "norm", why_not_norm(op.shape[-1], self._here))
+        return _lowered(op, "norm", why_not_norm(op.shape[-1], self._here))
 
     def _attention(self, op: Op) -> Lowered:
         attention = self._by_name["attention"]
@@ -151,7 +151,7 @@ class _Scope:
         elif heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
             reason = "the norms of its heads are layer norms"
         if op.kind == "attention" or (op.kind == "qk_norm" and over_all):
-            return _own(op, "attend" if op is attention else "norm", reason)
+            return _lowered(op, "attend" if op is attention else "norm", reason)
         return _fused(op, attention, reason)
 
     def _gate(self, op: Op) -> Lowered:
@@ -169,12 +169,12 @@ class _Scope:
             if isinstance(plan, str):
                 return Lowered(op, TORCH, reason=plan)
             inside = op.kind == "gate" and plan is not None and plan.config is not None
-        return _fused(op, source) if inside else _own(op, "gates", why_not_norm(1, self._here))
+        return _fused(op, source) if inside else _lowered(op, "gates", why_not_norm(1, self._here))
 
     def _residual(self, op: Op) -> Lowered:
         added = self._by_name[op.reads[1]]
         if added.kind == "experts":
-            return _own(op, "routing", self._why_not_routed())
+            return _lowered(op, "routing", self._why_not_routed())
         if added.kind == "layer_norm":
             return Lowered(op, TORCH, reason="the norm of what it adds is a layer norm")
         if added.kind == "rms_norm":
@@ -194,7 +194,7 @@ class _Scope:
         return isinstance(op.part, Weight) and compute_of(op.part.compute) == "float"
 
 
-def _own(op: Op, kernel: str, reason: str | None = None) -> Lowered:
+def _lowered(op: Op, kernel: str, reason: str | None = None) -> Lowered:
     """An op with a kernel of its own, or why torch computes it."""
     return Lowered(op, kernel if reason is None else TORCH, reason=reason)
 

@@ -2,7 +2,7 @@
 
 A layer is one call of `ops.transformer.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that
 call takes is one for the attention half and `halfbyte::add_experts` for the rest. A decode step is one call of
-`ops.transformer.decoding_step`.
+`ops.transformer.whole_model_decode`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
-from halfbyte.ops.transformer.decoding_step import MOST_IN_A_ROW, DecodingStep
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight, why_not_packed
 from halfbyte.ops.transformer.norms import wide_norm
+from halfbyte.ops.transformer.whole_model_decode import MOST_IN_A_ROW, DecodingStep
 
-_FEW = 32  # tokens that take layers as one call: what lies between layers is kept for all of them
+_FEW = 32  # tokens for which all layers are one native call, whose intermediate results are kept for all of them
 _STEP = "decode step"  # the native call
 _NORMS = "rms_norm", "layer_norm"
-# The kernels of ops that have steps of their own, beside linear layers.
-_OWN_STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
-_OWN_STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_scale": "each"}
+# The kernels of ops with a step of their own, linear layers excepted.
+_STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
+_STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_scale": "each"}
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 # Kernels of a few rows sum in another order than those of more, whose results do not depend on the number of rows. So a prompt has the same
 # logits, bit by bit, in whatever parts it is read, if each has at least so many tokens; not where experts get rows of their own.
@@ -181,9 +181,9 @@ class CpuModel:
             spec, skipped = self.spec.layers[first], len(ids) - tokens
             entries = [(keys, values, length + skipped) for keys, values, length in cache.entries()[first:last]]
             mask = self._mask(first, tokens, entries[0][2])
-            own = None if inputs is None else inputs[:, skipped:, first]
+            per_layer_input = None if inputs is None else inputs[:, skipped:, first]
             if self._fits(first, tokens):
-                x = run_layers(self._layers[first:last], x, rotary[spec.rope], entries, mask, own)[-1]
+                x = run_layers(self._layers[first:last], x, rotary[spec.rope], entries, mask, per_layer_input)[-1]
             else:
                 x = self._by_halves(first, spec, x, rotary[spec.rope], entries, mask)
         cache.append(len(ids))
@@ -276,8 +276,8 @@ def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
 
 def first_reusing(spec: DecoderSpec) -> int | None:
     """Return the index of the first layer from which on all reuse keys and values of earlier ones; None where the last one does not."""
-    own = max((index for index, layer in enumerate(spec.layers) if layer.kv_source is None), default=-1)
-    return own + 1 if own + 1 < len(spec.layers) else None
+    last_with_cache = max((index for index, layer in enumerate(spec.layers) if layer.kv_source is None), default=-1)
+    return last_with_cache + 1 if last_with_cache + 1 < len(spec.layers) else None
 
 
 def _rows(ids: Tensor, table: Packed | Tensor) -> Tensor:
@@ -335,11 +335,11 @@ def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
         elif isinstance(op.part, Weight):
             yield Lowered(op, choose_linear(op.part.packed.format, torch.float32, op.part.compute, current()).taken.inner, call=_STEP)
         else:
-            yield Lowered(op, _own_kernel(op) if home is None else "", home, _STEP)
+            yield Lowered(op, _step_kernel(op) if home is None else "", home, _STEP)
 
 
-def _own_kernel(op: Op) -> str:
-    return "attend_whole" if op.setting("bidirectional") else _OWN_STEPS[op.kind]
+def _step_kernel(op: Op) -> str:
+    return "attend_whole" if op.setting("bidirectional") else _STEPS[op.kind]
 
 
 def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:

@@ -21,21 +21,21 @@ from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, de
 from halfbyte.decoder.gpu_step import DecodeStep, Group, Inputs, State, StepShape
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.functions import embedding
+from halfbyte.ops.transformer.decode_ops import SOFTCAP, why_not_attend
 from halfbyte.ops.transformer.decoder import MLP, Norm
-from halfbyte.ops.transformer.decoding import SOFTCAP, why_not_attend
-from halfbyte.ops.transformer.decoding_step import Inputs as PerLayerInputs
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import add_normed, normed, why_not_norm
-from halfbyte.ops.transformer.prompt import why_not_many
+from halfbyte.ops.transformer.prefill_ops import why_not_many
 from halfbyte.ops.transformer.routing import why_not_experts
+from halfbyte.ops.transformer.whole_model_decode import Inputs as PerLayerInputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time
@@ -91,7 +91,7 @@ class GpuModel:
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
-        self._compiles = place.type == "cuda" and not mixed and triton_trouble() is None and not env.tune()
+        self._compiles = place.type == "cuda" and not mixed and why_no_triton() is None and not env.tune()
         self.notes = tuple(_notes(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
 
     @property
@@ -116,11 +116,11 @@ class GpuModel:
         if isinstance(mlp, MLP):
             before, after = (None if norm is None else self._cast_norm(norm) for norm in (mlp.pre_norm, mlp.post_norm))
             scale = None if mlp.layer_scale is None else mlp.layer_scale.to(self.dtype)
-            own = layer.per_layer_input
-            if own is not None:
-                factor = None if own.layer_scale is None else own.layer_scale.to(self.dtype)
-                own = own._replace(post_norm=self._cast_norm(own.post_norm), layer_scale=factor)
-            return packed_layer(attention, mlp._replace(pre_norm=before, post_norm=after, layer_scale=scale), own).linked()
+            per_layer = layer.per_layer_input
+            if per_layer is not None:
+                factor = None if per_layer.layer_scale is None else per_layer.layer_scale.to(self.dtype)
+                per_layer = per_layer._replace(post_norm=self._cast_norm(per_layer.post_norm), layer_scale=factor)
+            return packed_layer(attention, mlp._replace(pre_norm=before, post_norm=after, layer_scale=scale), per_layer).linked()
         shared = mlp.shared_expert
         if shared is not None and shared.gate is not None:
             shared = shared._replace(gate=shared.gate.to(self.dtype))
@@ -277,9 +277,9 @@ class GpuModel:
         after = [length + 1 for length in inputs.lengths] if reuses else []  # lengths of caches that have the new token already
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
             rotary, group = inputs.rotary[spec.rope] if layer.attention.heads.rotary_width else None, self._group_of[index]
-            own = None if of_layers is None else of_layers[:, :, index]
+            per_layer_input = None if of_layers is None else of_layers[:, :, index]
             length = (inputs.lengths if spec.kv_source is None else after)[group]
-            x = decode(layer, x, rotary, _key_values(entry, cache.batch, length), inputs.masks[group], own)
+            x = decode(layer, x, rotary, _key_values(entry, cache.batch, length), inputs.masks[group], per_layer_input)
         return self._head(normed(x[:, 0], self._norm))
 
     # Prompts
@@ -327,11 +327,11 @@ class GpuModel:
         from halfbyte.kernels.gpu.runtime import launch, tape
 
         tape.why_not_replayed(self.device)
-        beside = Cache(self.spec, int8=len(cache.layers[0].buffers) > 2, where=self.where)
+        scratch_cache = Cache(self.spec, int8=len(cache.layers[0].buffers) > 2, where=self.where)
         with launch.compiling(self.device):
-            self._head(normed(self._read(ids, beside, total)[0, -1:], self._norm))
-            step, state = self._prepared(ids[-1:], beside, None)
-            step(state, partial(self._compute, beside))
+            self._head(normed(self._read(ids, scratch_cache, total)[0, -1:], self._norm))
+            step, state = self._prepared(ids[-1:], scratch_cache, None)
+            step(state, partial(self._compute, scratch_cache))
         self._steps.clear()
         self._caches.clear()
 
@@ -352,14 +352,16 @@ class GpuModel:
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
             group = self._group_of[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
-            own = None if of_layers is None else of_layers[:, :, index]
+            per_layer_input = None if of_layers is None else of_layers[:, :, index]
             if len(entry.buffers) == 2:
-                x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, own)
+                x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, per_layer_input)
             elif spec.kv_source is not None:
                 states = self._decoded(entry, entry.length + tokens)
-                x = prefill(layer, x, tables, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], own)
+                x = prefill(
+                    layer, x, tables, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], per_layer_input
+                )
             else:
-                x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, own, length)
+                x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
         cache.append(tokens)
         return x
 
@@ -378,13 +380,13 @@ class GpuModel:
     def _encoded(self, entry: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write new keys and values [1, Hkv, t, D] in 8 bits; all that there are, dequantized."""
         end = entry.length + keys.shape[2]
-        for new, (codes, scales) in zip((keys, values), _pairs(entry), strict=True):
+        for new, (codes, scales) in zip((keys, values), _codes_and_scales(entry), strict=True):
             codes[:, :, entry.length : end], scales[:, :, entry.length : end] = to_codes(new)
         return self._decoded(entry, end)
 
     def _decoded(self, entry: LayerCache, end: int) -> tuple[Tensor, Tensor]:
         """The first `end` keys and values of a cache in 8 bits, dequantized."""
-        both = [from_codes(codes[:, :, :end], scales[:, :, :end], self.dtype) for codes, scales in _pairs(entry)]
+        both = [from_codes(codes[:, :, :end], scales[:, :, :end], self.dtype) for codes, scales in _codes_and_scales(entry)]
         return both[0], both[1]
 
     def _window_mask(self, window: int | None, tokens: int, layer: LayerCache) -> Tensor | None:
@@ -442,7 +444,7 @@ def _table(rope: Rope, count: int, lengths: Sequence[int]) -> Tensor:
     return torch.cat([torch.cat(rope.tables(0, count, length)) for length in lengths], 1)
 
 
-def _pairs(entry: LayerCache) -> list[tuple[Tensor, Tensor]]:
+def _codes_and_scales(entry: LayerCache) -> list[tuple[Tensor, Tensor]]:
     """Codes and scales, of keys and of values."""
     keys, values, key_scales, value_scales = entry.buffers
     return [(keys, key_scales), (values, value_scales)]

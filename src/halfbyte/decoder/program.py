@@ -156,10 +156,10 @@ def layer_ops(layer: LayerSpec, ropes: Sequence[Rope] = ()) -> Iterator[Op]:
     else:
         yield from _mlp(mlp, read)
     if layer.per_layer_input is not None:
-        yield from _own_input(layer.per_layer_input)
+        yield from _per_layer_input(layer.per_layer_input)
 
 
-def _own_input(last: PerLayerInput) -> Iterator[Op]:
+def _per_layer_input(last: PerLayerInput) -> Iterator[Op]:
     """What a layer does with its per-layer input."""
     yield linear_op("per_layer_input_gate", last.gate, "mlp_residual")
     settings = (("function", f"{last.activation}(gate) * input"),)
@@ -345,9 +345,9 @@ def _dtype(tensor: Tensor) -> str:
 
 def _is_same(one: Norm, other: Norm) -> bool:
     """Whether two norms compute the same."""
-    alike = one[1:4] == other[1:4] and (one.bias is None) == (other.bias is None)
-    pairs = [(one.weight, other.weight), *([] if one.bias is None or other.bias is None else [(one.bias, other.bias)])]
-    return alike and all(torch.equal(*pair) for pair in pairs)
+    same_settings = one[1:4] == other[1:4] and (one.bias is None) == (other.bias is None)
+    tensors = [(one.weight, other.weight), *([] if one.bias is None or other.bias is None else [(one.bias, other.bias)])]
+    return same_settings and all(torch.equal(*pair) for pair in tensors)
 
 
 def readers_of(ops: Sequence[Op]) -> dict[str, list[Op]]:

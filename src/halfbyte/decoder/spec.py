@@ -18,9 +18,9 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
-from halfbyte.ops.transformer.decoding_step import Inputs
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -130,8 +130,8 @@ class DecoderSpec:
                 attention.heads.sinks,
             )
             add(mlp.gate_up, mlp.down_proj, mlp.pre_norm)
-            if (own := layer.per_layer_input) is not None:
-                add(own.gate, own.projection, own.post_norm, own.layer_scale)
+            if (per_layer := layer.per_layer_input) is not None:
+                add(per_layer.gate, per_layer.projection, per_layer.post_norm, per_layer.layer_scale)
             if isinstance(mlp, MLP):
                 add(mlp.post_norm, mlp.layer_scale)
             else:

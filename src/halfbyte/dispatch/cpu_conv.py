@@ -16,7 +16,7 @@ from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageMatrixKernel
-from halfbyte.kernels.cpu.conv.planned import OwnWeights
+from halfbyte.kernels.cpu.conv.planned import RearrangedWeights
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
@@ -28,7 +28,7 @@ class CpuConvChoice(NamedTuple):
     """The kernel that takes the packed weight as it is, and one with weights in a form of its own, where that is faster."""
 
     kernel: Callable[..., Tensor]
-    other: OwnWeights | None
+    other: RearrangedWeights | None
 
 
 def multiplied(sizes: Filter, dtype: torch.dtype, compute: str, activation: str) -> Inner:
@@ -48,7 +48,7 @@ def choose_cpu_conv(
     by_image = activation == "image" and inner == "int8"
     codes, way = (torch.int8, "block") if by_image else (dtype, activation)
     direct = ConvKernel(sizes, codes, inner, way, out=dtype)  # type: ignore[arg-type]
-    other: OwnWeights | None = None
+    other: RearrangedWeights | None = None
     if codes == torch.int8 and amx.supports(sizes, window, out, isa):
         matrix = MatrixConvKernel(sizes, window, isa.matrix, dtype)  # type: ignore[arg-type]
         other = ImageMatrixKernel(matrix) if by_image else matrix

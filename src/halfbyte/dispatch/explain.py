@@ -109,11 +109,26 @@ def explain(
 ) -> Explanation | GpuExplanation:
     """Say which kernel `linear` takes for x [m, k] and a weight [n, k], and time it on random weights that no cache holds.
 
-    experts   instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
-              the rows are spread evenly over them
-    sparse    for a 2:4 sparse weight
-    device    "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"
-    measured  False: only the choice, without the second or so that probing and timing take
+    Args:
+        m: Rows of activations.
+        n: Outputs.
+        k: Inputs.
+        format: Of the weight.
+        dtype: Of the activations.
+        compute: As in `linear`.
+        activation: As in `linear`.
+        experts: instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
+            the rows are spread evenly over them.
+        sparse: For a 2:4 sparse weight.
+        device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90".
+        measured: False: only the choice, without the second or so that probing and timing take.
+
+    Returns:
+        The kernel, the reasons why others were not taken, and times; `str()` is a text.
+
+    Example:
+        >>> print(hb.explain(1, 64, 64, "q4_0", measured=False) is not None)
+        True
     """
     if dtype not in KINDS or not dtype.is_floating_point:
         raise ArgumentError(f"linear takes activations of float32, bfloat16 or float16, got {dtype}")
@@ -171,15 +186,15 @@ def _time(problem: Problem, choice: Choice, geo: cpu_tiles.Geometry) -> float:
     sizes = problem.format, problem.n, problem.k, problem.dtype
     kernel = linear_kernel(*sizes, choice.taken.inner, problem.activation, sparse=geo.sparse)
     x = torch.randn(problem.m, problem.k, dtype=torch.float32, device="cpu").to(problem.dtype)
-    turn = 0
+    call_index = 0
 
     def call() -> None:
-        nonlocal turn
-        turn += 1
-        data = copies[turn % len(copies)]
+        nonlocal call_index
+        call_index += 1
+        data = copies[call_index % len(copies)]
         if problem.op == "linear":
             kernel(x, data.data_ptr(), None, float("-inf"), float("inf"))
         else:  # other experts at each turn
-            grouped.run(kernel, x, [(turn * problem.m + row) % problem.experts for row in range(problem.m)], data, None)
+            grouped.run(kernel, x, [(call_index * problem.m + row) % problem.experts for row in range(problem.m)], data, None)
 
     return measure(call, min_time=0.3).median

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, packs_pairs, triton_trouble, why_no_sparse_layout
+from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, packs_code_pairs, why_no_sparse_layout, why_no_triton
 from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, roofline
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
@@ -131,9 +131,9 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
         sparsity = experts or why_no_sparse_layout(problem.format, (problem.n, problem.k), found) or SPARSITY
         problem = replace(problem, sparse=sparsity == SPARSITY)
     if problem.op == "linear" and not problem.sparse:
-        problem = replace(problem, paired=packs_pairs(problem.format, (problem.n, problem.k), found))
+        problem = replace(problem, paired=packs_code_pairs(problem.format, (problem.n, problem.k), found))
     choice = choose_gpu(problem, found)
-    if compute == "auto":  # nobody asked for what that is
+    if compute == "auto":  # the caller asked for none in particular
         auto = f"compute='auto' is {problem.compute!r} on a GPU"
         told = ((candidate, auto if candidate.compute != problem.compute else reason) for candidate, reason in choice.rejected)
         choice = choice._replace(rejected=tuple(told))
@@ -152,8 +152,8 @@ def described_gpu(device: str) -> Gpu:
     """The GPU of "cuda" or "cuda:1", or one that need not be here, by its architecture."""
     if device not in GPUS:
         return gpu(_index(device))
-    if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"which kernels {device} has is not known here: {trouble}")
+    if (reason := why_no_triton()) is not None:
+        raise UnsupportedError(f"which kernels {device} has is not known here: {reason}")
     return GPUS[device]
 
 
@@ -166,8 +166,8 @@ def _index(device: str) -> int:
 
 def launcher(index: int) -> str:
     """How eager calls on cuda:`index` reach their kernels, and if not the short way, why."""
-    if (trouble := triton_trouble()) is not None:
-        return f"none: {trouble}"
+    if (why := why_no_triton()) is not None:
+        return f"none: {why}"
     from halfbyte.kernels.gpu.runtime import tape
 
     with torch.cuda.device(index):

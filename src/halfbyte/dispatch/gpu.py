@@ -1,6 +1,6 @@
 """Which kernel solves a linear layer on a GPU, or one of experts: the literal lists of candidates, and why each may not be taken.
 
-All candidates read the layout of a weight, whichever it has, so the choice is made anew for every number of rows. (Most read 2:4 sparse
+All candidates read the layout of a weight, whichever it has, so the choice is repeated for every number of rows. (Most read 2:4 sparse
 weights after their zeros were put back.) Of linear layers, what was measured decides where this machine has been tuned or the package
 carries a table for its architecture; elsewhere what `roofline` predicts. Of experts, the first candidate that can is taken; what `explain`
 says that they take is predicted.
@@ -171,7 +171,7 @@ class GpuChoice(NamedTuple):
 
 
 @cache
-def triton_trouble() -> str | None:
+def why_no_triton() -> str | None:
     """Why there are no kernels for GPUs here; None if there are."""
     wanted = ".".join(map(str, OLDEST_TRITON))
     if find_spec("triton") is None:
@@ -204,12 +204,12 @@ def why_no_sparse_layout(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> str |
     if fmt.codebook:
         return "codes of a table are packed with their zeros"
     few_rows = Problem("linear", 1, n, k, fmt, torch.bfloat16, sparse=True)
-    return triton_trouble() or import_module("halfbyte.kernels.gpu.linear.skinny_hopper").supports(few_rows, gpu)
+    return why_no_triton() or import_module("halfbyte.kernels.gpu.linear.skinny_hopper").supports(few_rows, gpu)
 
 
-def packs_pairs(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> bool:
+def packs_code_pairs(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> bool:
     """Whether a linear weight [N, K] is packed in pairs for `gpu`: where its wgmma takes bytes from registers."""
-    hopper = gpu.backend == "cuda" and gpu.capability == (9, 0) and triton_trouble() is None
+    hopper = gpu.backend == "cuda" and gpu.capability == (9, 0) and why_no_triton() is None
     return hopper and fmt.bits == 8 and gpu_tiles.geometry(fmt, shape).contiguous
 
 
@@ -233,11 +233,11 @@ def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
     linear = problem.op == "linear"
     candidates = [one for one in (GPU_LINEAR if linear else GPU_GROUPED) if problem.sparse or not one.sparse]
     by_torch = linear and problem.compute == "float"  # where there are no kernels
-    if (trouble := triton_trouble()) is not None:
+    if (no_triton := why_no_triton()) is not None:
         if not by_torch:
             what, instead = ("compute='int8'", "compute='float'") if linear else ("grouped_linear", "the CPU")
-            raise UnsupportedError(f"{what} needs Triton: {trouble}, or use {instead}")
-        return GpuChoice(None, (), tuple((candidate, trouble) for candidate in candidates))
+            raise UnsupportedError(f"{what} needs Triton: {no_triton}, or use {instead}")
+        return GpuChoice(None, (), tuple((candidate, no_triton) for candidate in candidates))
     options: list[GpuOption] = []
     rejected = []
     for candidate in candidates:
@@ -276,15 +276,15 @@ def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[
         return found, failures
     guess, configs, known = None, candidate.module.configs(problem, gpu), getattr(candidate.module, "seconds", None)
     if candidate.floats and not of_candidate:
-        alike = tune.measured(gpu, replace(problem, compute="float")).times.get(candidate.floats, {})
-        configs = sorted(configs, key=lambda config: alike.get(str(config), inf))
+        float_times = tune.measured(gpu, replace(problem, compute="float")).times.get(candidate.floats, {})
+        configs = sorted(configs, key=lambda config: float_times.get(str(config), inf))
     for config in configs:
         if failure := _failures.get(_failure_key(problem, gpu, candidate, config)):
             failures.append(f"{config} failed: {failure}")
             continue
         seconds = of_candidate.get(str(config))
-        if seconds is None and known is not None and (own := known(problem, config)) is not None:
-            guess = max(own, reading(problem, gpu))
+        if seconds is None and known is not None and (config_estimate := known(problem, config)) is not None:
+            guess = max(config_estimate, reading(problem, gpu))
         elif seconds is None and guess is None:
             guess = predict(problem, gpu, candidate.name, candidate.tiles(config, problem))
         found.append(GpuOption(candidate, config, seconds or guess or 0.0, "" if seconds is None else where))

@@ -35,7 +35,7 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
     from halfbyte.kernels.gpu.runtime.clock import graph_times
 
     device = device or torch.device("cuda", torch.cuda.current_device())
-    paired = not problem.sparse and rules.packs_pairs(problem.format, (problem.n, problem.k), gpu)
+    paired = not problem.sparse and rules.packs_code_pairs(problem.format, (problem.n, problem.k), gpu)
     problem = replace(problem, m=tune.rows_class(problem.m), paired=paired)
     contenders: dict[str, list[Callable[[], object]]] = {}
     for candidate in rules.GPU_LINEAR:
@@ -97,7 +97,7 @@ def grouped_launches(
     stacks = -(-count * min(problem.m, problem.experts) // problem.experts)
     weights = [torch.cat([random_matrix(geo, device) for _ in range(problem.experts)]) for _ in range(max(1, stacks))]
     rows = torch.arange(problem.m, device=device)
-    ids = [(turn * problem.m + rows) % problem.experts for turn in range(count)]
+    ids = [(launch * problem.m + rows) % problem.experts for launch in range(count)]
     return [partial(candidate.module.launch, problem, config, x, weights[i % len(weights)], each, out, None) for i, each in enumerate(ids)]
 
 

@@ -85,7 +85,7 @@ _OPERATIONS = {
     "sm_120": (512, 2048),
     "gfx942": (2048, 4096),
 }
-# What of the clock's rates remains under load: measured on an H100 (sm_90), and assumed to be alike elsewhere.
+# What of the clock's rates remains under load: measured on an H100 (sm_90), and assumed to be the same elsewhere.
 _OF_BANDWIDTH = 0.93
 _OF_HALF = 0.73
 _OF_INTEGER = 0.70
@@ -140,7 +140,7 @@ COST_MODELS = {
     "sparse_rounded": CostModel(0.90, 0.61, 2.4e-6, norm=2),
 }
 _BETWEEN_SCALES = 0.85  # of the time of products, what is left where scales interrupt them
-# Of the floating-point rate, where each of a block's bytes is multiplied by its scale in front of the product (H100).
+# Fraction of the floating-point rate where each of a block's bytes is multiplied by its scale before the product (H100).
 _OF_SCALED_BYTES = 0.4
 # Seconds that skinny takes besides for 8-bit weights and more than eight rows: the median of what eleven times of an H200, 15 to 115 us,
 # were above the prediction without.
@@ -159,7 +159,7 @@ _OF_OFFSETS = 6e-6
 _CACHE = 2.5  # times the memory's bandwidth
 _QUANTIZE_START = 2e-6
 _OF_QUANTIZE = 0.6
-_LONGER = 1.35  # than linear layers that are alike: fitted to times of an H100
+_LONGER = 1.35  # time relative to a linear layer of the same sizes: fitted to times of an H100
 
 
 def predict(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -> float:
@@ -244,8 +244,8 @@ def _predict_experts(problem: Problem, gpu: Gpu, candidate: str, tiles: Tiles) -
         cost_model = {"grouped": "skinny", "grouped_hopper": "gemm_hopper", "grouped_int8_hopper": "gemm_int8_hopper"}[candidate]
         compute: Compute = "float" if COST_MODELS[cost_model].floats else "int8"
         rows = min(tiles.rows, -(-problem.m // active))
-        alike = replace(problem, op="linear", m=rows, n=n * count, experts=1, compute=compute)
-        return _predict_linear(alike, gpu, cost_model, tiles) + (ceilings.start if tiles.ordered else 0.0)
+        dense = replace(problem, op="linear", m=rows, n=n * count, experts=1, compute=compute)
+        return _predict_linear(dense, gpu, cost_model, tiles) + (ceilings.start if tiles.ordered else 0.0)
     cost, element = COST_MODELS["dequantized"], problem.dtype.itemsize
     written = problem.experts * (gpu_tiles.geometry(problem.format, (n, k)).nbytes + n * k * element)
     read = active * n * k * element + 2 * element * problem.m * (k + n)

@@ -49,16 +49,16 @@ class Measured(NamedTuple):
 def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Measured:
     """What is known of `problem` on `gpu`: candidate -> config -> seconds; only what was measured `here`. Nothing, as a rule."""
     rows = str(rows_class(problem.m))
-    alike = _HALVES.get(problem.dtype, problem.dtype)
-    for table in (_own(gpu), *(() if here else map(_table, _shipped(gpu)))):
-        for key in (kind(problem), kind(replace(problem, dtype=alike))):
+    other_half = _HALVES.get(problem.dtype, problem.dtype)
+    for table in (_local_table(gpu), *(() if here else map(_table, _shipped(gpu)))):
+        for key in (kind(problem), kind(replace(problem, dtype=other_half))):
             times = table.get("linear", {}).get(key, {}).get(rows)
             if times is not None:
                 return Measured(times, str(table.get("gpu", gpu.name)))
     return Measured({}, "")
 
 
-def _own(gpu: Gpu) -> dict[str, Any]:
+def _local_table(gpu: Gpu) -> dict[str, Any]:
     """This machine's table of a GPU, {} where there is none."""
     if (table := _unsaved.get(gpu.name)) is not None:
         return table
@@ -73,8 +73,8 @@ def _shipped(gpu: Gpu) -> tuple[Path, ...]:
     for path in sorted(_TABLES.glob("*.json")):
         table = _table(path)
         if (table.get("arch"), table.get("sms")) == (gpu.arch, gpu.sms):
-            apart = abs(math.log(gpu.bandwidth / table["bandwidth"])) if gpu.bandwidth else 0.0
-            found.append((table["gpu"] != gpu.name, apart, path))
+            bandwidth_distance = abs(math.log(gpu.bandwidth / table["bandwidth"])) if gpu.bandwidth else 0.0
+            found.append((table["gpu"] != gpu.name, bandwidth_distance, path))
     return tuple(path for *_, path in sorted(found))
 
 
@@ -131,9 +131,9 @@ def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> di
 
 def _write(path: Path, table: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    beside.write_text(json.dumps(table, indent=1), encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.write_text(json.dumps(table, indent=1), encoding="utf-8")
+    os.replace(temporary, path)
     _table.cache_clear()
 
 

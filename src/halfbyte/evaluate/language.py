@@ -92,7 +92,7 @@ def evaluate_language(
         raise ArgumentError(f"context is 1 or more and stride 1 to context, got {context} and {stride}")
     if ids.dim() != 1 or len(ids) < 2:
         raise ArgumentError(f"a text has at least 2 tokens, got ids of shape {list(ids.shape)}")
-    ours, theirs = _Sums(), {name: _Sums() for name in candidates}
+    reference_sums, candidate_sums = _Sums(), {name: _Sums() for name in candidates}
     for begin, scored, end in _windows(len(ids), context, stride):
         window, targets = ids[begin : end - 1], ids[scored:end]
         rows = slice(scored - begin - 1, end - begin - 1)  # each row predicts the token after it
@@ -102,12 +102,12 @@ def evaluate_language(
         for start in range(0, len(targets), _ROWS):
             part = slice(start, start + _ROWS)
             log_p = expected[part].double().log_softmax(1)
-            ours.add(log_p, targets[part], None)
+            reference_sums.add(log_p, targets[part], None)
             for name, logits in found.items():
-                theirs[name].add(logits[part].double().log_softmax(1), targets[part], log_p)
+                candidate_sums[name].add(logits[part].double().log_softmax(1), targets[part], log_p)
         if progress is not None:
             progress(end - 1, len(ids) - 1)
-    return ours.quality(compared=False), {name: sums.quality(compared=True) for name, sums in theirs.items()}
+    return reference_sums.quality(compared=False), {name: sums.quality(compared=True) for name, sums in candidate_sums.items()}
 
 
 @torch.inference_mode()

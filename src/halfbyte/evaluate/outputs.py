@@ -193,10 +193,10 @@ def _unit_rows(reference: Tensor, candidate: Tensor, name: str) -> tuple[Tensor,
     return unit[0], unit[1]
 
 
-def _nearest(queries: Tensor, corpus: Tensor, k: int, own: int | None) -> Tensor:
-    """Indices [q, k] of the corpus rows with the largest cosines for each query; with `own`, query i excludes row own + i."""
+def _nearest(queries: Tensor, corpus: Tensor, k: int, excluded: int | None) -> Tensor:
+    """Indices [q, k] of the corpus rows with the largest cosines for each query; with `excluded`, query i excludes row own + i."""
     similarity = queries @ corpus.T
-    if own is not None:
+    if excluded is not None:
         rows = torch.arange(len(queries), device="cpu")
-        similarity[rows, rows + own] = -torch.inf
+        similarity[rows, rows + excluded] = -torch.inf
     return similarity.argsort(dim=-1, descending=True, stable=True)[:, :k]

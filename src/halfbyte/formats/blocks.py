@@ -1,4 +1,4 @@
-"""The byte blocks of ggml and InferLLM: each block of 32 weights with its scale beside its codes, as their files hold them.
+"""The byte blocks of ggml and InferLLM: each block of 32 weights holds its scale and its codes, as in their files.
 
 Blocks of a row follow one another without padding; numbers are little-endian; nibbles hold q + 8 (q4_0) or q (q4_1).
 
@@ -91,14 +91,14 @@ def _to_halves(packed: Tensor) -> Tensor:
     aligned = packed.clone() if packed.storage_offset() % 8 else packed  # as torch wants it
     first, second = aligned.view(torch.int64).unbind(-1)
     even, odd = first & _LOW | (second & _LOW) << 4, first >> 4 & _LOW | second & ~_LOW
-    pairs = [part.contiguous().unsqueeze(-1).view(torch.uint8).to(torch.int16) for part in (even, odd)]
-    return (pairs[0] | pairs[1] << 8).view(torch.uint8)
+    code_pairs = [part.contiguous().unsqueeze(-1).view(torch.uint8).to(torch.int16) for part in (even, odd)]
+    return (code_pairs[0] | code_pairs[1] << 8).view(torch.uint8)
 
 
 def _from_halves(halves: Tensor) -> Tensor:
     """The inverse."""
-    pairs = halves.view(torch.int16)
-    even, odd = (part.to(torch.uint8).view(torch.int64) for part in (pairs, pairs >> 8))
+    code_pairs = halves.view(torch.int16)
+    even, odd = (part.to(torch.uint8).view(torch.int64) for part in (code_pairs, code_pairs >> 8))
     return torch.cat((even & _LOW | (odd & _LOW) << 4, even >> 4 & _LOW | odd & ~_LOW), dim=-1).view(torch.uint8)
 
 

@@ -56,13 +56,21 @@ def stored_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch
 class Codes:
     """A quantized tensor of logical `shape` [..., N, K].
 
-    data    8 bits: int8 (signed) or uint8 [..., N, K];  4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble
-            of byte i and 2i+1 in the high one, each as q + 8 (signed), q (unsigned) or the index of q in the format's table; the last
-            nibble of an odd K is 0
-    scale   [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype
-    zero    None, or zero points (uint8) or offsets (the scale's dtype), in the scale's shape
+    Attributes:
+        format: The number format.
+        shape: The logical shape [..., N, K].
+        data: 8 bits: int8 (signed) or uint8 [..., N, K]; 4 bits: uint8 [..., N, ceil(K/2)], element 2i in the low nibble of byte i and 2i+1
+            in the high one, each as q + 8 (signed), q (unsigned) or the index of q in the format's table; the last nibble of an odd K is 0.
+        scale: [..., N, ceil(K/block)] (a channel has one block, a tensor one scale in all) in the format's scale dtype.
+        zero: None, or zero points (uint8) or offsets (the scale's dtype), in the scale's shape.
 
-    What it means: `dequantize()`. Raises FormatError where the tensors are not as the format has them.
+    Raises:
+        FormatError: The tensors have other dtypes or shapes than the format gives them.
+
+    Example:
+        >>> codes = hb.quantize(torch.ones(2, 32), "q8_0")
+        >>> codes.dequantize().shape
+        torch.Size([2, 32])
     """
 
     format: Format

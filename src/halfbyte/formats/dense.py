@@ -41,14 +41,14 @@ def to_dense(codes: Codes) -> dict[str, Tensor]:
         return tensors
     codes.check_values()
     out = torch.empty(dense_tensors(fmt, codes.shape)["data"][1], dtype=torch.uint8, device=codes.data.device)
-    for given, made in _matching_rows(codes.data, out):
+    for given, packed in _matching_rows(codes.data, out):
         words = _eights(given - fmt.q_min, 8)
         for n in (1, 2, 4):  # codes that lie together move to their neighbours
             upper = words >> n * (8 - fmt.packed_bits)
             upper &= _low(n, fmt) << n * fmt.packed_bits
             words &= _low(n, fmt)
             words |= upper
-        made.copy_(words.view(torch.uint8)[..., : fmt.packed_bits].flatten(1)[:, : made.shape[1]])
+        packed.copy_(words.view(torch.uint8)[..., : fmt.packed_bits].flatten(1)[:, : packed.shape[1]])
     return {**tensors, "data": out}
 
 
@@ -63,7 +63,7 @@ def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor
         )
     dtype, size = stored_tensors(fmt, shape)["data"]
     out = torch.empty(size, dtype=dtype, device=data.device)
-    for given, made in _matching_rows(data, out):
+    for given, unpacked in _matching_rows(data, out):
         words = _eights(given, fmt.packed_bits)
         for n in (4, 2, 1):
             upper = words & _low(n, fmt) << n * fmt.packed_bits
@@ -73,7 +73,7 @@ def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor
         u = words.view(torch.uint8).flatten(1)
         if k % 8 and bool(u[:, k:].any()):
             raise FormatError(f"the unused last bits of a row of {fmt} codes of shape {list(shape)} are 0 in files, got other values")
-        torch.add(u[:, :k].view(dtype), fmt.q_min, out=made)
+        torch.add(u[:, :k].view(dtype), fmt.q_min, out=unpacked)
     return Codes.from_tensors(fmt, shape, {**tensors, "data": out})
 
 

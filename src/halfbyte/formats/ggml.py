@@ -207,7 +207,7 @@ def _other(name: str, weights: int, nbytes: int, format: str, decode: Callable[[
     return BlockType(name, weights, nbytes, as_format(format), decode=decode)
 
 
-# By ggml's numbers, enum ggml_type.
+# Types by ggml's numbers, enum ggml_type.
 TYPES: dict[int, BlockType] = {
     2: _type("q4_0", 32, 18, "q4_0", _d, Field(2, 16, 16, 4), point=8),
     3: _type("q4_1", 32, 20, "q4_1", _d_and_m, Field(4, 16, 16, 4)),

@@ -75,7 +75,7 @@ def _has_all_codes(kind: BlockType, fmt: Format) -> bool:
 
 
 def _bits(kind: BlockType) -> int:
-    """Of a code in the file."""
+    """Bits of a code in the file."""
     return max(field.place + field.bits for field in kind.fields)
 
 

@@ -82,5 +82,5 @@ def _multipliers(name: str, b: Tensor) -> Tensor:
 
 def _words(bytes: Tensor) -> Tensor:
     """uint8 [B, 2 n] -> int32 [B, n]: unsigned little-endian 16-bit words."""
-    pairs: Tensor = bytes.to(torch.int32).unflatten(1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 8
+    byte_pairs: Tensor = bytes.to(torch.int32).unflatten(1, (-1, 2))
+    return byte_pairs[..., 0] | byte_pairs[..., 1] << 8

@@ -28,9 +28,23 @@ def spread(count: int, of: int, unit: int = 1) -> list[Range]:
 
 
 def shard(codes: Codes, dim: int, index: int, of: int) -> Codes:
-    """Shard `index` of `of` of codes [..., N, K] along dimension `dim`, as even as whole rows or blocks allow, the larger first.
+    """Cut codes [..., N, K] along a dimension, as evenly as whole rows or blocks allow, the larger shards first.
 
-    Raises FormatError for a cut along K into more parts than a row has blocks.
+    Args:
+        codes: The whole codes.
+        dim: The dimension that is cut.
+        index: Index of the shard.
+        of: Number of shards.
+
+    Returns:
+        The shard.
+
+    Raises:
+        FormatError: K is cut into more parts than a row has blocks.
+
+    Example:
+        >>> hb.shard(hb.quantize(torch.randn(8, 64), "q8_0"), 0, 1, 2).shape
+        (4, 64)
     """
     axis = _axis(codes.shape, dim)
     if not 0 <= index < of:
@@ -44,7 +58,20 @@ def shard(codes: Codes, dim: int, index: int, of: int) -> Codes:
 
 
 def unshard(parts: Sequence[Codes], dim: int) -> Codes:
-    """The codes whose shards along `dim` are `parts`, all of them in order: the inverse of `shard`, bit for bit."""
+    """Join shards along a dimension: the inverse of `shard`, bit for bit.
+
+    Args:
+        parts: All shards, in order.
+        dim: The dimension that was cut.
+
+    Returns:
+        The whole codes.
+
+    Example:
+        >>> codes = hb.quantize(torch.randn(8, 64), "q8_0")
+        >>> hb.unshard([hb.shard(codes, 0, i, 2) for i in (0, 1)], 0).shape
+        (8, 64)
+    """
     if not parts:
         raise FormatError("there are no parts to put together: pass at least one")
     first, axis = parts[0], _axis(parts[0].shape, dim)

@@ -78,15 +78,20 @@ class Format:
         w = scale * (q - point)       zero = "point",  an integer zero point in the range of q
         w = scale * q + offset        zero = "offset", a float of the scale's dtype
 
-    bits    4 or 8
-    block   elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all)
-    scale   dtype of scales and offsets
-    family  the project whose rounding rules quantizers follow and whose byte order `blocks.py` writes:
-            "int" (scale = amax / q_max, nearest even), "ggml", "inferllm"; or the name of its codebook, in `CODEBOOKS`; or
-            "int5" or "int6": "int" with codes of so many bits, which take 8 but in files and in CPUs' layout
-    sums    each block also carries scale * sum(q) when written out (Q8_1)
-
     Codes without a zero are signed, [-2^(b-1), 2^(b-1) - 1]; with one they are unsigned, [0, 2^b - 1]; b is `stored_bits`.
+
+    Attributes:
+        bits: 4 or 8.
+        block: Elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all).
+        scale: dtype of scales and offsets.
+        family: The project whose rounding rules quantizers follow and whose byte order `blocks.py` writes: "int" (scale = amax / q_max,
+            nearest even), "ggml", "inferllm"; or the name of its codebook, in `CODEBOOKS`; or "int5" or "int6": "int" with codes of so many
+            bits, which take 8 but in files and in CPUs' layout.
+        sums: Each block also carries scale * sum(q) when written out (Q8_1).
+
+    Example:
+        >>> hb.Format(4, 32, scale=torch.bfloat16).bits
+        4
     """
 
     bits: int
@@ -217,7 +222,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def zero_size(zero: Zero, number_bytes: int) -> int:
-    """The bytes of a zero beside a scale of `number_bytes`."""
+    """Bytes of a zero point or offset that is stored with a scale of `number_bytes`."""
     match zero:
         case "none":
             return 0
@@ -255,7 +260,7 @@ def _suggestion(name: object) -> str:
     spelled = re.sub(r"[-\s]", "_", name.strip().lower())
     if spelled in _NAMED or _GRAMMAR.fullmatch(spelled):
         return f" (did you mean {spelled}?)"
-    if nearest := next((ours for theirs, ours in _ELSEWHERE.items() if re.fullmatch(theirs, spelled)), None):
+    if nearest := next((ours for pattern, ours in _ELSEWHERE.items() if re.fullmatch(pattern, spelled)), None):
         return f" (the nearest is {nearest})"
     usual = [*_USUAL, *_NAMED]
     begun = [known for known in usual if spelled and known.startswith(spelled)]
@@ -264,12 +269,22 @@ def _suggestion(name: object) -> str:
 
 
 def as_format(name: str | Format) -> Format:
-    """The Format that `name` spells; a Format is returned as it is.
+    """Parse the name of a format.
 
-    >>> as_format("int4_g128_zp")
-    Format(bits=4, block=128, zero='point', scale=torch.float16, family='int', sums=False)
-    >>> str(as_format("int8_channel"))
-    'int8_channel'
+    Args:
+        name: A name such as "q4_0" or "int4_g128_zp"; a Format is returned as it is.
+
+    Returns:
+        The Format.
+
+    Raises:
+        FormatError: No format has this name.
+
+    Example:
+        >>> hb.as_format("int4_g128_zp").block
+        128
+        >>> str(hb.as_format("int8_channel"))
+        'int8_channel'
     """
     if isinstance(name, Format):
         return name

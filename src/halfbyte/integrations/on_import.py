@@ -33,7 +33,7 @@ def register() -> bool:
         if name in sys.modules:
             _integrate(name)
         else:
-            sys.meta_path.insert(0, _Watcher(name))
+            sys.meta_path.insert(0, _ImportHook(name))
     return loaded
 
 
@@ -53,7 +53,7 @@ def _integrate(name: str) -> None:
         warnings.warn(f"halfbyte is not registered with {wanted}: {error}", stacklevel=2)
 
 
-class _Watcher(MetaPathFinder):
+class _ImportHook(MetaPathFinder):
     """A finder that waits for one module, lets the other finders find it, and registers halfbyte once it has been executed."""
 
     def __init__(self, awaited: str) -> None:

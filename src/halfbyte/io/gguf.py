@@ -142,7 +142,7 @@ class Entry:
 
     @property
     def spec(self) -> Spec:
-        """Of a tensor that is not quantized."""
+        """Dtype and shape of a tensor that is not quantized."""
         return Spec(_PLAIN[self.kind], self.shape)
 
 

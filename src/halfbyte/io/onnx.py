@@ -73,12 +73,12 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
     opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="halfbyte")
     target = model_path(path)
-    beside = target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")  # another process may write to the same place
+    temporary = target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")  # another process may write to the same place
     try:
-        beside.write_bytes(model.SerializeToString())
-        os.replace(beside, target)
+        temporary.write_bytes(model.SerializeToString())
+        os.replace(temporary, target)
     except OSError as e:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise unwritable(target, e) from e
 
 

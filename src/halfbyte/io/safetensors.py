@@ -76,10 +76,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `text`; a duplicate name is an error."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        parsed = dict(pairs)
+    def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        parsed = dict(items)
         "".join(parsed).encode()  # raises for an escaped lone surrogate, which is not text
-        if len(parsed) < len(pairs):
+        if len(parsed) < len(items):
             raise ValueError("a name occurs twice")
         return parsed
 
@@ -234,11 +234,11 @@ class Reader:
         if a.spec != b.spec:
             return False
         try:
-            with open_file(a.path) as mine, open_file(b.path) as theirs:
-                mine.seek(a.offset)
-                theirs.seek(b.offset)
+            with open_file(a.path) as first_file, open_file(b.path) as second_file:
+                first_file.seek(a.offset)
+                second_file.seek(b.offset)
                 sizes = (min(_CHUNK, a.spec.nbytes - start) for start in range(0, a.spec.nbytes, _CHUNK))
-                return all(mine.read(size) == theirs.read(size) for size in sizes)
+                return all(first_file.read(size) == second_file.read(size) for size in sizes)
         except OSError as e:
             raise unreadable(f"{a.path} or {b.path}", e) from e
 

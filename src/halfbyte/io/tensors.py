@@ -1,6 +1,6 @@
 """Common to safetensors and GGUF files: tensors at offsets that are known before any is read or written, and resumable writing.
 
-A journal makes writing resumable. It is a text file beside the files: the first line identifies what is being written, every other
+A journal makes writing resumable. It is a text file next to the files: the first line identifies what is being written, every other
 line a tensor that has been written completely, as `<CRC-32 in hexadecimal> <name in JSON>`. A writer that finds a journal with the
 same first line skips the tensors whose bytes have that CRC-32.
 """

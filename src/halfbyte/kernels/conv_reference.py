@@ -39,7 +39,7 @@ def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor
 def _each_group(codes: Codes, sizes: Filter, x: Tensor, bias: Tensor | None, run: Callable[..., Tensor], *settings: Any) -> Tensor:
     """`run(patches, matrix, bias, *settings)` of each group, joined: [B, Co, Ho, Wo]."""
     biases = [None] * sizes.groups if bias is None else bias.chunk(sizes.groups)
-    parts = [run(rows, matrix, own, *settings) for rows, matrix, own in zip(x, groups_of(codes, sizes), biases, strict=True)]
+    parts = [run(rows, matrix, group_bias, *settings) for rows, matrix, group_bias in zip(x, groups_of(codes, sizes), biases, strict=True)]
     return torch.cat(parts, dim=-1).movedim(-1, 1)
 
 

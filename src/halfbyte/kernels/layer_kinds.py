@@ -2,12 +2,12 @@
 
 A kind that is added to a Literal here is an error of mypy, and an UnsupportedError where it is used, until each place below computes it:
 
-    GateFunction    `gate_in_torch`, `kernels/cpu/chain.GATES`, `kernels/gpu/epilogue.activated`; configs' names: `decoder/family.py`
-    LogitsFunction  `logits_in_torch`, `kernels/cpu/chain.EACH`
-    RouterScores    `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
-    Projections     `key_value_heads`, `kernels/cpu/transformer/attend.py`
-    RopeInterleaved       `is_interleaved`, `kernels/cpu/transformer/attend.py`, `kernels/gpu/transformer/attend.py`,
-                          `kernels/gpu/transformer/turn.py`
+    GateFunction     `gate_in_torch`, `kernels/cpu/step_sequence.GATES`, `kernels/gpu/epilogue.activated`; `decoder/family.py`
+    LogitsFunction   `logits_in_torch`, `kernels/cpu/step_sequence.EACH`
+    RouterScores     `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
+    Projections      `key_value_heads`, `kernels/cpu/transformer/attend.py`
+    RopeInterleaved  `is_interleaved`, `kernels/cpu/transformer/attend.py`, `kernels/gpu/transformer/attend.py`,
+                     `kernels/gpu/transformer/turn.py`
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def scores_in_torch(logits: Tensor, scores: Literal["sigmoid", "softmax"]) -> Te
 
 
 def key_value_heads(projections: Projections) -> int:
-    """How many heads a layer computes beside queries, for each of its key-value heads."""
+    """Number of heads that a layer computes for each key-value head in addition to queries."""
     match projections:
         case "qkv":
             return 2

@@ -106,8 +106,8 @@ class Window:
 
     def sizes(self, image: Pair, out: Pair, kernel: Pair) -> dict[str, int]:
         """The sizes (H, W) of an image, of the result and of the kernel, and how this moves over the image, by name."""
-        pairs = {"stride": self.stride, "dilation": self.dilation, "kernel": kernel}
-        numbers = {f"{name}_{way}": n for name, pair in pairs.items() for way, n in zip("hw", pair, strict=True)}
+        size_pairs = {"stride": self.stride, "dilation": self.dilation, "kernel": kernel}
+        numbers = {f"{name}_{way}": n for name, pair in size_pairs.items() for way, n in zip("hw", pair, strict=True)}
         top, _, left, _ = self.padding
         return numbers | {"height": image[0], "width": image[1], "out_height": out[0], "out_width": out[1], "top": top, "left": left}
 

@@ -17,14 +17,14 @@ def best_device() -> tuple[str, str]:
     """
     if not torch.cuda.is_available():
         return "cpu", ""
-    from halfbyte.dispatch.gpu import triton_trouble
+    from halfbyte.dispatch.gpu import why_no_triton
     from halfbyte.machine import gpu
 
     found = gpu(0)
     if found.backend != "cuda" or found.capability < _OLDEST:
         return "cpu", f"the kernels are for NVIDIA GPUs from Ampere on; --device cuda takes {found.name} all the same"
-    if (trouble := triton_trouble()) is not None:
-        return "cpu", f"{trouble} to use {found.name}"
+    if (reason := why_no_triton()) is not None:
+        return "cpu", f"{reason} to use {found.name}"
     return "cuda", ""
 
 

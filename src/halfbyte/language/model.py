@@ -295,7 +295,7 @@ def open_spec(
     if not is_there(source):
         raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
     if has_adapter(source):
-        raise UnsupportedError(f"{source} holds an adapter beside the model: merge it first")
+        raise UnsupportedError(f"{source} holds an adapter next to the model: merge it first")
     quantize = None
     if format is not None:
         from halfbyte.nn.config import as_config
@@ -334,7 +334,7 @@ def _is_several(prompts: object) -> bool:
 
 def _sampling(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
     if sampling is not None and settings:
-        raise ArgumentError(f"sampling is given, and {', '.join(settings)} beside it: put them into it")
+        raise ArgumentError(f"sampling is given, and {', '.join(settings)} in addition: put them into it")
     try:
         return sampling or Sampling(**settings)
     except TypeError as e:

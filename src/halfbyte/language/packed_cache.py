@@ -112,20 +112,20 @@ class PackedCache:
             sparse: As for `ops.pack`.
         """
         here = packed_format(fmt, on_cpu=True)
-        held = None if here == fmt else fmt
-        origin = None if held is None else str(held), sparse
+        source_format = None if here == fmt else fmt
+        origin = None if source_format is None else str(source_format), sparse
         found = self._found(names, str(here), shape)
         if found is None:
             return None
         stored, data = found
         layout = stored.layout.removeprefix(experts.PREFIX)
-        if layout not in (cpu_tiles.NAME, cpu_tiles.SPARSE) or (stored.held, stored.sparse) != origin:
+        if layout not in (cpu_tiles.NAME, cpu_tiles.SPARSE) or (stored.source_format, stored.sparse) != origin:
             return None
         matrices = prod(shape[:-2])
         wanted = cpu_tiles.geometry(here, shape[-2:], sparse=layout == cpu_tiles.SPARSE).nbytes
         if stored.layout.startswith(experts.PREFIX) != (len(shape) == 3) or matrices * wanted != stored.bytes:
             return None
-        return Packed(here, shape, stored.layout, data, sparse, held)
+        return Packed(here, shape, stored.layout, data, sparse, source_format)
 
     def table(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Return a matrix in floating point that is stored, or None."""
@@ -156,15 +156,15 @@ class PackedCache:
                 if name in self._read:
                     self._new[name] = self._read[name][1:]
 
-    def add(self, names: Sequence[str], made: Packed | Tensor) -> None:
+    def add(self, names: Sequence[str], packed: Packed | Tensor) -> None:
         """Remember what was packed, for `store`."""
         name = "\n".join(names)
-        if isinstance(made, Packed):
-            held = None if made.held is None else str(made.held)
-            stored = Stored(name, made.name, made.shape, made.layout, made.sparse, held, 0, 0, 0)
-            self._new[name] = stored, made.data
+        if isinstance(packed, Packed):
+            source_format = None if packed.source_format is None else str(packed.source_format)
+            stored = Stored(name, packed.name, packed.shape, packed.layout, packed.sparse, source_format, 0, 0, 0)
+            self._new[name] = stored, packed.data
         else:
-            self._new[name] = Stored(name, str(made.dtype), tuple(made.shape), "", None, None, 0, 0, 0), made
+            self._new[name] = Stored(name, str(packed.dtype), tuple(packed.shape), "", None, None, 0, 0, 0), packed
 
     def store(self) -> None:
         """Write what was packed, in the background, where there is enough of it."""
@@ -313,12 +313,12 @@ def _models(root: Path) -> list[_Model]:
     return sorted(models)
 
 
-def _make_room(own: Path, size: int) -> bool:
+def _make_room(cache_file: Path, size: int) -> bool:
     """Remove the least recently used models until `size` bytes more are within the bounds; return False, and remove none, where they cannot
     be."""
-    models = _models(own.parent)
-    others = [model for model in models if model.folder != own]
-    disk, used = shutil.disk_usage(own), sum(model.bytes for model in models)
+    models = _models(cache_file.parent)
+    others = [model for model in models if model.folder != cache_file]
+    disk, used = shutil.disk_usage(cache_file), sum(model.bytes for model in models)
     surplus = used + size - env.packed_bytes()
     surplus = max(surplus, size + min(_RESERVE, disk.total // 10) - disk.free)
     if surplus > sum(model.bytes for model in others):

@@ -4,12 +4,12 @@
     bytes 8-11     version of this format, u32
     bytes 12-15    length H of the header, u32
     bytes 16-47    SHA-256 of the header
-    bytes 48-48+H  the header, JSON: {"bytes": of the whole file, "weights": [{"name", "format", "shape", "layout", "sparse", "held",
-                   "offset", "bytes", "crc"}, ...]}; "crc" is the CRC-32 of a weight's first and last page
+    bytes 48-48+H  the header, JSON: {"bytes": of the whole file, "weights": [{"name", "format", "shape", "layout", "sparse",
+                   "source_format", "offset", "bytes", "crc"}, ...]}; "crc" is the CRC-32 of a weight's first and last page
     the rest       the weights, each at a multiple of 4096
 
-All little-endian. A file is read only where it belongs to the user and nobody else can write it. Its length is checked before it is mapped,
-so that a truncated file is damaged, not a bus error; it is never written again, only replaced.
+All little-endian. A file is read only where it belongs to the user and no other user can write it. Its length is checked before it is
+mapped, so that a truncated file is damaged, not a bus error; it is never written again, only replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from halfbyte.layouts.base import round_up
 
 SUFFIX, TEMPORARY = ".packed", ".writing"
 _FIXED = struct.Struct("<8sII32s")
-_MAGIC, _VERSION = b"HBPACKED", 1
+_MAGIC, _VERSION = b"HBPACKED", 2
 _PAGE = 4096
 _MOST_HEADER = 64 << 20
 _CHUNK = 8 << 20  # bytes that are written and flushed at a time: how long a process that ends may wait
@@ -53,7 +53,7 @@ class Stored:
 
     Attributes:
         name: Names of the tensors of the checkpoint that it was packed from.
-        format, shape, layout, sparse, held: As in `Packed`, formats by their names; of a tensor in floating point `format` is its dtype.
+        format, shape, layout, sparse, source_format: As in `Packed`, by name; `format` of a floating-point tensor is its dtype.
         offset: Where its bytes begin in the file.
         bytes: Their number.
         crc: CRC-32 of their first and last page.
@@ -64,7 +64,7 @@ class Stored:
     shape: tuple[int, ...]
     layout: str
     sparse: bool | None
-    held: str | None
+    source_format: str | None
     offset: int
     bytes: int
     crc: int
@@ -72,7 +72,7 @@ class Stored:
     def is_sound(self, size: int) -> bool:
         """Whether the fields have the types and ranges that `write` gives them, in a file of `size` bytes."""
         numbers = (self.offset, self.bytes, self.crc, *self.shape)
-        texts = (self.name, self.format, self.layout, self.held or "")
+        texts = (self.name, self.format, self.layout, self.source_format or "")
         return (
             all(type(number) is int and number >= 0 for number in numbers)
             and all(type(text) is str for text in texts)

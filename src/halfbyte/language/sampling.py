@@ -48,7 +48,8 @@ class Sampling:
         ArgumentError: A value is out of its range, or top_k, top_p or min_p have no effect because temperature is 0.
 
     Example:
-        Sampling(temperature=0.7, top_p=0.9, seed=1, stop=("\\n\\n",))
+        >>> hb.Sampling(temperature=0.7, top_p=0.9, seed=1, stop=("END",)).top_p
+        0.9
     """
 
     temperature: float = 0.0

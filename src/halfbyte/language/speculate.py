@@ -76,7 +76,7 @@ class PromptLookup:
 
     def __init__(self) -> None:
         """Begin a sequence."""
-        self._behind: dict[tuple[int, int], list[int]] = {}  # index of the token behind each occurrence of two tokens
+        self._followers: dict[tuple[int, int], list[int]] = {}  # index of the token behind each occurrence of two tokens
         self._indexed = 1
         self._acceptance = {length: Acceptance(prior) for length, prior in _PRIOR.items()}
         self._last = self._acceptance[2]
@@ -89,10 +89,10 @@ class PromptLookup:
         """
         count = len(tokens)
         for end in range(self._indexed, count - 1):
-            self._behind.setdefault((tokens[end - 1], tokens[end]), []).append(end + 1)
+            self._followers.setdefault((tokens[end - 1], tokens[end]), []).append(end + 1)
         self._indexed = max(self._indexed, count - 1)
         found, place = 0, 0
-        for start in reversed(self._behind.get((tokens[-2], tokens[-1]), [])[-_OCCURRENCES:] if count > 1 else []):
+        for start in reversed(self._followers.get((tokens[-2], tokens[-1]), [])[-_OCCURRENCES:] if count > 1 else []):
             length = 2
             while length < min(_LONGEST, start) and tokens[start - 1 - length] == tokens[count - 1 - length]:
                 length += 1

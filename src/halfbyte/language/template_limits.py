@@ -1,6 +1,6 @@
 """A jinja2 environment for templates from elsewhere: sandboxed, and limited in work, memory and time.
 
-Used by chat_template.py. jinja2's sandbox keeps a template from files and from Python's internals, not from running for ever or from making
+Used by chat_template.py. jinja2's sandbox keeps a template from files and from Python's internals, not from running forever or from making
 strings of gigabytes. Here a template may do so many steps and make so many characters, and whatever can take long or make something large
 is counted before or as it happens:
 
@@ -174,16 +174,16 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a macro, a function or a method of a value."""
         budget = _budget()
-        own, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", None)
-        if isinstance(own, LimitedEnvironment):  # counts for itself
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", None)
+        if isinstance(owner, LimitedEnvironment):  # counts for itself
             return __obj(*args)
         budget.use(1)
         stated = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}  # without jinja2's own
         if name in ("format", "format_map") and isinstance(method := getattr(__obj, "__wrapped__", None), BuiltinMethodType):
             _check_format(method.__self__, (*args, *stated.values()))  # type: ignore[arg-type]  # of a str
-        elif isinstance(__obj, BuiltinMethodType) and own is not None:
-            _check_method(budget, __obj.__name__, own, args, stated)
-        elif name in ("changed", "fromkeys", "__call__") or isinstance(own, dict):
+        elif isinstance(__obj, BuiltinMethodType) and owner is not None:
+            _check_method(budget, __obj.__name__, owner, args, stated)
+        elif name in ("changed", "fromkeys", "__call__") or isinstance(owner, dict):
             budget.use_value(args)
         return budget.use_result(super().call(__context, __obj, *args, **kwargs))
 
@@ -339,24 +339,24 @@ def _check_format(template: str | bytes, values: Sequence[Any]) -> None:
         raise TemplateLimitError("it formats a value with a width of 10000 or more")
 
 
-def _check_method(budget: _Budget, name: str, own: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_method(budget: _Budget, name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Counts the result of a builtin method before it is made: one that can be longer than its arguments, and what is compared."""
     numbers = sum(value for value in (*args, *kwargs.values()) if isinstance(value, int) and value > 0)
-    length = len(own) if isinstance(own, _TYPES_WITH_LENGTH) else 1
+    length = len(owner) if isinstance(owner, _TYPES_WITH_LENGTH) else 1
     budget.use(length // _CHARACTERS_A_STEP)
     if name in ("center", "ljust", "rjust", "zfill", "to_bytes"):
         budget.use(0, numbers)
     elif name == "expandtabs":
         budget.use(0, length * (numbers or 8))
-    elif name == "replace" and len(args) >= 2 and isinstance(own, str | bytes):
-        budget.use(0, length + _replaced(own, args[0], args[1]))
-    elif name == "join" and args and isinstance(own, str | bytes) and isinstance(args[0], _TYPES_WITH_LENGTH):
+    elif name == "replace" and len(args) >= 2 and isinstance(owner, str | bytes):
+        budget.use(0, length + _replaced(owner, args[0], args[1]))
+    elif name == "join" and args and isinstance(owner, str | bytes) and isinstance(args[0], _TYPES_WITH_LENGTH):
         budget.use_value(args[0])
-        budget.use(0, len(own) * len(args[0]))
+        budget.use(0, len(owner) * len(args[0]))
     elif name == "translate" and args and isinstance(args[0], Mapping):
         budget.use(0, length * max((len(value) for value in args[0].values() if isinstance(value, str)), default=1))
     elif name in ("count", "index", "get"):
-        budget.use_value(own if name != "get" else None)
+        budget.use_value(owner if name != "get" else None)
         for value in args:
             budget.use_value(value)
 

@@ -153,7 +153,7 @@ class _StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         self.finished = False
         self._stop = tuple(stop)
-        self._held = ""
+        self._pending = ""
 
     def __bool__(self) -> bool:
         return bool(self._stop)
@@ -162,19 +162,19 @@ class _StopStrings:
         """Appends text; `outlook` is text that the sequence would go on with if it ended now, and is only searched."""
         if not self._stop:
             return text
-        self._held += text
-        if (start := self._first(self._held + outlook)) is not None:
-            given, self._held, self.finished = (self._held + outlook)[:start], "", True
+        self._pending += text
+        if (start := self._first(self._pending + outlook)) is not None:
+            given, self._pending, self.finished = (self._pending + outlook)[:start], "", True
             return given
         longest = max(map(len, self._stop)) - 1
-        at = max(0, len(self._held) - longest)
-        while at < len(self._held) and not any(stop.startswith(self._held[at:]) for stop in self._stop):
+        at = max(0, len(self._pending) - longest)
+        while at < len(self._pending) and not any(stop.startswith(self._pending[at:]) for stop in self._stop):
             at += 1
-        given, self._held = self._held[:at], self._held[at:]
+        given, self._pending = self._pending[:at], self._pending[at:]
         return given
 
     def flush(self) -> str:
-        given, self._held = self._held, ""
+        given, self._pending = self._pending, ""
         return given
 
     def _first(self, text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, built with `tokenizers` from tokenizer.json and the files beside it.
+"""The tokenizer of a Hugging Face folder, built with `tokenizers` from tokenizer.json and the files next to it.
 
 Called by tokenizer.py. Follows the rules of transformers 5, so that the same folder gives the same ids as with its AutoTokenizer.
 
@@ -152,7 +152,7 @@ def _flat(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _add_tokens(backend: Any, folder: Path, settings: Mapping[str, Any], make: Any) -> dict[str, str]:
-    """Adds the tokens that the files beside tokenizer.json name, and returns the special ones by transformers' names."""
+    """Add the tokens that the files next to tokenizer.json name, and returns the special ones by transformers' names."""
     stated = dict(settings)
     described: dict[int, Any] = {}  # by id
     if (listed := stated.pop("added_tokens_decoder", None)) is not None:
@@ -186,8 +186,8 @@ def _special_tokens(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Names and texts of the special tokens: those of `_NAMES`, and a model's own, such as `image_token`."""
     extra = stated.get("extra_special_tokens")
     for name, value in [*stated.items(), *(extra.items() if isinstance(extra, Mapping) else ())]:
-        own = (name.endswith("_token") or name not in stated) and isinstance(value, str | Mapping)
-        if value is not None if name in _NAMES else own:
+        is_token = (name.endswith("_token") or name not in stated) and isinstance(value, str | Mapping)
+        if value is not None if name in _NAMES else is_token:
             yield name, _text(name, value)
 
 

@@ -21,16 +21,22 @@ def round_up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Packed:
-    """The same numbers as the Codes it was made from, in the order of `layout`.
+    """A quantized weight in the byte order that the kernels of a device read; `unpack` returns its Codes.
 
-    format  of the codes as kernels read them
-    shape   logical shape [N, K], or [E, N, K] of stacked experts (see `layouts/experts.py`)
-    layout  name of the byte order, which the module of that name in this package defines
-    data    uint8, one dimension
-    sparse  whether zeros are to be left out, as `pack` was told: on other devices, too
-    held    the format of the Codes, where `format` is another (see `dispatch/packed.py`)
-    name    the format's name, cached: computing it takes longer than a small kernel, and torch.compile of torch 2.8 cannot trace it
-    calls   what the operations keep, so that repeated calls take less time
+    Attributes:
+        format: Of the codes as kernels read them.
+        shape: Logical shape [N, K], or [E, N, K] of stacked experts (see `layouts/experts.py`).
+        layout: Name of the byte order, which the module of that name in this package defines.
+        data: uint8, one dimension.
+        sparse: Whether zeros are to be left out, as `pack` was told: on other devices, too.
+        source_format: The format of the Codes, where `format` is another (see `dispatch/packed.py`).
+        name: The format's name, cached: computing it takes longer than a small kernel, and torch.compile of torch 2.8 cannot trace it.
+        calls: What the operations keep, so that repeated calls take less time.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> packed.shape, packed.layout
+        ((8, 32), 'cpu_tiles')
     """
 
     format: Format
@@ -38,7 +44,7 @@ class Packed:
     layout: str
     data: Tensor
     sparse: bool | None = None
-    held: Format | None = None
+    source_format: Format | None = None
     name: str = field(default="", kw_only=True)
     calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
@@ -47,16 +53,16 @@ class Packed:
             object.__setattr__(self, "name", str(self.format))
 
     def __repr__(self) -> str:
-        name = self.name if self.held is None else f"{self.held} as {self.name}"
+        name = self.name if self.source_format is None else f"{self.source_format} as {self.name}"
         return f"Packed({name}, {list(self.shape)}, {self.layout} on {self.data.device})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.format, self.shape, self.layout, self.data, self.sparse, self.held)
+        return type(self), (self.format, self.shape, self.layout, self.data, self.sparse, self.source_format)
 
     @property
     def codes_format(self) -> Format:
-        """Of the Codes it was made from, which `unpack` gives back and files hold."""
-        return self.held or self.format
+        """The format of the Codes that were packed, which `unpack` returns and files hold."""
+        return self.source_format or self.format
 
     @property
     def nbytes(self) -> int:

@@ -147,12 +147,20 @@ def from_matrix(matrix: Codes, sizes: Filter) -> Codes:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackedConv:
-    """The weight of a convolution in the order of `layout`: the same numbers as the Codes it was made from.
+    """The weight of a convolution in the byte order that a device's kernels read; `unpack` returns its Codes.
 
-    layout   "cpu_tiles", "gpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors
-    data     uint8, one dimension
-    name, numbers   of the format and the sizes, cached: computing them takes longer than a small kernel
-    calls    what the operations keep, so that repeated calls take less time
+    Attributes:
+        sizes: The format, channels, kernel and groups.
+        layout: "cpu_tiles", "gpu_tiles": the matrix of each group, one after the other; "canonical": the codes' own tensors.
+        data: uint8, one dimension.
+        name: Of the format and the sizes, cached: computing them takes longer than a small kernel.
+        numbers: See `name`.
+        calls: What the operations keep, so that repeated calls take less time.
+
+    Example:
+        >>> packed = hb.pack_conv(hb.quantize_conv(torch.randn(8, 32, 3, 3), "q8_0"), 3)
+        >>> hb.dequantize(packed).shape
+        torch.Size([8, 32, 3, 3])
     """
 
     sizes: Filter
@@ -180,7 +188,7 @@ class PackedConv:
 
     @property
     def codes_format(self) -> Format:
-        """As of Packed: convolutions have no codes that a device holds otherwise."""
+        """The format of the codes; convolutions are stored in the same format on all devices."""
         return self.sizes.format
 
     @property

@@ -58,11 +58,11 @@ _CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their
 
 
 def plane_groups(packed_bits: int) -> int:
-    """Of how many 4 k a byte of the second plane holds bits."""
+    """Number of groups of 4 k whose high bits share a byte of the second plane."""
     return lookup({5: 8, 6: 4}, packed_bits, "the planes of codes of so many bits,")
 
 
-def has_pairs(fmt: Format) -> bool:
+def has_pair_sums(fmt: Format) -> bool:
     """Whether records of `fmt` hold sums of pairs."""
     return fmt.bits == 8 and not isinstance(fmt.block, int)
 
@@ -72,9 +72,9 @@ def data_bytes(bits: int, k: int, *, sparse: bool) -> int:
     return PANEL * k * (bits * KEPT // GROUP + 1 if sparse else bits) // 8
 
 
-def tail_bytes(scale_bytes: int, zero_bytes: int, *, pairs: bool) -> int:
+def tail_bytes(scale_bytes: int, zero_bytes: int, *, pair_sums: bool) -> int:
     """Bytes of a record after its data."""
-    return round_up(PANEL * (scale_bytes + zero_bytes + 4 * pairs), 64)
+    return round_up(PANEL * (scale_bytes + zero_bytes + 4 * pair_sums), 64)
 
 
 def piece(block: int, k: int) -> int:
@@ -107,7 +107,7 @@ class Geometry:
 
     @functools.cached_property
     def bits(self) -> int:
-        """Of a code, as data have it."""
+        """Bits of a stored code."""
         return self.format.stored_bits
 
     @functools.cached_property
@@ -140,14 +140,14 @@ class Geometry:
         return 0 if self.format.zero_dtype is None else self.format.zero_dtype.itemsize
 
     @functools.cached_property
-    def pairs(self) -> bool:
+    def pair_sums(self) -> bool:
         """Whether records hold sums of pairs."""
-        return has_pairs(self.format) and not self.sparse
+        return has_pair_sums(self.format) and not self.sparse
 
     @functools.cached_property
     def tail_bytes(self) -> int:
         """Bytes of a record after its data."""
-        return tail_bytes(self.scale_bytes, self.zero_bytes, pairs=self.pairs)
+        return tail_bytes(self.scale_bytes, self.zero_bytes, pair_sums=self.pair_sums)
 
     def record_bytes(self, padded: int) -> int:
         return data_bytes(self.bits, padded, sparse=self.sparse) + self.tail_bytes
@@ -207,9 +207,9 @@ def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tens
         quads = _planes(quads, geo)
     elif geo.format.bits == 4:
         quads = quads[:, :, :, 0::2] | quads[:, :, :, 1::2] << 4
-    if has_pairs(geo.format):
-        pairs = (u[..., 0::2].to(torch.int32) * u[..., 1::2]).sum(-1, dtype=torch.int32)
-        tails = [*tails, pairs]
+    if has_pair_sums(geo.format):
+        pair_sums = (u[..., 0::2].to(torch.int32) * u[..., 1::2]).sum(-1, dtype=torch.int32)
+        tails = [*tails, pair_sums]
     out = u.new_zeros(panels, blocks, geo.record_bytes(padded))
     at = PANEL * padded * geo.bits // 8
     out[:, :, :at] = quads.permute(0, 2, 3, 1, 4).reshape(panels, blocks, at)
@@ -353,10 +353,10 @@ def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
         codes = torch.cat((codes & 15, codes >> 4), dim=4)
     first, second = codes.reshape(*units.shape[:2], -1, PANEL, KEPT).unbind(-1)
     places = torch.stack((places & 15, places >> 4), dim=-1).reshape(first.shape).int()
-    # By the places, what moves each number to its byte of a 32-bit word: the first code, the second, and what stands for 0.
-    held = [[k for k in range(GROUP) if p >> k & 1] for p in range(1 << GROUP)]
-    moved = [[1 << 8 * ks[i] if len(ks) == KEPT else 0 for ks in held] for i in range(KEPT)]
-    moved.append([sum(1 << 8 * k for k in range(GROUP) if k not in ks) for ks in held])
+    # The shuffle that moves each number to its byte of a 32-bit word, by positions: the first code, the second, and the code of 0.
+    kept_positions = [[k for k in range(GROUP) if p >> k & 1] for p in range(1 << GROUP)]
+    moved = [[1 << 8 * ks[i] if len(ks) == KEPT else 0 for ks in kept_positions] for i in range(KEPT)]
+    moved.append([sum(1 << 8 * k for k in range(GROUP) if k not in ks) for ks in kept_positions])
     by_places = torch.tensor(moved, dtype=torch.int32, device="cpu")
     words: Tensor = first * by_places[0][places] + second * by_places[1][places] + zero * by_places[2][places]
     return words.view(torch.uint8).view(*places.shape, GROUP)

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from halfbyte.errors import FormatError
 
-# By which of four neighbours are not 0, a bit each: the positions that are kept, two bits each; 16 where these are more than two.
+# The kept positions, two bits each, by the mask of which of four neighbours are not 0; 16 where more than two are.
 _POSITIONS = (4, 4, 4, 4, 8, 8, 9, 16, 12, 12, 13, 16, 14, 16, 16, 16)
 
 
-def kept(u: Tensor, nothing: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Stored codes uint8 [rows, K padded] -> the bytes of what is kept and of its positions, each uint8 [panels, bytes]. `nothing` are the
-    codes that mean 0, [rows, K padded]. Raises FormatError where more than two of four neighbours are others."""
-    used = (u != nothing).view(len(u), -1, 4)
+def kept(u: Tensor, pad_codes: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Stored codes uint8 [rows, K padded] -> the bytes of what is kept and of its positions, each uint8 [panels, bytes]. `pad_codes` are
+    the codes that mean 0, [rows, K padded]. Raises FormatError where more than two of four neighbours are others."""
+    used = (u != pad_codes).view(len(u), -1, 4)
     which = used[..., 0] + 2 * used[..., 1] + 4 * used[..., 2] + 8 * used[..., 3].to(torch.uint8)
     positions = torch.tensor(_POSITIONS, dtype=torch.uint8, device=u.device)[which.int()]
     if bool((positions == 16).any()):

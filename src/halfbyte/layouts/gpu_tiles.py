@@ -129,7 +129,7 @@ class Geometry:
 
     @functools.cached_property
     def kept_bytes(self) -> int:
-        """Of codes without their positions."""
+        """Bytes of codes without their positions."""
         return self.n_padded * self.k_padded * self.format.bits // 8 * KEPT // (GROUP if self.sparse else KEPT)
 
     @functools.cached_property
@@ -170,8 +170,8 @@ def geometry(fmt: Format, shape: tuple[int, ...], *, sparse: bool = False, paire
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
-    """Of a weight [n, k] of so many packed bytes: a sparse one has fewer than any other and a paired one more, and so operations know
-    which it is."""
+    """The layout of a weight [n, k] by its number of packed bytes: a sparse one has fewer than any other and a paired one more, and so
+    operations know which it is."""
     layouts = [geometry(fmt, (n, k)), geometry(fmt, (n, k), sparse=True)]
     if fmt.bits == 8:
         layouts.append(geometry(fmt, (n, k), paired=True))
@@ -225,11 +225,11 @@ def pack(codes: Codes, *, sparse: bool = False, paired: bool = False) -> Packed:
         for start, stop in _chunks(geo):
             u = _padded(_stored(rows[start : min(n, stop)], geo), stop - start, geo)
             if geo.sparse:
-                nothing = _nothing(out, geo, start, stop)
-                u[:, geo.k :] = nothing[:, geo.k :]
+                pad_codes = _pad_codes(out, geo, start, stop)
+                u[:, geo.k :] = pad_codes[:, geo.k :]
                 kept, positions = out.codes.view(torch.uint8).tensor_split([geo.kept_bytes])
                 panels = slice(start // PANEL, stop // PANEL)
-                for section, part in zip((kept, positions), gpu_sparse.kept(u, nothing, fmt.bits), strict=True):
+                for section, part in zip((kept, positions), gpu_sparse.kept(u, pad_codes, fmt.bits), strict=True):
                     section.view(geo.panels, -1)[panels] = part
             elif fmt.bits == 4:
                 out.codes[start // PANEL : stop // PANEL] = _words(u).view(torch.int16)
@@ -280,7 +280,7 @@ def unpack(packed: Packed) -> Codes:
     return Codes(fmt, shape, data, *(tail.contiguous() for tail in tails))
 
 
-def _nothing(sections: Views, geo: Geometry, start: int, stop: int) -> Tensor:
+def _pad_codes(sections: Views, geo: Geometry, start: int, stop: int) -> Tensor:
     """The stored codes that mean 0 in rows `start` to `stop`: uint8 [rows, K padded]."""
     if sections.zero is None:
         zero = 8 if geo.format.bits == 4 else 0
@@ -305,8 +305,8 @@ def _stored(rows: Tensor, geo: Geometry) -> Tensor:
 def _padded(u: Tensor, rows: int, geo: Geometry) -> Tensor:
     """uint8 [some rows, K] -> [rows, K padded], the padding filled with q = 0."""
     fmt = geo.format
-    nothing = fmt.pad_index if fmt.bits == 4 else fmt.pad_index ^ 128
-    out = torch.full((rows, geo.k_padded), nothing, dtype=torch.uint8, device=u.device)
+    pad_code = fmt.pad_index if fmt.bits == 4 else fmt.pad_index ^ 128
+    out = torch.full((rows, geo.k_padded), pad_code, dtype=torch.uint8, device=u.device)
     if geo.contiguous:
         out[: len(u), : geo.k] = u
         return out
@@ -340,15 +340,15 @@ def _words(u: Tensor) -> Tensor:
     """Nibbles uint8 [rows, K padded] -> the bytes of the words, uint8 [panels, records, 4096]."""
     #         panel  nt rowhalf row  record                     j  kt khalf k4 k
     u = u.view(len(u) // PANEL, 4, 2, 8, u.shape[1] // RECORD, 4, 2, 2, 4, 2)
-    pairs = torch.stack((u[:, :, :, :, :, 0] | u[:, :, :, :, :, 1] << 4, u[:, :, :, :, :, 2] | u[:, :, :, :, :, 3] << 4), dim=-1)
+    code_pairs = torch.stack((u[:, :, :, :, :, 0] | u[:, :, :, :, :, 1] << 4, u[:, :, :, :, :, 2] | u[:, :, :, :, :, 3] << 4), dim=-1)
     # panel 0, nt 1, rowhalf 2, row 3, record 4, kt 5, khalf 6, k4 7, k 8, byte 9
-    return pairs.permute(0, 4, 5, 1, 3, 7, 6, 2, 8, 9).flatten(2)
+    return code_pairs.permute(0, 4, 5, 1, 3, 7, 6, 2, 8, 9).flatten(2)
 
 
 def _nibbles(words: Tensor) -> Tensor:
     """The inverse of `_words`: uint8 [panels, records, 4096] -> [rows, K padded]."""
     panels, records, _ = words.shape
     #                            kt nt row k4 khalf rowhalf k byte
-    pairs = words.reshape(panels, records, 2, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 7, 4, 1, 9, 2, 6, 5, 8)
+    code_pairs = words.reshape(panels, records, 2, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 7, 4, 1, 9, 2, 6, 5, 8)
     # panel 0, nt 1, rowhalf 2, row 3, record 4, byte 5, kt 6, khalf 7, k4 8, k 9
-    return torch.stack((pairs & 15, pairs >> 4), dim=6).reshape(panels * PANEL, records * RECORD)
+    return torch.stack((code_pairs & 15, code_pairs >> 4), dim=6).reshape(panels * PANEL, records * RECORD)

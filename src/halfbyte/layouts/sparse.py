@@ -37,7 +37,7 @@ def why_not_sparse(codes: Codes) -> str | None:
 
 
 def _sparse(codes: Codes, rows: Tensor, points: Tensor | None, block: int) -> bool:
-    """Of some rows of the codes' data, and of their zero points."""
+    """Whether some rows of the codes' data, with their zero points, are 2:4 sparse."""
     fmt, k = codes.format, codes.shape[-1]
     u = unpack_nibbles(rows, k) if fmt.bits == 4 else rows.view(torch.uint8)
     zero: Tensor | int = 8 if fmt.bits == 4 else 0

@@ -22,7 +22,7 @@ from halfbyte.nn.training.fake_quantized import FakeQuantized
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"
-OWN_LOADER = "it is in a module with its own save and load, which do not read codes"
+CUSTOM_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
 _PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
@@ -37,17 +37,17 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
     modules = list(model.named_modules(remove_duplicate=False))
     weights = {f"{name}.weight" for name, module in modules if isinstance(module, FLOAT_MODULES)}
     elsewhere = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in weights}
-    own_loader, routers = _with_own_loader(modules), _routers(modules)
+    custom_loader, routers = _with_custom_loader(modules), _routers(modules)
     found = []
     for name, module in modules:
         if isinstance(module, FLOAT_MODULES):
-            reason = _why_not(module, without_data) or (OWN_LOADER if name in own_loader else None)
+            reason = _why_not(module, without_data) or (CUSTOM_LOADER if name in custom_loader else None)
             reason = reason or (ROUTER if name in routers else None)
             if reason is None and (other := elsewhere.get(id(module.weight))):
                 reason = f"its weight is also {other}, which is not a module that can be quantized"
             narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
             found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
-        elif not isinstance(module, QuantModule) and any(True for _ in own_tensors(module)):
+        elif not isinstance(module, QuantModule) and any(True for _ in direct_tensors(module)):
             reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
             if isinstance(module, MixtureOfExperts):
                 reason = "the biases of experts"
@@ -59,7 +59,7 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
     return found
 
 
-def _with_own_loader(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
+def _with_custom_loader(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
     """Names in a part of the model that its class saves with `save` and builds again with the class method `load`, as the Dense and
     StaticEmbedding of sentence-transformers do: they would find codes where they expect floats. A part with `save_pretrained` and
     `from_pretrained` is not one, nor is the whole model."""
@@ -67,32 +67,32 @@ def _with_own_loader(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
     for name, module in modules:
         cls, parent = type(module), name.rpartition(".")[0]
         pretrained = hasattr(cls, "save_pretrained") and hasattr(cls, "from_pretrained")
-        own = hasattr(cls, "save") and isinstance(getattr_static(cls, "load", None), classmethod | staticmethod)
-        if name and not pretrained and (own or parent in found):
+        has_load = hasattr(cls, "save") and isinstance(getattr_static(cls, "load", None), classmethod | staticmethod)
+        if name and not pretrained and (has_load or parent in found):
             found.add(name)
     return found
 
 
 def _routers(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
-    """Names of the Linears that score experts: beside a module called `experts`, with as many outputs as that has experts."""
+    """Names of the routers: Linears that are siblings of a module called `experts`, with as many outputs as that has experts."""
     found: set[str] = set()
     for name, module in modules:
-        home, _, own = name.rpartition(".")
-        if own != "experts":
+        home, _, last_part = name.rpartition(".")
+        if last_part != "experts":
             continue
         stacked = (tensor.shape[0] for tensor in module.parameters() if not is_lazy(tensor) and tensor.dim() == 3)
         count = len(module) if isinstance(module, nn.ModuleList) else next(stacked, 0)
         prefix = f"{home}." if home else ""
         for other, linear in modules:
-            beside = other.startswith(prefix) and not other.startswith((f"{name}.", f"{prefix}shared"))
-            if beside and isinstance(linear, nn.Linear) and linear.out_features == count > 1:
+            is_sibling = other.startswith(prefix) and not other.startswith((f"{name}.", f"{prefix}shared"))
+            if is_sibling and isinstance(linear, nn.Linear) and linear.out_features == count > 1:
                 found.add(other)
     return found
 
 
 def _stacked(module: nn.Module) -> bool:
     """Whether it may be a mixture of experts with weights [experts, N, K], rather than positions [1, tokens, K] or factors [C, 1, 1]."""
-    shapes = [t.shape for _, t in own_tensors(module) if not is_lazy(t)]
+    shapes = [t.shape for _, t in direct_tensors(module) if not is_lazy(t)]
     return not isinstance(module, nn.modules.conv._ConvNd) and any(len(shape) == 3 and min(shape) > 1 for shape in shapes)
 
 
@@ -106,7 +106,7 @@ def quantized(model: nn.Module) -> list[Candidate]:
     return found
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def direct_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and persistent buffers of a module itself, without its children's."""
     yield from module.named_parameters(recurse=False)
     yield from ((name, b) for name, b in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set)
@@ -115,7 +115,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Every parameter and persistent buffer, under each of its names, with its module."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in own_tensors(module):
+        for name, tensor in direct_tensors(module):
             yield f"{prefix}.{name}" if prefix else name, module, tensor
 
 
@@ -129,7 +129,7 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
         f"{name} has a forward of its own": _differs(module, base) and not _known(module),
-        f"{name} has a {_own_method(module, base)} of its own": _own_method(module, base) is not None,
+        f"{name} has a {_overridden_method(module, base)} of its own": _overridden_method(module, base) is not None,
         str(why_not_hooks(module)): why_not_hooks(module) is not None,
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
@@ -145,7 +145,7 @@ _METHODS = ("_conv_forward", "_call_impl", "_wrapped_call_impl", "__getattr__", 
 _READ = ("weight", "bias", "stride", "padding", "dilation", "groups", "padding_mode", "padding_idx", "mode", "include_last_offset")
 
 
-def _own_method(module: nn.Module, base: type[nn.Module]) -> str | None:
+def _overridden_method(module: nn.Module, base: type[nn.Module]) -> str | None:
     """The first method or attribute by which a module may compute otherwise than `base`, besides `forward`; None if there is none."""
     for name in _METHODS:
         if name in vars(module) or getattr(type(module), name, None) is not getattr(base, name, None):
@@ -154,8 +154,8 @@ def _own_method(module: nn.Module, base: type[nn.Module]) -> str | None:
 
 
 def _differs(module: nn.Module, base: type[nn.Module]) -> bool:
-    own = type(module).forward is not base.forward or type(module).__call__ is not nn.Module.__call__
-    return own or "forward" in vars(module)
+    overrides_forward = type(module).forward is not base.forward or type(module).__call__ is not nn.Module.__call__
+    return overrides_forward or "forward" in vars(module)
 
 
 def _known(module: nn.Module) -> bool:

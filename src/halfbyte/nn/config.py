@@ -29,7 +29,7 @@ _Class = TypeVar("_Class")
 
 Decisions = Mapping[str, Format | str]  # of each module its format, or the reason why it is not quantized
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_REASONS: Mapping[str, str] = MappingProxyType({})
 
 # How the range of a result on codes is chosen.
 Observer = Literal["minmax", "percentile", "mse"]  # how static networks find the scales of activations
@@ -61,23 +61,29 @@ def with_known_settings(cls: type[_Class]) -> type[_Class]:
 class Config:
     """What to quantize and how.
 
-    format      of every Linear and convolution; convolutions whose taps have under 16 channels (stems, depthwise) take int8_channel
-                where this one has blocks
-    embedding   of every Embedding and EmbeddingBag; None: the same as `format`
-    method      how codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (docs/quality.md)
-    skip        patterns of module names that stay as they are
-    overrides   pattern -> format, for modules that need another one; the first pattern that matches decides
-    compute, activation   see QuantLinear and conv2d; "image" is for convolutions with one scale per channel or tensor and no zero, and
-                means "row" for all other modules
-    activations  "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes from
-                its first layer to its last, with activation scales chosen in advance from calibration images
-    calibration  as for `quantize_`, if that is given none
-    strict      whether a weight that its format cannot hold, such as one that is nearly zero, is an error; otherwise its module stays in
-                floating point, and `report` says why
-    observer    for "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
-                the least squared error of the codes
-
     Patterns are shell patterns (`*`, `?`, `[…]`), matched on the whole dotted name; `*` also matches dots.
+
+    Attributes:
+        format: Of every Linear and convolution; convolutions whose taps have under 16 channels (stems, depthwise) take int8_channel where
+            this one has blocks.
+        method: How codes and scales are chosen: "absmax", "mse", "hqq", or, with calibration, "gptq" or "awq" (docs/quality.md).
+        skip: patterns of module names that stay as they are.
+        overrides: Pattern -> format, for modules that need another one; the first pattern that matches decides.
+        compute: See QuantLinear and conv2d; "image" is for convolutions with one scale per channel or tensor and no zero, and means "row"
+            for all other modules.
+        activation: See `compute`.
+        embedding: Of every Embedding and EmbeddingBag; None: the same as `format`.
+        activations: "dynamic": as `compute` and `activation` say; "static": a convolutional network is traced and computes on int8 codes
+            from its first layer to its last, with activation scales chosen in advance from calibration images.
+        calibration: As for `quantize_`, if that is given none.
+        observer: For "static", how a result's range is chosen: "minmax"; "percentile": without its outermost values; "mse": the one with
+            the least squared error of the codes.
+        strict: Whether a weight that its format cannot hold, such as one that is nearly zero, is an error; otherwise its module stays in
+            floating point, and `report` says why.
+
+    Example:
+        >>> hb.Config("q4_0", skip=["*lm_head"], overrides={"*down_proj": "q8_0"}).method
+        'absmax'
     """
 
     format: str | Format
@@ -208,7 +214,7 @@ def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> t
     return replace(config, calibration=None), calibration
 
 
-def choose(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NOTHING) -> dict[str, Format | str]:
+def choose(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NO_REASONS) -> dict[str, Format | str]:
     """`decide`, after `check_patterns`."""
     check_patterns(config, found)
     return decide(found, config, kept)
@@ -219,7 +225,7 @@ def formats_of(decisions: Decisions) -> dict[str, Format]:
     return {name: fmt for name, fmt in decisions.items() if isinstance(fmt, Format)}
 
 
-def decide(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NOTHING) -> dict[str, Format | str]:
+def decide(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] = NO_REASONS) -> dict[str, Format | str]:
     """For each candidate its format, or the reason why it is not quantized. Those that share a weight share the decision.
 
     kept  modules whose weight turned out not to fit its format -> the reason

@@ -14,7 +14,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibration.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
 from halfbyte.nn.calibration.runs import Progress
-from halfbyte.nn.candidates import OWN_LOADER, candidates, quantized
+from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
 from halfbyte.nn.described import NOT_A_KIND, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
@@ -37,24 +37,38 @@ def quantize_(
     calibration: Calibration | Tensor | Iterable[Any] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replaces every nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d and nn.Conv2d of `model`, and each stack of experts, by its
-    quantized form, in place, and returns `model`. An nn.MultiheadAttention becomes one with linear layers of its own
-    (`nn/modules/attention.py`), except in models of transformers.
+    """Quantize the Linear, Embedding, EmbeddingBag, Conv1d and Conv2d modules of a model, and its stacks of experts, in place.
 
-    calibration  token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight its
-                 errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as
-                 a DataLoader yields
-    progress     called with (decoder layers done, all of them, name) while calibrating
+    An nn.MultiheadAttention becomes one with quantized linear layers (`nn/modules/attention.py`), except in models of transformers.
 
-    With `activations="static"` the model itself becomes a torch.fx.GraphModule in evaluation mode, whose batch norms are folded and
-    whose layers keep their names.
+    With `activations="static"` the model itself becomes a torch.fx.GraphModule in evaluation mode, whose batch norms are folded and whose
+    layers keep their names.
 
     `report(model)` tells what was not quantized, and why. Weights that modules share stay shared. Layers that are quantized already keep
-    their codes: a model in which nothing is left to quantize is returned unchanged if each layer is as `config` asks. Raises
-    ArgumentError (a layer of such a model has another format, method, compute or activation, nothing can be quantized, a pattern matches
-    nothing, a NaN in a weight, a method without its calibration) or FormatError; then nothing has changed. A module whose weight its
-    format cannot hold (nearly zero, or beyond the range of the scales) stays in floating point, unless the config is strict or it is the
-    only one: then it is a FormatError.
+    their codes: a model in which nothing is left to quantize is returned unchanged if each layer is as `config` asks. A module whose weight
+    its format cannot hold (nearly zero, or beyond the range of the scales) stays in floating point, unless the config is strict or it is
+    the only one.
+
+    Args:
+        model: The float model.
+        config: What to quantize and how; or the format of all layers.
+        calibration: Token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight
+            its errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as a
+            DataLoader yields.
+        progress: Called with (decoder layers done, all of them, name) while calibrating.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: A layer is quantized already, but not as `config` asks; nothing can be quantized; a pattern matches nothing; a weight
+            has a NaN; a method lacks its calibration. Nothing has changed then.
+        FormatError: A weight does not fit its format, and the config is strict or it is the only one. Nothing has changed then.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> type(model[0]).__name__
+        'QuantLinear'
     """
     config, calibration = take_calibration(as_config(config), calibration)
     check_in_place(model)
@@ -78,9 +92,9 @@ def _quantize_expanded_(
             raise ArgumentError(f"{others}, and nothing is left to quantize: load the float model again and quantize that")
         return model
     check_patterns(config, found)
-    if not formats and any(candidate.reason == OWN_LOADER for candidate in found):
-        left = f"{type(model).__name__} is left in floating point: {next(c.name for c in found if c.reason == OWN_LOADER)}"
-        warnings.warn(f"{left}: {OWN_LOADER}: quantize a copy of that module alone, and save it with halfbyte.save", stacklevel=3)
+    if not formats and any(candidate.reason == CUSTOM_LOADER for candidate in found):
+        left = f"{type(model).__name__} is left in floating point: {next(c.name for c in found if c.reason == CUSTOM_LOADER)}"
+        warnings.warn(f"{left}: {CUSTOM_LOADER}: quantize a copy of that module alone, and save it with halfbyte.save", stacklevel=3)
         setattr(model, CONFIG_ATTRIBUTE, config)
         return model
     if not formats:
@@ -92,9 +106,9 @@ def _quantize_expanded_(
     results: dict[str, Result] = {}
     notes: list[str] = [others] if others else []
     if calibration is not None:
-        mine = calibrated_names(model, formats)
-        results = {r.name: r for r in calibrate(model, mine, config.method, as_calibration(calibration), progress=progress)}
-        missed = sorted(name for name in mine if f"{name}.weight" not in results)
+        calibrated = calibrated_names(model, formats)
+        results = {r.name: r for r in calibrate(model, calibrated, config.method, as_calibration(calibration), progress=progress)}
+        missed = sorted(name for name in calibrated if f"{name}.weight" not in results)
         notes += [unreached(name) for name in missed] + [note for result in results.values() for note in result.notes]
     method = UNCALIBRATED.get(config.method, config.method)
 
@@ -114,8 +128,8 @@ def _quantize_expanded_(
                 model.get_parameter(name).copy_(result.value)
     setattr(model, CONFIG_ATTRIBUTE, config)
     add_notes(model, notes)
-    for tell in finished:
-        tell(model)
+    for finish in finished:
+        finish(model)
     return model
 
 
@@ -154,9 +168,9 @@ def put_quantized_(
                     kept[name], unfit[id(weight)] = str(e), e
                     continue
                 packed = pack_weight(module, codes, weight.device)
-            made = quantized_module(module, packed, weight.dtype, config.compute, config.activation, error)
-            by_module[id(module)] = made
-            by_weight.setdefault(id(weight), made)
+            quantized = quantized_module(module, packed, weight.dtype, config.compute, config.activation, error)
+            by_module[id(module)] = quantized
+            by_weight.setdefault(id(weight), quantized)
         replacements.append((name, by_module[id(module)]))
     if unfit and not replacements and not any(isinstance(module, QuantModule) for module in model.modules()):
         raise next(iter(unfit.values()))
@@ -191,15 +205,15 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
-    made = on_codes(model, images, weight_of, observer=config.observer)
-    from_ = calibrated(made)
+    network = on_codes(model, images, weight_of, observer=config.observer)
+    from_ = calibrated(network)
     assert from_ is not None
-    replace_(model, made)
+    replace_(model, network)
     setattr(model, CONFIG_ATTRIBUTE, config)
     setattr(model, NOTES, from_.notes)
     add_kept(model, kept)
-    for tell in finished:
-        tell(model)
+    for finish in finished:
+        finish(model)
     return model
 
 

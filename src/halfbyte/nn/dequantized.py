@@ -87,18 +87,18 @@ def _float_module(module: QuantModule, weights: dict[int, nn.Parameter], dtype: 
     key = module.packed.data.data_ptr()
     if key not in weights:
         weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
-    weight, made = weights[key], _skeleton(module, weights[key])
+    weight, float_module = weights[key], _skeleton(module, weights[key])
     if not (isinstance(module, QuantExperts) or module.transposed):
-        made.weight = weight
+        float_module.weight = weight
         if not isinstance(module, QuantEmbedding | QuantEmbeddingBag):
-            made.bias = module.bias
-    keep_hooks(module, made)
-    return made.train(module.training)  # type: ignore[no-any-return]
+            float_module.bias = module.bias
+    keep_hooks(module, float_module)
+    return float_module.train(module.training)  # type: ignore[no-any-return]
 
 
 def _skeleton(module: QuantModule, weight: nn.Parameter) -> Any:
     """The float module without its weight on the meta device; a Conv1D of transformers and experts already with it."""
-    made: Any
+    float_module: Any
     if isinstance(module, QuantExperts):
         return StackedExperts(weight, module.transposed)
     if module.transposed:
@@ -107,10 +107,10 @@ def _skeleton(module: QuantModule, weight: nn.Parameter) -> Any:
         return nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     if isinstance(module, QuantEmbedding):
         form = nn.Embedding if module.embed_scale is None else ScaledEmbedding
-        made = form(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
+        float_module = form(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
         if module.embed_scale is not None:
-            set_factor(made, module.embed_scale)
-        return made
+            set_factor(float_module, module.embed_scale)
+        return float_module
     if isinstance(module, QuantEmbeddingBag):
         settings: Any = {"mode": module.mode, "padding_idx": module.padding_idx, "include_last_offset": module.include_last_offset}
         return nn.EmbeddingBag(module.num_embeddings, module.embedding_dim, **settings, device="meta")

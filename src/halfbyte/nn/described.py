@@ -38,7 +38,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What a network on codes is made from, beside the float network.
+    """The calibration record of a network on codes: all it is built from apart from the float network.
 
     scales  of each result of the traced network, by the name of its node
     floats  names of the layers that stay in floating point though they could do without

@@ -55,14 +55,30 @@ ACTIVATED = (
 
 
 def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activated: Sequence[tuple[str, str]] = ACTIVATED) -> nn.Module:
-    """Fuses quantized siblings, and additions and ReLUs into quantized convolutions before them, in place, and returns `model`.
-
-    siblings   names of children that their parent calls in this order with the same tensor
-    activated  names of a child and of the GELU to which its parent passes its output
+    """Fuse quantized siblings, and additions and ReLUs into the quantized convolutions before them, in place.
 
     Neighbours that differ in format, width, device, compute or dtype of their biases are not fused. Convolutions are in modules in
     evaluation that torch.fx can trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)`
-    list what was fused. Raises ArgumentError for a model without quantized layers.
+    list what was fused.
+
+    Args:
+        model: A quantized model.
+        siblings: Names of children that their parent calls in this order with the same tensor.
+        activated: Names of a child and of the GELU to which its parent passes its output.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: The model has no quantized layers.
+
+    Example:
+        >>> class Attention(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+        >>> type(hb.fuse_(hb.quantize_(Attention(), "q8_0")).q_proj).__name__
+        'FusedLinear'
     """
     check_type(model, nn.Module, "fuse_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
     if not any(isinstance(module, QuantModule) for module in model.modules()):
@@ -71,8 +87,8 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
         for names in () if _CROSS.intersection(path.split(".")) else siblings:
             parts = [getattr(parent, name, None) for name in names]
             linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
-            alike = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
-            for some in [dict(run) for _, run in alike]:
+            groups = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
+            for some in [dict(run) for _, run in groups]:
                 if len(some) > 1 and len({linear.bias.dtype for linear in some.values() if linear.bias is not None}) < 2:
                     group = _Group.of(list(some.values()))
                     for i, (name, linear) in enumerate(some.items()):
@@ -102,15 +118,15 @@ def _is_gelu(module: object) -> bool:
     if not isinstance(module, nn.Module) or _watched(module):
         return False
     # transformers has its own class, which calls torch's function.
-    own = type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu
-    return own or (type(module) is nn.GELU and module.approximate == "none")
+    is_gelu_module = type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu
+    return is_gelu_module or (type(module) is nn.GELU and module.approximate == "none")
 
 
 def _kind(linear: QuantLinear) -> tuple[object, ...]:
     """The properties that siblings must have in common."""
     fmt, k, device = linear.packed.codes_format, linear.packed.shape[1], linear.packed.device
-    own = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
-    return fmt, k, device, own, linear.dtype, linear.compute, linear.activation
+    layer_id = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
+    return fmt, k, device, layer_id, linear.dtype, linear.compute, linear.activation
 
 
 @dataclass(eq=False)
@@ -119,14 +135,14 @@ class _Group:
 
     sizes   rows of each
     biases  the layers' own
-    held    (an input, the outputs for it); one tuple, so that threads do not mix theirs
+    cached_outputs  (an input, the outputs for it); one tuple, so that threads do not mix them
     check   the packed_check of all layers, each of which has a view of it
     """
 
     packed: Packed
     sizes: list[int]
     biases: list[Tensor | None]
-    held: tuple[Tensor, tuple[Tensor, ...]] | None = None
+    cached_outputs: tuple[Tensor, tuple[Tensor, ...]] | None = None
     _bias: Tensor | None = None
     check: Tensor = field(init=False)
 
@@ -162,8 +178,8 @@ class _Group:
         dtypes = {bias.dtype for bias in self.biases if bias is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         none = (torch.zeros(size, dtype=dtype, device=device) for size in self.sizes)
-        pairs = zip(self.biases, none, strict=True)
-        return torch.cat([zeros if bias is None else bias.detach().to(dtype) for bias, zeros in pairs])
+        biases_and_zeros = zip(self.biases, none, strict=True)
+        return torch.cat([zeros if bias is None else bias.detach().to(dtype) for bias, zeros in biases_and_zeros])
 
     def _are_views(self, joined: Tensor) -> bool:
         """Whether the biases are those views: not after `bias.data` was assigned, and where dtypes differ."""
@@ -189,13 +205,13 @@ class _Group:
 
     def part(self, x: Tensor, of: FusedLinear) -> Tensor:
         """The outputs for x of one of the layers; the first one that is asked says how all are computed."""
-        held = self.held
-        if held is None or held[0] is not x:
+        cached = self.cached_outputs
+        if cached is None or cached[0] is not x:
             y = ops.linear(x, self.packed, self.bias, compute=of.compute, activation=of.activation)
-            held = x, y.split(self.sizes, dim=-1)
+            cached = x, y.split(self.sizes, dim=-1)
         # The last one frees the outputs.
-        self.held = held if of.index < len(self.sizes) - 1 else None
-        return held[1][of.index]
+        self.cached_outputs = cached if of.index < len(self.sizes) - 1 else None
+        return cached[1][of.index]
 
     def move(self, device: torch.device) -> None:
         if self.packed.device != device:
@@ -211,14 +227,14 @@ class _Group:
         if all(torch.equal(tensor, old[name]) for name, tensor in parts[index].tensors().items()):
             return
         sparse = self.packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE)
-        made = ops.pack(Codes.joined(parts, torch.cat), self.packed.device, sparse=sparse)
-        if (made.layout, made.data.shape) != (self.packed.layout, self.packed.data.shape):
+        packed = ops.pack(Codes.joined(parts, torch.cat), self.packed.device, sparse=sparse)
+        if (packed.layout, packed.data.shape) != (self.packed.layout, self.packed.data.shape):
             raise UnsupportedError(
                 f"the fused layers are {SPARSITY} sparse, and the weight to be loaded is not: load the model first, then fuse_ it"
             )
         with torch.inference_mode():  # where weights packed in this mode may be written to, too
-            self.packed.data.copy_(made.data)
-            self.check.copy_(digest(made.data))
+            self.packed.data.copy_(packed.data)
+            self.check.copy_(digest(packed.data))
 
 
 class FusedLinear(DerivedLinear):
@@ -243,7 +259,7 @@ class FusedLinear(DerivedLinear):
 
     @property
     def biases(self) -> list[Tensor | None]:
-        """Those of all layers that it is fused with, in one list for ever."""
+        """The parameters of all layers that it is fused with; always the same list object."""
         return self._group.biases
 
     @property
@@ -287,8 +303,10 @@ class FusedLinear(DerivedLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        mine, whole = self.packed_data, self._group.packed.data
-        if mine.data_ptr() != whole.data_ptr() and torch.equal(mine, whole.view(-1)):  # a pickle has the bytes once for each layer
+        view_data, whole = self.packed_data, self._group.packed.data
+        if view_data.data_ptr() != whole.data_ptr() and torch.equal(
+            view_data, whole.view(-1)
+        ):  # a pickle has the bytes once for each layer
             self._set_packed(_part(self._group, self._index))
 
     def _set_packed(self, packed: AnyPacked) -> None:

@@ -39,12 +39,16 @@ def fuse_convolutions_(model: nn.Module) -> None:
         return
     modules = dict(model.named_modules())
     sums, activations = _with_sums(graph, modules), _with_activations(graph, modules)
-    chained = _in_channels_last(graph, modules)
-    if not sums + activations + chained:
+    in_channels_last = _in_channels_last(graph, modules)
+    if not sums + activations + in_channels_last:
         return
     _with_pools(graph, modules)
     fused = f"within the convolutions before them: {sums} additions, {activations} activations"
-    setattr(model, REMARK, fused if sums + activations else f"in channels_last from one convolution to the next: {chained} convolutions")
+    setattr(
+        model,
+        REMARK,
+        fused if sums + activations else f"in channels_last from one convolution to the next: {in_channels_last} convolutions",
+    )
     forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
     members = {"fused": forward, "inner": Inner.of(model), "__module__": type(model).__module__}
     model.__class__ = type(type(model).__name__, (_Fused, type(model)), members)
@@ -141,13 +145,13 @@ def _in_channels_last(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         return isinstance(module_of(node, modules), QuantConv2d)
 
     formats = Formats(graph, modules, gives)
-    if not (chained := formats.chained()) or formats.writes_shared():
+    if not (count := formats.channels_last_count()) or formats.writes_shared():
         return 0
     formats.restore()
     for node in graph.nodes:
         if gives(node):
             node.kwargs = {**node.kwargs, "channels_last": True}
-    return chained
+    return count
 
 
 def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:

@@ -65,29 +65,29 @@ def quantized_module(
     module: nn.Module, packed: AnyPacked, dtype: torch.dtype, compute: str, activation: str, error: float | None
 ) -> QuantModule:
     """The quantized module with the weight `packed` that replaces `module`, which may be quantized itself, and keeps its hooks."""
-    made: QuantModule
+    quantized: QuantModule
     if isinstance(module, IntegerModule):
-        made = module.with_weight(packed, dtype, error)
+        quantized = module.with_weight(packed, dtype, error)
     elif isinstance(packed, PackedConv):
         assert isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d)
         form = QuantConv1d if isinstance(module, nn.Conv1d | QuantConv1d) else QuantConv2d
         if activation == "image" and (isinstance(packed.format.block, int) or packed.format.zero != "none"):
             activation = "row"  # as Config says
-        made = form(packed, module, compute, activation, dtype=dtype, error=error)
+        quantized = form(packed, module, compute, activation, dtype=dtype, error=error)
     elif isinstance(module, nn.Embedding | QuantEmbedding):
         factor = factor_of(module) if isinstance(module, nn.Embedding) else module.embed_scale
-        made = QuantEmbedding(packed, module.padding_idx, embed_scale=factor, dtype=dtype, error=error)
+        quantized = QuantEmbedding(packed, module.padding_idx, embed_scale=factor, dtype=dtype, error=error)
     elif isinstance(module, nn.EmbeddingBag | QuantEmbeddingBag):
-        made = QuantEmbeddingBag(packed, module, dtype=dtype, error=error)
+        quantized = QuantEmbeddingBag(packed, module, dtype=dtype, error=error)
     elif isinstance(module, StackedExperts | QuantExperts):
-        made = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
+        quantized = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
     else:
         assert isinstance(module, nn.Linear | QuantLinear) or is_conv1d(module)
         bias: Any = module.bias
-        made = QuantLinear(packed, bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
-    made.transposed = is_transposed(module)
-    keep_hooks(module, made)
-    return made.train(module.training)
+        quantized = QuantLinear(packed, bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
+    quantized.transposed = is_transposed(module)
+    keep_hooks(module, quantized)
+    return quantized.train(module.training)
 
 
 def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:

@@ -16,7 +16,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.memory import size_text
-from halfbyte.nn.candidates import candidates, own_tensors
+from halfbyte.nn.candidates import candidates, direct_tensors
 from halfbyte.nn.config import Config, decide
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
@@ -140,7 +140,19 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """Which modules of `model` are quantized and which are not, with reasons and bytes. One row per module with parameters."""
+    """List which modules of a model are quantized and which are not, with reasons and bytes.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        The report, with one row per module that has parameters; `str()` is a table.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> [row.name for row in hb.report(model).rows]
+        ['0', '1']
+    """
     check_type(model, nn.Module, "report takes a model, a torch.nn.Module", "pass the model that holds it")
     with expanded(model, attention=True):
         return _report(model, getattr(model, CONFIG_ATTRIBUTE, None))
@@ -157,7 +169,7 @@ def _report(model: nn.Module, config: Config | None) -> Report:
     seen: dict[int, str] = {}
     modules = model.named_modules(remove_duplicate=False)
     rows = tuple(_row(name, m, reasons.get(name), seen) for name, m in modules if name in reasons or isinstance(m, QuantModule))
-    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_held_otherwise(model), *_zeros_left_out(model)))
+    return Report(rows, (*getattr(model, NOTES, ()), *remarks(model), *_stored_differently(model), *_zeros_left_out(model)))
 
 
 def add_kept(model: nn.Module, kept: Mapping[str, str]) -> None:
@@ -172,10 +184,10 @@ def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
 
 def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str]) -> Row:
     """`seen`: tensor id -> the first name, where its bytes are counted."""
-    others = [t for _, t in own_tensors(module)]
+    others = [t for _, t in direct_tensors(module)]
     extra = sum(t.nbytes for t in others if seen.setdefault(id(t), name) == name and not is_lazy(t))
     if not isinstance(module, QuantModule):
-        weight = next((t for n, t in own_tensors(module) if n == "weight"), others[0])
+        weight = next((t for n, t in direct_tensors(module) if n == "weight"), others[0])
         tied_to = owner if (owner := seen[id(weight)]) != name else None
         shape = () if is_lazy(weight) else tuple(weight.shape)
         return Row(name, type(module).__name__, shape, None, reason, extra, extra, tied_to=tied_to)
@@ -204,7 +216,7 @@ def _weights(model: nn.Module) -> list[AnyPacked]:
     return list({id(m.packed_data): m.packed for m in model.modules() if isinstance(m, QuantModule)}.values())
 
 
-def _held_otherwise(model: nn.Module) -> Iterator[str]:
+def _stored_differently(model: nn.Module) -> Iterator[str]:
     weights = _weights(model)
     counts = Counter((w.codes_format, w.format) for w in weights if w.codes_format != w.format)
     for (fmt, here), count in counts.items():

@@ -16,7 +16,7 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops import long_sums
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
-from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
+from halfbyte.ops.tensors import aligned, empty_sum, empty_sum_codes
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
@@ -64,7 +64,7 @@ def linear(
         check_residual(residual, x, (*shape[:-1], n))
         residual = residual.contiguous()
     if x.numel() == 0 or n == 0:
-        empty = sum_of_nothing(x, (*shape[:-1], n), bias, residual)
+        empty = empty_sum(x, (*shape[:-1], n), bias, residual)
         return (functional.gelu(empty) if gelu else empty.clamp_(low, high)).to(x.dtype)
     weight = aligned(weight)
     if not x.is_contiguous():
@@ -95,7 +95,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
 
     check_qlinear(x, weight, table, format, n, k, low, high)
     if k == 0:
-        return codes_of_nothing(x, table, n, low, high)
+        return empty_sum_codes(x, table, n, low, high)
     if x.numel() == 0 or n == 0:
         return x.new_empty((*x.shape[:-1], n))
     flat = x.reshape(-1, k)

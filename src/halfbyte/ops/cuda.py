@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import env
-from halfbyte.dispatch.gpu import GpuOption, choose_gpu, compute_of, packs_pairs, report_failure, triton_trouble, why_no_sparse_layout
+from halfbyte.dispatch.gpu import GpuOption, choose_gpu, compute_of, packs_code_pairs, report_failure, why_no_sparse_layout, why_no_triton
 from halfbyte.dispatch.measure import tune_linear
 from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -30,7 +30,7 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops import long_sums
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
 from halfbyte.ops.replay import key_of, replayed, tapes
-from halfbyte.ops.tensors import aligned, codes_of_nothing, sum_of_nothing
+from halfbyte.ops.tensors import aligned, empty_sum, empty_sum_codes
 
 
 def packed_linear(
@@ -104,7 +104,7 @@ def _linear(
     if residual is not None:
         check_residual(residual, x, shape)
     if x.numel() == 0 or n == 0:
-        return sum_of_nothing(x, shape, bias, residual).clamp_(low, high).to(x.dtype)
+        return empty_sum(x, shape, bias, residual).clamp_(low, high).to(x.dtype)
     x, weight = aligned(x), aligned(weight)
     bias, residual = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
 
@@ -166,9 +166,9 @@ def leaves_zeros_out(codes: Codes, here: Gpu | None = None) -> bool:
     return why_no_sparse_layout(codes.format, codes.shape, here) is None and why_not_sparse(codes) is None
 
 
-def takes_pairs(codes: Codes) -> bool:
+def takes_code_pairs(codes: Codes) -> bool:
     """Whether codes [N, K] are packed in pairs for the GPU that they are on."""
-    return packs_pairs(codes.format, codes.shape, gpu(codes.data.get_device()))
+    return packs_code_pairs(codes.format, codes.shape, gpu(codes.data.get_device()))
 
 
 def with_zeros(packed: Packed) -> Packed:
@@ -184,7 +184,7 @@ def with_zeros(packed: Packed) -> Packed:
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
     """`quantizers.absmax` by a kernel; None where no kernel supports it, or where `absmax` would raise an error."""
-    if triton_trouble() is not None:
+    if why_no_triton() is not None:
         return None
     from halfbyte.kernels.gpu.quantize import quantize as kernel
 
@@ -195,7 +195,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
 def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
     check_qlinear(x, weight, table, format, n, k, low, high)
     if k == 0:
-        return codes_of_nothing(x, table, n, low, high)
+        return empty_sum_codes(x, table, n, low, high)
     out = torch.empty((*x.shape[:-1], n), dtype=torch.int8, device=x.device)
     if out.numel() == 0:
         return out
@@ -203,8 +203,8 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         packed = Packed(geo.format, (n, k), geo.layout, weight)
         return long_sums.qlinear(x, gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed), table, low, high)
-    if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"qlinear needs Triton: {trouble}, or use the CPU")
+    if (no_triton := why_no_triton()) is not None:
+        raise UnsupportedError(f"qlinear needs Triton: {no_triton}, or use the CPU")
     from halfbyte.kernels.gpu.linear import qlinear as kernel
     from halfbyte.kernels.gpu.quantize import spread
 
@@ -223,7 +223,7 @@ def embedding(ids: Tensor, weight: Tensor, format: str, n: int, k: int, dtype: t
     check_packed(weight, format, n, k, ids.device)
     check_ids(ids)
     check_out_dtype(dtype)
-    if triton_trouble() is None:
+    if why_no_triton() is None:
         from halfbyte.kernels.gpu.quantize import dequantize as kernel
 
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
@@ -240,7 +240,7 @@ def dequantize(weight: Tensor, format: str, n: int, k: int, dtype: torch.dtype) 
     check_packed(weight, format, n, k, weight.device)
     check_out_dtype(dtype)
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
-    if triton_trouble() is None:
+    if why_no_triton() is None:
         from halfbyte.kernels.gpu.quantize import dequantize as kernel
 
         with on(weight):

@@ -37,14 +37,25 @@ _integer_sums = ByTensor[tuple[Tensor, Tensor]]()
 
 
 def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
-    """Quantize `weight` [..., N, K] (float32, float16 or bfloat16) to `format`.
+    """Quantize a weight [..., N, K] to codes.
 
-    method  "absmax": scales from each block's extremes; "mse": scales that minimise the squared error; "hqq": a norm of the error in
-            which outliers count little
-    name    the tensor's name in error messages
+    Args:
+        weight: [..., N, K] in float32, float16 or bfloat16.
+        format: The format, or its name.
+        method: "absmax": scales from each block's extremes; "mse": scales that minimise the squared error; "hqq": a norm of the error in
+            which outliers count little.
+        name: The tensor's name in error messages.
 
-    Raises ArgumentError for a NaN or infinity in the weight, FormatError for an unknown format, an overflowing scale, or a weight too small
-    for the precision of its scales' dtype.
+    Returns:
+        The codes, on the device of the weight.
+
+    Raises:
+        ArgumentError: The weight has a NaN or infinity.
+        FormatError: The format is unknown, a scale overflows, or the weight is too small for the precision of its scales' dtype.
+
+    Example:
+        >>> hb.quantize(torch.ones(2, 32), "q8_0").data.dtype
+        torch.int8
     """
     fmt = as_format(format)
     if method not in METHODS:
@@ -63,20 +74,30 @@ def quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, na
 
 
 def pack(codes: Codes, device: torch.device | str = "cpu", *, sparse: bool | None = None) -> Packed:
-    """Arrange `codes` for the kernels of `device`, "cpu" or "cuda". No number changes: `unpack` is the exact inverse.
+    """Arrange codes in the byte order of a device's kernels. No number changes: `unpack` is the exact inverse.
 
-    Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`.
     Codes of iq4 formats are integers of 8 bits on a GPU; so are those of 5 and 6 bits, also on CPUs with AMX or i8mm.
 
-    sparse  whether zeros of codes [N, K] that are 2:4 sparse are left out, where there are kernels for such weights: they take less memory,
-            and few rows less time; many rows take longer on a GPU. None: on CPUs alone
+    Args:
+        codes: Codes [N, K] become a weight for `linear`, `qlinear` and `embedding`, stacked ones [E, N, K] one for `grouped_linear`.
+        device: "cpu" or "cuda".
+        sparse: Whether zeros of codes [N, K] that are 2:4 sparse are left out, where there are kernels for such weights: they take less
+            memory, and few rows less time; many rows take longer on a GPU. None: on CPUs alone.
+
+    Returns:
+        The packed weight, on the device.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> packed.shape
+        (8, 32)
     """
     check_type(codes, Codes, "pack takes Codes", "pass what quantize(weight, format) gives")
     device = check_device(device)
     on_cpu, codes = device.type == "cpu", codes.to(device)
     if packed_format(codes.format, on_cpu=on_cpu) == codes.format:
         return _pack(codes, on_cpu, sparse)
-    return replace(_pack(codes.integers(), on_cpu, sparse), held=codes.format)
+    return replace(_pack(codes.integers(), on_cpu, sparse), source_format=codes.format)
 
 
 def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
@@ -87,7 +108,7 @@ def _pack(codes: Codes, on_cpu: bool, sparse: bool | None) -> Packed:
         packed = pack_dense(codes) if sparse is False else _pack_cpu(codes)
     else:
         sparse_here = sparse is True and gpu_ops().leaves_zeros_out(codes)
-        packed = gpu_tiles.pack(codes, sparse=sparse_here, paired=not sparse_here and gpu_ops().takes_pairs(codes))
+        packed = gpu_tiles.pack(codes, sparse=sparse_here, paired=not sparse_here and gpu_ops().takes_code_pairs(codes))
     return packed if sparse is None else replace(packed, sparse=sparse)
 
 
@@ -106,12 +127,24 @@ def pack_dense(codes: Codes) -> Packed:
 
 
 def unpack(packed: Packed | PackedConv) -> Codes:
-    """The Codes that `packed` was made from, on its device."""
+    """Return the codes of a packed weight.
+
+    Args:
+        packed: The packed weight.
+
+    Returns:
+        The Codes that it was packed from, on its device.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> hb.unpack(packed).data.shape
+        torch.Size([8, 32])
+    """
     check_type(packed, (Packed, PackedConv), "unpack takes a weight that pack or pack_conv has made", "Codes are unpacked already")
     if isinstance(packed, PackedConv):
         return convolution.unpack(packed)
     codes = _unpack(packed)
-    return codes if packed.held is None else codes.limited_to(packed.held)
+    return codes if packed.source_format is None else codes.limited_to(packed.source_format)
 
 
 def _unpack(packed: Packed) -> Codes:
@@ -149,7 +182,7 @@ def join(parts: Sequence[Packed]) -> Packed:
             data = torch.cat(given, out=cpu_tiles.allocate(sum(part.nbytes for part in parts)))
         else:
             data = torch.frombuffer(memory, dtype=torch.uint8)
-        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse, first.held)
+        return Packed(first.format, (n, first.shape[1]), cpu_tiles.NAME, data, first.sparse, first.source_format)
     return pack(Codes.joined([unpack(part) for part in parts], torch.cat), first.device, sparse=first.sparse)
 
 
@@ -166,19 +199,32 @@ def linear(
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """x [..., K] · dequantize(packed)ᵀ + bias + residual -> [..., N] in x's dtype (float32, bfloat16 or float16).
+    """Multiply activations with a quantized weight: x [..., K] · dequantize(packed)ᵀ + bias + residual.
 
-    packed      weight of shape [N, K]
-    bias        [N] or None
-    residual    [..., N] of x's dtype, or None; added before the clamp
-    compute     "float": weights become floating point in registers; "int8": x is quantized on the fly and integers are
-                multiplied; "auto": the faster one on a CPU, "float" on a GPU
-    activation  scales of x under "int8": "block" (one for each block of the weight along K) or "row", each also with an
-                offset for one-sided activations: "block_offset", "row_offset"
-    clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
+    Gradients flow to x, bias and residual (dX = dY · W); the weight is frozen. A row of x with a NaN or infinity gives a row of NaN under
+    "int8".
 
-    Gradients flow to x, bias and residual (dX = dY · W); the weight is frozen. Raises ArgumentError for shapes, dtypes or settings
-    that do not fit. A row of x with a NaN or infinity gives a row of NaN under "int8".
+    Args:
+        x: [..., K] in float32, bfloat16 or float16.
+        packed: The weight [N, K].
+        bias: [N] or None.
+        residual: [..., N] of x's dtype, or None; added before the clamp.
+        compute: "float": weights become floating point in registers; "int8": x is quantized on the fly and integers are multiplied; "auto":
+            the faster one on a CPU, "float" on a GPU.
+        activation: Scales of x under "int8": "block" (one for each block of the weight along K) or "row", each also with an offset for
+            one-sided activations: "block_offset", "row_offset".
+        clamp: (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6.
+
+    Returns:
+        [..., N] in x's dtype.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or settings do not fit.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> hb.linear(torch.randn(3, 32), packed).shape
+        torch.Size([3, 8])
     """
     try:
         n, k = packed.shape if len(packed.shape) == 2 else _matrix(packed)
@@ -223,14 +269,32 @@ def qlinear(
     out_zero: int,
     clamp: tuple[int, int] | None = None,
 ) -> Tensor:
-    """int8 [..., K] -> int8 [..., N], with requantization fused into the product:
+    """Multiply int8 activations with a quantized weight, with requantization fused into the product.
 
         y = clamp(round(M * (sum(x * q) + fused_bias))),   M = in_scale * scale / out_scale,
         fused_bias = -in_zero * sum(q) + bias / (in_scale * scale) + out_zero / M
 
-    where x represents in_scale * (x - in_zero), y represents out_scale * (y - out_zero), and q, scale are the weight's: symmetric
-    codes [N, K] with one scale per channel or tensor. Sums are exact in int32, the rest is float32 as in
-    `kernels/reference.py`; ties go to even. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127).
+    where x represents in_scale * (x - in_zero), y represents out_scale * (y - out_zero), and q, scale are the weight's: symmetric codes [N,
+    K] with one scale per channel or tensor. Sums are exact in int32, the rest is float32 as in `kernels/reference.py`; ties go to even.
+
+    Args:
+        x: int8 [..., K], the codes of in_scale * (x - in_zero).
+        packed: The weight: symmetric codes [N, K] with one scale per channel or tensor.
+        bias: [N] in floating point, or None.
+        in_scale: Scale of the input.
+        in_zero: Zero point of the input.
+        out_scale: Scale of the output.
+        out_zero: Zero point of the output.
+        clamp: (low, high) in output codes; (out_zero, 127) is ReLU; None is (-128, 127).
+
+    Returns:
+        int8 [..., N], the codes of out_scale * (y - out_zero).
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "int8_channel"))
+        >>> scales = {"in_scale": 0.1, "in_zero": 0, "out_scale": 0.5, "out_zero": 3}
+        >>> hb.qlinear(torch.zeros(2, 32, dtype=torch.int8), packed, **scales).unique()
+        tensor([3], dtype=torch.int8)
     """
     try:
         n, k = _matrix(packed)
@@ -273,9 +337,21 @@ def requantization_rows(
 
 
 def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows `ids` (int64 or int32 [...], each in 0 … N - 1) of the dequantized weight [N, K] -> [..., K] in `dtype`.
+    """Look up rows of a quantized weight [N, K].
 
-    An id outside of that range is an error on the CPU. On a GPU its row is NaN: checking ids would synchronize with the device.
+    Args:
+        ids: int64 or int32 [...], each in 0 … N - 1. Another id is an error on the CPU. On a GPU its row is NaN: checking ids would
+            synchronize with the device.
+        packed: The weight.
+        dtype: The dtype of the rows.
+
+    Returns:
+        The dequantized rows [..., K].
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> hb.embedding(torch.tensor([0, 7]), packed).shape
+        torch.Size([2, 32])
     """
     check_type(ids, Tensor, "the first argument is the ids, a tensor", "pass torch.as_tensor(ids), and the packed weight second")
     n, k = _matrix(packed)
@@ -290,9 +366,19 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
 
 
 def dequantize(packed: Packed | PackedConv | Codes, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight that `packed` represents, in its logical shape [..., N, K] (of a convolution [Co, Ci/groups, Kh, Kw]) and `dtype`.
+    """Dequantize a weight.
 
-    For Codes it is `Codes.dequantize`, in their shape.
+    Args:
+        packed: A packed weight, or codes.
+        dtype: The dtype of the result.
+
+    Returns:
+        The weight in its logical shape [..., N, K], of a convolution [Co, Ci/groups, Kh, Kw]; of Codes in their shape.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> hb.dequantize(packed).dtype
+        torch.float32
     """
     kinds = (Packed, PackedConv, Codes)
     check_type(packed, kinds, "dequantize takes a weight that quantize or pack has made", "pass quantize(weight, format)")

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 
 T = TypeVar("T")
 
-# By device and the stream of replays, as two graphs in one memory must not run at the same time: a graph whose memory others share.
+# A graph whose memory others share, by device and the stream of replays: two graphs in one memory must not run at the same time.
 _pools: dict[tuple[int, int], Any] = {}
 _lost: list[Any] = []  # those in whose memory a capture failed
 _streams: dict[int, Any] = {}  # by device: of captures
@@ -51,7 +51,7 @@ class CapturedGraph:
                 _pools[self._place] = _trivial(self._device)
             try:
                 self._graph.capture_begin(pool=_pools[self._place].pool(), capture_error_mode=_MODE)
-                if triton_trouble() is None:
+                if why_no_triton() is None:
                     from halfbyte.kernels.gpu.runtime import scratch
 
                     self._owner = scratch.owner(self._device)

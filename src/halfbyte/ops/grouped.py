@@ -28,22 +28,36 @@ def grouped_linear(
     compute: str = "auto",
     activation: str = "block",
 ) -> Tensor:
-    """Each row of x times the weight of its expert, + that expert's bias, in x's dtype (float32, bfloat16 or float16):
+    """Multiply each row of x with the quantized weight of its expert, and add that expert's bias.
 
         expert_ids [M]      x [M, K]                       y[m]    = x[m] · W[id[m]]ᵀ            -> [M, N]
         expert_ids [M, T]   x [M, K], shared by all T      y[m, t] = x[m] · W[id[m, t]]ᵀ         -> [M, T, N]
                             or [M, T, K]                   y[m, t] = x[m, t] · W[id[m, t]]ᵀ
 
-    packed        weights of shape [E, N, K]: `pack` of codes of that shape
-    expert_ids    int64 or int32, each in 0 … E - 1. Another id is an error on the CPU. On a GPU its rows are NaN: checking ids would
-                  synchronize with the device
-    bias          [E, N] or None
-    compute, activation   as in `linear`. On GPUs "int8" quantizes activations where there is a kernel for it: on Hopper, 4 bits with one
-                  scale a channel or blocks of 128 and more, some 48 rows an expert and more; elsewhere products are in floating point
-                  (`halfbyte explain --experts` says which)
+    The routing weights of a layer are applied afterwards: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x and the bias; the
+    weights are frozen.
 
-    The routing weights of a layer are applied afterwards: `(y * weights.unsqueeze(-1)).sum(1)`. Gradients flow to x and the
-    bias; the weights are frozen. Raises ArgumentError for shapes, dtypes or settings that do not fit.
+    Args:
+        x: [M, K], or [M, T, K] where each of T experts has its own input; float32, bfloat16 or float16.
+        packed: Weights of shape [E, N, K]: `pack` of codes of that shape.
+        expert_ids: int64 or int32, each in 0 … E - 1. Another id is an error on the CPU. On a GPU its rows are NaN: checking ids would
+            synchronize with the device.
+        bias: [E, N] or None.
+        compute: As in `linear`. On GPUs "int8" quantizes activations where there is a kernel for it: on Hopper, 4 bits with one scale a
+            channel or blocks of 128 and more, some 48 rows an expert and more; elsewhere products are in floating point (`halfbyte explain
+            --experts` says which).
+        activation: See `compute`.
+
+    Returns:
+        [M, N] or [M, T, N] in x's dtype.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or settings do not fit.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(4, 8, 32), "q8_0"))
+        >>> hb.grouped_linear(torch.randn(3, 32), packed, torch.tensor([[0, 1], [3, 1], [2, 0]])).shape
+        torch.Size([3, 2, 8])
     """
     try:
         if len(packed.shape) != 3:
@@ -102,15 +116,15 @@ def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *setti
     _check(x, weight, ids, bias, s)
     multiply = _on_cpu(x, ids, s) if x.is_cpu else _on_gpu(x, ids, s)
     if 0 in (x.numel(), s.n, ids.numel(), s.experts):
-        return _nothing(x, ids, bias, shape, s.experts)
+        return _empty_product(x, ids, bias, shape, s.experts)
     return multiply(x.reshape(-1, s.k), weight, bias).view(shape)
 
 
-# Of x [M, K], the packed bytes and the bias of all experts: [pairs, N].
+# (x [M, K], packed bytes, bias of all experts) -> [pairs, N]
 _Multiply = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
-def _nothing(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
+def _empty_product(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
     """The result where K or another size is 0: the bias."""
     y = x.new_zeros(shape)
     if bias is not None and y.numel() and experts:

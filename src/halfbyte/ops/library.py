@@ -1,6 +1,6 @@
 """The custom ops `halfbyte::…` as torch sees them: their schemas, the shapes of their results, and gradients.
 
-They take the packed bytes as one uint8 tensor with the format's name and the sizes beside it, so that `torch.compile`,
+They take the packed bytes as one uint8 tensor with the format's name and the sizes, so that `torch.compile`,
 `torch.export` and autograd see plain tensors.
 """
 

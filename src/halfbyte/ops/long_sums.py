@@ -2,8 +2,8 @@
 
     y = clamp(rne(multiplier * sum((x - in_zero) * q) + offset))
 
-K is split into pieces. Sums are exact in float64, whatever their order: they are below 2^53. Slow beside kernels, which such layers are
-too rare to be worth.
+K is split into pieces. Sums are exact in float64, whatever their order: they are below 2^53. Slow compared with kernels, which such
+layers are too rare to be worth.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.kernels.gpu.runtime.launch import current_recording, is_compiling
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def why_not_recorded(operands: Operands) -> str | None:
     """The reason why launches on these operands cannot be recorded now; None if they can."""
     if current_recording() is not None:
         return "they are part of another recording"
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    if (reason := why_no_triton()) is not None:
+        return reason
     if is_compiling():
         return "kernels are compiled, not launched"
     if torch.cuda.is_current_stream_capturing():

@@ -15,7 +15,7 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def sum_of_nothing(x: Tensor, shape: Sequence[int], *terms: Tensor | None) -> Tensor:
+def empty_sum(x: Tensor, shape: Sequence[int], *terms: Tensor | None) -> Tensor:
     """The sums of products of x where a size is 0, float32 of `shape`: only the terms that are there."""
     total = x.new_zeros(shape, dtype=torch.float32)
     for term in terms:
@@ -23,6 +23,6 @@ def sum_of_nothing(x: Tensor, shape: Sequence[int], *terms: Tensor | None) -> Te
     return total
 
 
-def codes_of_nothing(x: Tensor, table: Tensor, n: int, low: int, high: int) -> Tensor:
+def empty_sum_codes(x: Tensor, table: Tensor, n: int, low: int, high: int) -> Tensor:
     """`qlinear` of x [..., 0]: the same as one code that is 0, int8 [..., N]."""
     return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()

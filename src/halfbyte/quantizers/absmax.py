@@ -132,9 +132,9 @@ def _encodes_unrounded(fmt: Format) -> bool:
 
 def limits(fmt: Format, group: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The minimum and maximum of each block, float32 [r, nb]; a zero is +0."""
-    pairs = [torch.aminmax(as_blocks(rows, fmt), dim=-1) for rows in group]
-    lo, hi = pairs[0].min, pairs[0].max
-    for pair in pairs[1:]:
+    extremes = [torch.aminmax(as_blocks(rows, fmt), dim=-1) for rows in group]
+    lo, hi = extremes[0].min, extremes[0].max
+    for pair in extremes[1:]:
         lo, hi = torch.minimum(lo, pair.min), torch.maximum(hi, pair.max)
     return lo + 0.0, hi + 0.0
 
@@ -185,7 +185,7 @@ def encode(fmt: Format, x: Tensor, grid: Grid) -> Tensor:
 
 
 def nearest(fmt: Format, v: Tensor) -> Tensor:
-    """Of the codes of a format with a table the nearest to each v, float32."""
+    """The codebook entry nearest to each v, float32."""
     codes, ends = (torch.tensor(numbers, dtype=torch.float32, device=v.device) for numbers in _levels(fmt))
     return codes[torch.bucketize(v.float(), ends)]
 

@@ -35,8 +35,13 @@ _LEAST = 1e-4  # lower bound of a scale: a channel that is always 0 must not cau
 class AWQ:
     """Options of AWQ (Lin et al., arXiv:2306.00978).
 
-    steps  alphas that are tried, besides 0
-    clip   whether ranges are clipped where that lowers the error of the outputs
+    Attributes:
+        steps: Alphas that are tried, besides 0.
+        clip: Whether ranges are clipped where that lowers the error of the outputs.
+
+    Example:
+        >>> hb.AWQ(steps=10).clip
+        True
     """
 
     steps: int = 20

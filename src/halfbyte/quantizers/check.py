@@ -75,9 +75,9 @@ def non_finite(tensor: Tensor, name: str, *, infinities: bool = False) -> str | 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
     """Raises FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
     largest weights by more than half a code, or where that scale, or that of the largest weight, is subnormal in float32: the
-    reciprocals of those a little smaller overflow. Weights of zeros are accepted, and so are blocks that are small beside others.
+    reciprocals of those a little smaller overflow. Weights of zeros are accepted, and so are blocks that are small compared with others.
 
-    With offsets the scales may be small since weights are alike. There it counts whether one is moved by more than a code of the largest.
+    With offsets the scales may be small since weights are similar. There it counts whether one is moved by more than a code of the largest.
     """
     fmt, limits = codes.format, torch.finfo(codes.format.scale)
     if not weight.numel():

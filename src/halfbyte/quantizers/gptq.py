@@ -52,12 +52,17 @@ _COLUMNS = 256  # of the inverse of a triangle
 class GPTQ:
     """Options of GPTQ (Frantar et al., arXiv:2210.17323).
 
-    act_order      columns are rounded in the order of decreasing diag(H) instead of their own. The codes are stored in the original order:
-                   neither the checkpoint nor the kernels need a permutation
-    static_groups  scales and zeros come from the weights before any column is rounded
-    damping        fraction of the mean of diag(H) that is added to it
-    columns        processed as one block
-    grid           how scales are found: "mse" (with H) or "absmax" (the paper's)
+    Attributes:
+        act_order: Columns are rounded in the order of decreasing diag(H) instead of their own. The codes are stored in the original order:
+            neither the checkpoint nor the kernels need a permutation.
+        static_groups: Scales and zeros come from the weights before any column is rounded.
+        damping: Fraction of the mean of diag(H) that is added to it.
+        columns: Processed as one block.
+        grid: How scales are found: "mse" (with H) or "absmax" (the paper's).
+
+    Example:
+        >>> hb.Calibration(torch.zeros(1, 32, dtype=torch.int64), gptq=hb.GPTQ(damping=0.05)).gptq.damping
+        0.05
     """
 
     act_order: bool = True

@@ -100,7 +100,7 @@ def _round(blocks: Blocks, grid: Grid, beta: float) -> tuple[Tensor, Grid]:
 def _targets(
     blocks: Blocks, grid: Grid, beta: float, loss: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
-    """As `Blocks.encoded`, with x - e in place of x. Adds sum(|x - dequantize(q)|^p) to `loss`."""
+    """`Blocks.encoded` of x - e. Adds sum(|x - dequantize(q)|^p) to `loss`."""
     step = grid.scale.float().abs().unsqueeze(-1)
     for x, q, times in blocks.encoded(grid):
         error = x - decode(blocks.fmt, q, grid)

@@ -33,7 +33,7 @@ _GRAMMAR = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,3})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """Of every `of` neighbours along K at most `keep` are not 0; or, where `of` is 0, the fraction `zeros` of all weights is 0."""
+    """N:M sparsity: at most `keep` of every `of` neighbours along K are not 0; with `of` 0 the fraction `zeros` of all weights is 0."""
 
     keep: int = 0
     of: int = 0

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfi
 import halfbyte as hb
 from halfbyte.checkpoint.files import companions
 from halfbyte.errors import ArgumentError, CheckpointError
-from halfbyte.nn.candidates import OWN_LOADER
+from halfbyte.nn.candidates import CUSTOM_LOADER
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 40}
 IDS = torch.arange(10)[None]
@@ -54,7 +54,7 @@ def adapted(tmp_path: Path) -> tuple[Path, Tensor]:
 def test_an_adapter_goes_along_with_its_model(adapted: tuple[Path, Tensor], tmp_path: Path) -> None:
     folder, want = adapted
     report = hb.convert(folder, tmp_path / "c", FORMAT)
-    assert any("adapter beside the model" in note and "copied, not merged" in note for note in report.notes)
+    assert any("adapter in the model's folder" in note and "copied, not merged" in note for note in report.notes)
     assert near(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "c")), want)
     report = hb.export(tmp_path / "c", tmp_path / "again", "halfbyte")
     assert any("copied, not merged" in note for note in report.notes)
@@ -124,9 +124,9 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["[UNK]", "[PAD]", *TEXTS[0].split()]
-    made: Any = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return made
+    built: Any = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    return built
 
 
 TEXTS = ["a quick brown fox jumps over lazy dogs", "lazy dogs jumps"]
@@ -146,7 +146,7 @@ def test_parts_with_their_own_loaders_stay_floats(sentence: Any, tmp_path: Path)
     want = encoded(sentence)
     hb.quantize_(sentence, "q8_0")
     rows = {row.name: row for row in hb.report(sentence).rows}
-    assert rows["2.linear"].reason == rows["3.linear"].reason == OWN_LOADER
+    assert rows["2.linear"].reason == rows["3.linear"].reason == CUSTOM_LOADER
     assert rows["0.model.pooler.dense"].format is not None
     assert near(encoded(sentence), want)
     sentence.save(str(tmp_path / "small"))
@@ -172,7 +172,7 @@ def test_a_model_whose_parts_all_stay_floats(tmp_path: Path) -> None:
     model = SentenceTransformer(modules=[StaticEmbedding(tokenizer(), embedding_dim=32)], device="cpu")
     with pytest.warns(UserWarning, match=r"SentenceTransformer is left in floating point: 0\.embedding: .* own save and load"):
         hb.quantize_(model, "q8_0")
-    assert [row.reason for row in hb.report(model).rows] == [OWN_LOADER]
+    assert [row.reason for row in hb.report(model).rows] == [CUSTOM_LOADER]
     model.save(str(tmp_path / "m"))
     assert torch.equal(encoded(opened(tmp_path / "m")), encoded(model))
     with pytest.raises(CheckpointError, match="the weights of StaticEmbedding, which sentence-transformers reads in floating point only"):

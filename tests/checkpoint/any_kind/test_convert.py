@@ -74,19 +74,19 @@ def same_codes(a: Codes, b: Codes) -> bool:
 @pytest.mark.parametrize("source", ["q4_0", "tied-q4_0"])
 def test_every_kind_holds_the_same_codes(source: str, kind: str, folders: Path, tmp_path: Path) -> None:
     report = export(folders / source, place(tmp_path, kind), kind)
-    mine, theirs = load_tensors(folders / source), load_tensors(place(tmp_path, kind))
-    codes, others = linears(mine), linears(theirs)
+    actual, reference = load_tensors(folders / source), load_tensors(place(tmp_path, kind))
+    codes, others = linears(actual), linears(reference)
     assert codes.keys() == others.keys()
     assert len(codes) == 14
     assert all(same_codes(codes[name], others[name]) for name in codes)
     quantized = {row.name for row in report.quantized}
     assert {name.removesuffix(".weight") for name in codes} <= quantized
-    plain = {name: value for name, value in mine.items() if isinstance(value, Tensor)}
-    assert all(torch.equal(value, theirs[name].to(value.dtype)) for name, value in plain.items())  # type: ignore[union-attr,arg-type]
+    plain = {name: value for name, value in actual.items() if isinstance(value, Tensor)}
+    assert all(torch.equal(value, reference[name].to(value.dtype)) for name, value in plain.items())  # type: ignore[union-attr,arg-type]
     expected = load(folders / source)  # a GGUF file does not say what a model computes in
     model = load_gguf(tmp_path / "m.gguf", dtype=torch.bfloat16)[0] if kind == "gguf" else load(place(tmp_path, kind))
     # Only an output head that became bfloat16 may round otherwise: each weight by 2^-9, 64 of them in a sum.
-    kept = theirs["lm_head.weight"].__class__ is mine["lm_head.weight"].__class__
+    kept = reference["lm_head.weight"].__class__ is actual["lm_head.weight"].__class__
     assert torch.allclose(logits(model), logits(expected), rtol=0, atol=0.0 if kept else 0.02)
     assert describe(place(tmp_path, kind)).quantized
     # And back.
@@ -122,9 +122,9 @@ def test_formats_that_a_kind_holds(source: str, kind: str, kept: bool, folders: 
 def test_gguf_holds_longer_blocks_and_points_exactly(source: str, numbers: str, folders: Path, tmp_path: Path) -> None:
     """As several blocks with one scale, and as q5_0 with q - point."""
     export(folders / source, tmp_path / "m.gguf", "gguf")
-    mine, theirs = load_tensors(folders / source), load_tensors(tmp_path / "m.gguf")
-    for name, codes in linears(mine).items():
-        other = theirs[name]
+    actual, expected = load_tensors(folders / source), load_tensors(tmp_path / "m.gguf")
+    for name, codes in linears(actual).items():
+        other = expected[name]
         assert isinstance(other, Codes)
         assert str(other.format) == numbers
         assert torch.equal(other.dequantize(torch.float64), codes.dequantize(torch.float64))
@@ -288,8 +288,8 @@ def test_quantizing_is_resumed(folders: Path, tmp_path: Path) -> None:
     assert done > 10
     report = convert(folders / "float", tmp_path / "m", "q4_0", resume=True)
     assert any(note.startswith(f"resumed: {done} tensors") for note in report.notes)
-    mine, theirs = load_tensors(tmp_path / "m"), load_tensors(folders / "q4_0")
-    assert mine.keys() == theirs.keys()
+    actual, expected = load_tensors(tmp_path / "m"), load_tensors(folders / "q4_0")
+    assert actual.keys() == expected.keys()
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == (folders / "q4_0" / "model.safetensors").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -325,8 +325,8 @@ def test_what_is_resumed_must_be_the_same(folders: Path, tmp_path: Path) -> None
         journal.write("0000")
     report = export(folders / "q4_0", tmp_path / "m", "halfbyte", resume=True, shard_bytes=20000)
     assert any("resumed" in note for note in report.notes)
-    mine, theirs = load_tensors(tmp_path / "m"), load_tensors(folders / "q4_0")
-    assert all(same_codes(mine[name], value) for name, value in theirs.items() if isinstance(value, Codes))  # type: ignore[arg-type]
+    actual, expected = load_tensors(tmp_path / "m"), load_tensors(folders / "q4_0")
+    assert all(same_codes(actual[name], value) for name, value in expected.items() if isinstance(value, Codes))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="exists"):
         export(folders / "q4_0", tmp_path / "m", "halfbyte", resume=True)
 

@@ -216,8 +216,8 @@ def test_regular_files_are_opened_and_found(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in files.files_below(tmp_path)] == ["a", "b", "folder/c", "link"]
     assert [path.name for path in files.paths_in(tmp_path)] == [".hidden", "a", "b", "folder", "link", "loop"]
     is_there = {name: (files.is_file(tmp_path / name), files.is_folder(tmp_path / name)) for name in ("a", "link", "folder", "dead", "a/b")}
-    nothing = (False, False)
-    assert is_there == {"a": (True, False), "link": (True, False), "folder": (False, True), "dead": nothing, "a/b": nothing}
+    unused = (False, False)
+    assert is_there == {"a": (True, False), "link": (True, False), "folder": (False, True), "dead": unused, "a/b": unused}
 
 
 def test_a_checkpoint_of_links_is_read(saved: Path, tmp_path: Path) -> None:

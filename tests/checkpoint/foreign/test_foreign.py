@@ -233,7 +233,7 @@ def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
 # What is refused
 
 
-def turned(*places: str) -> dict[str, Any]:
+def transforms(*places: str) -> dict[str, Any]:
     """compressed-tensors' transform_config with Hadamard transforms at these places."""
     return {"config_groups": {"R": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": place} for place in places]}}}
 
@@ -252,7 +252,7 @@ def turned(*places: str) -> dict[str, Any]:
         ("gptq", {"group_size": 64}, "the checkpoint is damaged"),
         ("compressed-tensors", {"config_groups": 3}, "not an object of objects"),
         ("compressed-tensors", {"config_groups": {}}, "packed in None bits"),
-        ("compressed-tensors", {"transform_config": turned("weight_output", "input")}, "changes values at 'input' as the model runs"),
+        ("compressed-tensors", {"transform_config": transforms("weight_output", "input")}, "changes values at 'input' as the model runs"),
     ],
 )
 def test_what_a_config_says_is_checked(kind: str, settings: dict[str, Any], message: str, folders: Path, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_what_a_config_says_is_checked(kind: str, settings: dict[str, Any], mess
 
 
 def test_transforms_of_stored_weights_are_read(folders: Path, tmp_path: Path) -> None:
-    loaded = load(copied(folders / "compressed-tensors", tmp_path / "m", transform_config=turned("weight_output", "weight_input")))
+    loaded = load(copied(folders / "compressed-tensors", tmp_path / "m", transform_config=transforms("weight_output", "weight_input")))
     assert torch.equal(logits(loaded), logits(load(folders / "compressed-tensors")))
 
 

@@ -79,15 +79,15 @@ def random_blocks(kind: ggml.BlockType, rows: int, blocks: int) -> np.ndarray[An
 
 @pytest.mark.parametrize("number", ggml.TYPES)
 def test_blocks_are_what_the_gguf_package_makes_of_them(number: int) -> None:
-    kind, theirs = ggml.TYPES[number], package.GGMLQuantizationType(number)
-    assert package.GGML_QUANT_SIZES[theirs] == (kind.weights, kind.nbytes)
-    assert theirs.name.lower() == kind.name.lower()
+    kind, expected = ggml.TYPES[number], package.GGMLQuantizationType(number)
+    assert package.GGML_QUANT_SIZES[expected] == (kind.weights, kind.nbytes)
+    assert expected.name.lower() == kind.name.lower()
     raw = random_blocks(kind, 5, 3)
     codes = ggml.decode(kind, (5, 3 * kind.weights), torch.from_numpy(raw))
     codes.check_values()
     assert codes.format == kind.format
     # Each product is exact in float32, so that there is one rounding at most, the same on both sides.
-    assert np.array_equal(codes.dequantize().numpy(), package.dequantize(raw, theirs))
+    assert np.array_equal(codes.dequantize().numpy(), package.dequantize(raw, expected))
     if kind.fields:
         blocks = torch.from_numpy(raw).reshape(-1, kind.nbytes)
         for part in (blocks, blocks[1:4], blocks[:0], blocks.repeat(4000, 1)):  # the last in several threads
@@ -140,19 +140,19 @@ def test_what_is_written_the_package_reads(tmp_path: Path) -> None:
     writer.write("norm", norm)
     writer.write("scalar", torch.tensor(2.0))
     writer.finish()
-    theirs = package.GGUFReader(tmp_path / "a.gguf")
-    read = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    expected = package.GGUFReader(tmp_path / "a.gguf")
+    read = {name: field.contents() for name, field in expected.fields.items() if not name.startswith("GGUF.")}
     assert {name: value for name, value in read.items() if name != "none"} == {n: v for n, v in metadata.items() if n != "none"}
-    found = {tensor.name: tensor for tensor in theirs.tensors}
+    found = {tensor.name: tensor for tensor in expected.tensors}
     assert np.array_equal(package.dequantize(found["w"].data, found["w"].tensor_type), codes.dequantize().numpy())
     assert np.array_equal(found["norm"].data, norm.numpy())
     assert [int(size) for size in found["half"].shape] == [3, 2]
-    mine = gguf.read_header(tmp_path / "a.gguf")
-    assert {n: list(v) if isinstance(metadata[n], list) else v for n, v in mine.metadata.items()} == metadata  # type: ignore[arg-type]
-    back = gguf.read(mine.entries["w"])
+    actual = gguf.read_header(tmp_path / "a.gguf")
+    assert {n: list(v) if isinstance(metadata[n], list) else v for n, v in actual.metadata.items()} == metadata  # type: ignore[arg-type]
+    back = gguf.read(actual.entries["w"])
     assert isinstance(back, Codes)
     assert all(torch.equal(back.tensors()[name], tensor) for name, tensor in codes.tensors().items())
-    assert torch.equal(gguf.read(mine.entries["half"]), torch.ones(2, 3, dtype=torch.bfloat16))  # type: ignore[arg-type]
+    assert torch.equal(gguf.read(actual.entries["half"]), torch.ones(2, 3, dtype=torch.bfloat16))  # type: ignore[arg-type]
 
 
 def test_what_the_package_writes_is_read(tmp_path: Path) -> None:
@@ -222,11 +222,11 @@ def parts_of(source: Path, folder: Path, count: int, **changes: Any) -> Path:
     names = list(file.entries)
     paths = [folder / f"m-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
     for i, path in enumerate(paths):
-        mine = [name for j, name in enumerate(names) if j * count // len(names) == i]
+        actual = [name for j, name in enumerate(names) if j * count // len(names) == i]
         counts = {"split.no": i, "split.count": count, "split.tensors.count": len(names)} | changes
         metadata = {**(file.metadata if i == 0 else {}), **counts}
-        writer = gguf.Writer(path, metadata, {name: (file.entries[name].kind, file.entries[name].shape) for name in mine})
-        for name in mine:
+        writer = gguf.Writer(path, metadata, {name: (file.entries[name].kind, file.entries[name].shape) for name in actual})
+        for name in actual:
             value = gguf.read(file.entries[name])
             writer.write(name, to_blocks(value) if isinstance(value, Codes) else value)
         writer.finish()
@@ -330,13 +330,13 @@ def logits(model: nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    built.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").split("\n")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(text, trainers.BpeTrainer(vocab_size=296, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}")
+    built.train_from_iterator(text, trainers.BpeTrainer(vocab_size=296, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -366,10 +366,10 @@ def test_a_quantized_model_comes_back_code_for_code(name: str, tmp_path: Path) -
     make(name).save_pretrained(tmp_path / "float")
     convert(tmp_path / "float", tmp_path / "q", "q4_0")
     export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
-    mine, theirs = load_tensors(tmp_path / "q"), load_tensors(tmp_path / "m.gguf")
-    assert mine.keys() == theirs.keys()
-    for key, value in mine.items():
-        other = theirs[key]
+    actual, reference = load_tensors(tmp_path / "q"), load_tensors(tmp_path / "m.gguf")
+    assert actual.keys() == reference.keys()
+    for key, value in actual.items():
+        other = reference[key]
         if isinstance(value, Codes):
             assert isinstance(other, Codes), key
             assert value.format == other.format
@@ -389,10 +389,10 @@ def test_transformers_reads_the_same_model(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path / "float")
     convert(tmp_path / "float", tmp_path / "q", "q8_0")
     export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
-    mine = load_tensors(tmp_path / "m.gguf")
-    for name, parameter in theirs.named_parameters():
-        value = mine[name]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
+    actual = load_tensors(tmp_path / "m.gguf")
+    for name, parameter in expected.named_parameters():
+        value = actual[name]
         assert torch.equal(parameter, value.dequantize() if isinstance(value, Codes) else value), name
 
 
@@ -438,17 +438,17 @@ def test_k_quants_in_a_model(tmp_path: Path) -> None:
     model.load_state_dict(state)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            mine = loaded.get_submodule(name)
+            actual = loaded.get_submodule(name)
             expected = module.weight
-            assert torch.equal(mine.weight + 0, expected), name  # type: ignore[operator]
+            assert torch.equal(actual.weight + 0, expected), name  # type: ignore[operator]
     halves, _ = load_gguf(tmp_path / "k.gguf", half_scales=True)
     for name, module in loaded.named_modules():
         if isinstance(module, QuantLinear | QuantEmbedding):
-            mine, exact = halves.get_submodule(name).codes(), module.codes()  # type: ignore[operator]
-            assert torch.equal(mine.data, exact.data)
-            assert mine.format.scale == mine.scale.dtype == torch.float16
-            assert torch.equal(mine.scale, exact.scale.half())
-            assert exact.zero is None or torch.equal(mine.zero, exact.zero.half())
+            actual, exact = halves.get_submodule(name).codes(), module.codes()  # type: ignore[operator]
+            assert torch.equal(actual.data, exact.data)
+            assert actual.format.scale == actual.scale.dtype == torch.float16
+            assert torch.equal(actual.scale, exact.scale.half())
+            assert exact.zero is None or torch.equal(actual.zero, exact.zero.half())
     formats = {str(row.format) for row in describe(tmp_path / "k.gguf").quantized}
     assert {"int4_g32_offset_f32", "int6_g16_f32", "int4_g16_offset_f32"} <= formats
 
@@ -462,21 +462,21 @@ def test_llama3_scaling_is_what_transformers_computes() -> None:
 
 
 def test_sentencepiece_bpe(tmp_path: Path) -> None:
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)  # type: ignore[assignment]
+    built = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)  # type: ignore[assignment]
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    made.train_from_iterator(["the weights of the model"] * 9, trainers.BpeTrainer(vocab_size=299, special_tokens=specials))
-    mine = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    built.train_from_iterator(["the weights of the model"] * 9, trainers.BpeTrainer(vocab_size=299, special_tokens=specials))
+    actual = PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     model = make("llama")
     model.save_pretrained(tmp_path / "float")
-    mine.save_pretrained(tmp_path / "float")
+    actual.save_pretrained(tmp_path / "float")
     export(tmp_path / "float", tmp_path / "m.gguf", "gguf")
     metadata = gguf.read_header(tmp_path / "m.gguf").metadata
     assert metadata["tokenizer.ggml.model"] == "llama"
     assert len(metadata["tokenizer.ggml.scores"]) == 300  # type: ignore[arg-type]
-    theirs = load_gguf(tmp_path / "m.gguf")[1]
+    expected = load_gguf(tmp_path / "m.gguf")[1]
     text = "the weights of the model"
-    assert theirs(text, add_special_tokens=False)["input_ids"] == mine(text, add_special_tokens=False)["input_ids"]
+    assert expected(text, add_special_tokens=False)["input_ids"] == actual(text, add_special_tokens=False)["input_ids"]
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
@@ -516,14 +516,14 @@ def test_llama_cpp_reads_what_is_written(name: str, format: str, tmp_path: Path,
     tokenizer.save_pretrained(tmp_path / "float")
     convert(tmp_path / "float", tmp_path / "q", format)
     export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
-    theirs, text = LlamaCpp(tmp_path / "m.gguf"), "The weights of a model"
+    expected, text = LlamaCpp(tmp_path / "m.gguf"), "The weights of a model"
     ids = tokenizer(text)["input_ids"]
-    assert theirs.next_token(text, 5) == theirs.next_token(ids, 5), "the same tokens"
+    assert expected.next_token(text, 5) == expected.next_token(ids, 5), "the same tokens"
     with torch.no_grad():
         wanted = torch.log_softmax(load(tmp_path / "m.gguf")(torch.tensor([ids])).logits[0].double(), -1)
     errors = [
         abs(found - float(wanted[count - 1, token]))
-        for count, next_tokens in theirs.next_tokens(ids, 2, len(tokenizer))
+        for count, next_tokens in expected.next_tokens(ids, 2, len(tokenizer))
         for token, found in next_tokens.items()
     ]
     # Both quantize activations to 8 bits per block: an error of about 1/254 of a block's largest, here in two layers of random weights.

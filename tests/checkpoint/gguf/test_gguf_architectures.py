@@ -72,14 +72,14 @@ def make(name: str, folder: Path) -> tuple[nn.Module, list[int]]:
     tokenizer, (model, settings) = make_tokenizer(), CONFIGS[name]
     config = getattr(transformers, f"{model}Config")(**{**SMALL, **settings, "vocab_size": len(tokenizer)})
     torch.manual_seed(0)
-    made: Any = getattr(transformers, f"{model}ForCausalLM")(config).eval()
+    built: Any = getattr(transformers, f"{model}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in built.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
-    made.save_pretrained(folder / "float")
+    built.save_pretrained(folder / "float")
     tokenizer.save_pretrained(folder / "float")
     export(folder / "float", folder / "m.gguf", "gguf")
-    return made, tokenizer(TEXT)["input_ids"]
+    return built, tokenizer(TEXT)["input_ids"]
 
 
 def logits(model: nn.Module, ids: list[int]) -> Tensor:
@@ -105,9 +105,9 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     server = pytest.importorskip("llama_server").LlamaCpp
     model, ids = make(name, tmp_path)
-    expected, theirs = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
+    expected, reference = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
     compared = 0
-    for count, found in theirs.next_tokens(ids, 4, 10):
+    for count, found in reference.next_tokens(ids, 4, 10):
         for token, value in found.items():
             assert abs(value - float(expected[count - 1, token])) < 0.02
             compared += 1
@@ -229,10 +229,10 @@ def gpt_oss(folder: Path, kind: int, *, truncate: bool = False) -> tuple[nn.Modu
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if parameter.dim() == 1 else 64**-0.5)
-            own = name.removeprefix("model.layers.").partition(".")[2]
-            block = f"blk.{name.split('.')[2]}." if own in layer or ".experts." in name else ""
-            if name in ends or own in layer:
-                tensors[ends.get(name) or block + layer[own]] = parameter
+            layer_name = name.removeprefix("model.layers.").partition(".")[2]
+            block = f"blk.{name.split('.')[2]}." if layer_name in layer or ".experts." in name else ""
+            if name in ends or layer_name in layer:
+                tensors[ends.get(name) or block + layer[layer_name]] = parameter
             elif name.endswith("_bias"):
                 parts = (
                     {"ffn_gate_exps": parameter[:, ::2], "ffn_up_exps": parameter[:, 1::2]}
@@ -301,8 +301,8 @@ def test_llama_cpp_computes_the_same_of_gpt_oss(kind: int, tmp_path: Path) -> No
     pytest.importorskip("xllamacpp")
     server = pytest.importorskip("llama_server").LlamaCpp
     model, ids = gpt_oss(tmp_path, kind, truncate=True)
-    expected, theirs = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
-    for count, found in theirs.next_tokens(ids, 4, 10):
+    expected, reference = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
+    for count, found in reference.next_tokens(ids, 4, 10):
         for token, value in found.items():
             assert abs(value - float(expected[count - 1, token])) < (0.05 if kind else 0.01)
 

@@ -33,7 +33,7 @@ def of(name: str) -> ggml.BlockType:
     return ggml.TYPES[ggml.NUMBERS[name]]
 
 
-def theirs(name: str, blocks: torch.Tensor) -> Any:
+def gguf_dequantized(name: str, blocks: torch.Tensor) -> Any:
     return package.dequantize(blocks.numpy(), package.GGMLQuantizationType(ggml.NUMBERS[name]))
 
 
@@ -46,7 +46,7 @@ def test_what_is_read_is_written(name: str) -> None:
     assert ggml_encoding.candidates(codes.format, codes.shape[-1])[0] is kind
     assert ggml_encoding.holds(kind, codes)
     blocks = ggml_encoding.encode(kind, codes)
-    assert np.array_equal(theirs(name, blocks), theirs(name, raw))
+    assert np.array_equal(gguf_dequantized(name, blocks), gguf_dequantized(name, raw))
     again = ggml.decode(kind, codes.shape, blocks)
     assert all(torch.equal(tensor, codes.tensors()[part]) for part, tensor in again.tensors().items())
     if name not in PRODUCTS:
@@ -97,21 +97,21 @@ def test_codes_that_a_type_does_not_have() -> None:
     for name, most in (("q2_K", 3), ("q3_K", 3), ("tq2_0", 2)):
         kind = of(name)
         ones = torch.ones(kind.format.scale_shape((1, 256)), dtype=kind.format.scale)
-        for value, held in ((most, True), (most + 1, False)):
+        for value, stored in ((most, True), (most + 1, False)):
             values = torch.zeros(1, 256, dtype=torch.int16)
             values[0, 77] = value
             codes = Codes.from_values(kind.format, values, ones, ones if kind.format.zero == "offset" else None)
-            assert ggml_encoding.holds(kind, codes) == held
+            assert ggml_encoding.holds(kind, codes) == stored
 
 
 def test_scales_of_floats_of_4_bits() -> None:
     values = torch.zeros(1, 64, dtype=torch.int16)
-    for scale, held in ((2.0**-128, True), (2.0**127, True), (0.75, False), (0.0, False), (-0.5, False)):
+    for scale, stored in ((2.0**-128, True), (2.0**127, True), (0.75, False), (0.0, False), (-0.5, False)):
         codes = Codes.from_values(as_format("mxfp4"), values, torch.full((1, 2), scale, dtype=torch.bfloat16))
-        assert ggml_encoding.holds(of("mxfp4"), codes) == held
-    for scale, held in ((224.0, True), (2.0**-10, True), (0.0, True), (1 + 2.0**-5, False), (-1.0, False), (256.0, False)):
+        assert ggml_encoding.holds(of("mxfp4"), codes) == stored
+    for scale, stored in ((224.0, True), (2.0**-10, True), (0.0, True), (1 + 2.0**-5, False), (-1.0, False), (256.0, False)):
         codes = Codes.from_values(as_format("fp4_g16"), values, torch.full((1, 4), scale, dtype=torch.float16))
-        assert ggml_encoding.holds(of("nvfp4"), codes) == held
+        assert ggml_encoding.holds(of("nvfp4"), codes) == stored
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_a_file_of_k_quants_becomes_a_folder_and_a_file_again(tmp_path: Path) ->
     assert {"q2_K", "q4_K", "q6_K"} <= set(kinds.values())
     for name, entry in first.items():
         a, b = gguf.read(entry), gguf.read(second[name])
-        mine, other = (value.dequantize() if isinstance(value, Codes) else value for value in (a, b))
-        assert torch.equal(mine, other), name
+        actual, other = (value.dequantize() if isinstance(value, Codes) else value for value in (a, b))
+        assert torch.equal(actual, other), name
     count = list(kinds.values()).count("q4_K")
     assert f"{count} of q4_K" in next(note for note in report.notes if note.startswith("tensors in the file:"))
 
@@ -163,7 +163,7 @@ def test_inspect_shows_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["inspect", str(tmp_path / "k.gguf"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["rows"]}
-    for name, (kind, format, bits, held) in {
+    for name, (kind, format, bits, stored) in {
         "model.layers.0.self_attn.q_proj.weight": ("q4_K", "int4_g32_offset_f32", 4.5, 6),
         "model.layers.0.self_attn.v_proj.weight": ("q6_K", "int6_g16_f32", 6.5625, 8),
         "model.norm.weight": ("float32", "float32", 32, 32),
@@ -171,7 +171,7 @@ def test_inspect_shows_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureF
         row = rows[name]
         weights = math.prod(row["shape"])
         assert (row["type"], row["format"]) == (kind, format), name
-        assert (8 * row["bytes"], 8 * row["held_bytes"]) == (bits * weights, held * weights), name
+        assert (8 * row["bytes"], 8 * row["held_bytes"]) == (bits * weights, stored * weights), name
     assert found["totals"]["bytes"] == sum(entry.place.spec.nbytes for entry in header.entries.values())
     assert main(["inspect", str(tmp_path / "k.gguf")]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -187,8 +187,8 @@ def test_a_quantized_model_in_types_of_their_own(fmt: str, kind: str, tmp_path: 
     export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
     entries = gguf.read_header(tmp_path / "m.gguf").entries
     assert gguf.kind_name(entries["blk.0.ffn_up.weight"].kind) == kind
-    mine, other = load_tensors(tmp_path / "q"), load_tensors(tmp_path / "m.gguf")
-    for name, codes in mine.items():
+    actual, other = load_tensors(tmp_path / "q"), load_tensors(tmp_path / "m.gguf")
+    for name, codes in actual.items():
         if isinstance(codes, Codes):
             found = other[name]
             assert isinstance(found, Codes)

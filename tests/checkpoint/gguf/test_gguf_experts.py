@@ -80,12 +80,12 @@ def test_a_float_model_comes_back(name: str, tmp_path: Path) -> None:
     back, _ = load_gguf(tmp_path / "m.gguf")
     assert type(back) is type(model)
     assert torch.equal(logits(back), logits(model))
-    theirs = package.GGUFReader(tmp_path / "m.gguf")
+    expected = package.GGUFReader(tmp_path / "m.gguf")
     architecture = next(a for a, title in package.MODEL_ARCH_NAMES.items() if title == ARCHITECTURES.get(name, name))
     known = {package.TENSOR_NAMES[kind].format(bid=layer) for kind in package.MODEL_TENSORS[architecture] for layer in range(2)}
-    assert {tensor.name.rpartition(".")[0] for tensor in theirs.tensors} <= known
-    assert all(tensor.tensor_type == 0 for tensor in theirs.tensors if "ffn_gate_inp" in tensor.name)
-    assert not {"ffn_gate", "ffn_up"} & {tensor.name.split(".")[2] for tensor in theirs.tensors if tensor.name.startswith("blk")}
+    assert {tensor.name.rpartition(".")[0] for tensor in expected.tensors} <= known
+    assert all(tensor.tensor_type == 0 for tensor in expected.tensors if "ffn_gate_inp" in tensor.name)
+    assert not {"ffn_gate", "ffn_up"} & {tensor.name.split(".")[2] for tensor in expected.tensors if tensor.name.startswith("blk")}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -97,10 +97,10 @@ def test_a_quantized_model_comes_back_code_for_code(name: str, fmt: str, tmp_pat
     assert {row.name for row in report.kept if row.reason and "dequantized" in row.reason} <= {
         f"model.layers.{layer}.mlp.shared_expert_gate.weight" for layer in range(2)
     }
-    mine, theirs = load_tensors(tmp_path / "q"), load_tensors(tmp_path / "m.gguf")
-    assert mine.keys() == theirs.keys()
-    for key, value in mine.items():
-        other = theirs[key]
+    actual, expected = load_tensors(tmp_path / "q"), load_tensors(tmp_path / "m.gguf")
+    assert actual.keys() == expected.keys()
+    for key, value in actual.items():
+        other = expected[key]
         if isinstance(other, Codes):
             assert isinstance(value, Codes)
             assert torch.equal(value.dequantize(), other.dequantize()), key
@@ -112,8 +112,8 @@ def test_a_quantized_model_comes_back_code_for_code(name: str, fmt: str, tmp_pat
     sparse = "block_sparse_moe" if name == "granitemoe" else "mlp"
     assert isinstance(model.get_submodule(f"model.layers.1.{sparse}.experts.gate_up_proj"), QuantExperts)
     back = convert_back(tmp_path)
-    assert back.keys() == theirs.keys()
-    assert all(torch.equal(floats(back[key]), floats(value)) for key, value in theirs.items())
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(floats(back[key]), floats(value)) for key, value in expected.items())
 
 
 def convert_back(folder: Path) -> dict[str, Any]:
@@ -174,13 +174,13 @@ def test_files_of_other_types(name: str, case: str, tmp_path: Path) -> None:
     expected = requantized(tmp_path / "m.gguf", tmp_path / "k.gguf", kinds)
     report = describe(tmp_path / "k.gguf")
     rows = {row.name: row for row in report.quantized}
-    mine = load_tensors(tmp_path / "k.gguf")
+    actual = load_tensors(tmp_path / "k.gguf")
     for layer in range(2):
         at, file = f"model.layers.{layer}.mlp.experts", f"blk.{layer}.ffn"
         assert str(rows[f"{at}.gate_up_proj"].format) == fmt
         stacked = torch.cat([expected[f"{file}_gate_exps.weight"], expected[f"{file}_up_exps.weight"]], 1)
-        assert torch.equal(floats(mine[f"{at}.gate_up_proj.weight"]), stacked)
-        assert torch.equal(floats(mine[f"{at}.down_proj.weight"]), expected[f"{file}_down_exps.weight"])
+        assert torch.equal(floats(actual[f"{at}.gate_up_proj.weight"]), stacked)
+        assert torch.equal(floats(actual[f"{at}.down_proj.weight"]), expected[f"{file}_down_exps.weight"])
     model = load(tmp_path / "k.gguf")
     assert isinstance(model.get_submodule("model.layers.0.mlp.experts.down_proj"), QuantExperts)
     assert bool(logits(model).isfinite().all())
@@ -192,10 +192,10 @@ def test_parts_of_several_types(tmp_path: Path) -> None:
     expected = requantized(tmp_path / "m.gguf", tmp_path / "k.gguf", {"blk.0.ffn_gate_exps": 8, "blk.0.ffn_up_exps": 2, "blk.1.ffn_": 8})
     report = describe(tmp_path / "k.gguf")
     assert any("model.layers.0.mlp.experts.gate_up_proj (q8_0, q4_0)" in note for note in report.notes)
-    mine = load_tensors(tmp_path / "k.gguf")
+    actual = load_tensors(tmp_path / "k.gguf")
     stacked = torch.cat([expected["blk.0.ffn_gate_exps.weight"], expected["blk.0.ffn_up_exps.weight"]], 1)
-    assert torch.equal(mine["model.layers.0.mlp.experts.gate_up_proj"], stacked)
-    assert isinstance(mine["model.layers.1.mlp.experts.gate_up_proj.weight"], Codes)
+    assert torch.equal(actual["model.layers.0.mlp.experts.gate_up_proj"], stacked)
+    assert isinstance(actual["model.layers.1.mlp.experts.gate_up_proj.weight"], Codes)
     assert bool(logits(load(tmp_path / "k.gguf")).isfinite().all())
 
 
@@ -301,12 +301,12 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "float")
     convert(tmp_path / "float", tmp_path / "q", hb.Config("q4_0", compute="float"))
     export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
-    theirs, model = LlamaCpp(tmp_path / "m.gguf"), load(tmp_path / "q")
+    reference, model = LlamaCpp(tmp_path / "m.gguf"), load(tmp_path / "q")
     ids = tokenizer("the quick brown fox jumps over the lazy dog, 27 hens slept under an old oak tree")["input_ids"]
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
     compared = 0
-    for count, next_tokens in theirs.next_tokens(ids, 4, 10):
+    for count, next_tokens in reference.next_tokens(ids, 4, 10):
         for token, found in next_tokens.items():
             assert abs(found - float(expected[count - 1, token])) < 0.15
             compared += 1

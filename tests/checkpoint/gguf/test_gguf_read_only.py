@@ -347,8 +347,8 @@ def test_codes_are_kept(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["gemma4", "glm4moe", "ernie4_5-moe", "minimax-m2", "dots1", "internlm2"])
 def test_a_decoder_of_halfbytes_own_computes_the_same(case: str, tmp_path: Path) -> None:
     model, ids = make(case, tmp_path, quantized=True)
-    own = CpuModel(build_spec(*open_floats(tmp_path / "m.gguf")))
-    found, expected = own.prefill(ids, Cache(own.spec), every=True), logits(model, ids)
+    native = CpuModel(build_spec(*open_floats(tmp_path / "m.gguf")))
+    found, expected = native.prefill(ids, Cache(native.spec), every=True), logits(model, ids)
     assert torch.allclose(found, expected, rtol=0, atol=1e-4)  # other orders of sums
 
 
@@ -372,8 +372,8 @@ def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     server = pytest.importorskip("llama_server").LlamaCpp
     model, ids = make(case, tmp_path)
-    expected, theirs = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
-    for count, found in theirs.next_tokens(ids, 4, 10):
+    expected, reference = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
+    for count, found in reference.next_tokens(ids, 4, 10):
         for token, value in found.items():
             assert abs(value - float(expected[count - 1, token])) < 0.04
 

@@ -33,13 +33,13 @@ CORPUS = [*TEXTS, (Path(__file__).parents[3] / "README.md").read_text(encoding="
 
 
 def byte_level(steps: list[Any], texts: list[str] = CORPUS, **settings: Any) -> Any:
-    made: Any = Tokenizer(models.BPE(**settings))
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
-    made.decoder = decoders.ByteLevel()
+    built: Any = Tokenizer(models.BPE(**settings))
+    built.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    built.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<s>", "<|x|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(texts, trainer)
-    made.add_tokens([AddedToken("<tool>", normalized=False)])
-    return made
+    built.train_from_iterator(texts, trainer)
+    built.add_tokens([AddedToken("<tool>", normalized=False)])
+    return built
 
 
 def split(pattern: str) -> list[Any]:
@@ -50,13 +50,13 @@ def split(pattern: str) -> list[Any]:
 
 
 def sentencepiece(prefix: bool) -> Any:
-    made: Any = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
+    built: Any = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    built.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
     strip = [decoders.Strip(" ", 1, 0)] * prefix
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    built.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     specials = ["<unk>", "<s>", "<|x|>", *(f"<0x{i:02X}>" for i in range(256))]
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=700, special_tokens=specials))
-    return made
+    built.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=700, special_tokens=specials))
+    return built
 
 
 def written(folder: Path, backend: Any, drop: tuple[str, ...] = (), **settings: Any) -> tuple[Path, Any, list[str]]:
@@ -74,7 +74,7 @@ def written(folder: Path, backend: Any, drop: tuple[str, ...] = (), **settings: 
 
 def same(a: Any, b: Any) -> bool:
     ids = [(a(text)["input_ids"], b(text)["input_ids"]) for text in TEXTS]
-    return all(mine == theirs and a.decode(mine) == b.decode(theirs) for mine, theirs in ids)
+    return all(actual == expected and a.decode(actual) == b.decode(expected) for actual, expected in ids)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_transformers_reads_the_same(tmp_path: Path) -> None:
     for folder, backend in (("a", byte_level(split(gguf_tokenizer.QWEN2))), ("b", sentencepiece(True))):
         (tmp_path / folder).mkdir()
         path, _, _ = written(tmp_path / folder, backend, add_bos_token=False)
-        theirs = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-        mine = gguf_tokenizer.load(path)
+        expected = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+        actual = gguf_tokenizer.load(path)
         for text in (TEXTS[0], TEXTS[2].partition("<")[0]):
-            assert mine(text, add_special_tokens=False)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"], text
+            assert actual(text, add_special_tokens=False)["input_ids"] == expected(text, add_special_tokens=False)["input_ids"], text
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_kinds_are_not_written(tmp_path: Path) -> None:
-    made: Any = Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="<s>"))
-    made.normalizer = normalizers.Lowercase()
-    path, _, notes = written(tmp_path, made)
+    built: Any = Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="<s>"))
+    built.normalizer = normalizers.Lowercase()
+    path, _, notes = written(tmp_path, built)
     assert any("no tokenizer is written" in note for note in notes)
     assert gguf_tokenizer.load(path) is None
 

@@ -28,7 +28,7 @@ INFINITE, NAN = float("inf"), float("nan")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("settings")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 20}
@@ -43,8 +43,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(made, tmp_path / "m")
+def folder(source: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(source, tmp_path / "m")
 
 
 def change(folder: Path, file: str, **values: Any) -> None:

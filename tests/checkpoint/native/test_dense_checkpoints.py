@@ -39,8 +39,8 @@ def llama() -> LlamaForCausalLM:
 
 
 def same(a: Codes, b: Codes) -> bool:
-    mine, theirs = a.tensors(), b.tensors()
-    return (a.format, a.shape) == (b.format, b.shape) and all(torch.equal(mine[part], theirs[part]) for part in mine)
+    actual, expected = a.tensors(), b.tensors()
+    return (a.format, a.shape) == (b.format, b.shape) and all(torch.equal(actual[part], expected[part]) for part in actual)
 
 
 def edit(folder: Path, change: Callable[[str, dict[str, Any]], object]) -> None:
@@ -118,11 +118,11 @@ def bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "packed_format", lambda fmt, *, on_cpu: packed_format(fmt, on_cpu=False))
 
 
-HELD = ("int5_g32_offset", "int6_g16", "iq4_nl")
+LIMITED = ("int5_g32_offset", "int6_g16", "iq4_nl")
 
 
 @pytest.mark.usefixtures("bytes_alone")
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", LIMITED)
 def test_a_weight_is_what_it_was_packed_from(name: str) -> None:
     for shape in ((40, 64), (3, 40, 64)):
         codes = random_codes(as_format(name), shape)
@@ -137,7 +137,7 @@ def test_a_weight_is_what_it_was_packed_from(name: str) -> None:
 
 @pytest.mark.usefixtures("bytes_alone")
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", LIMITED)
 def test_a_model_is_saved_as_what_it_was_loaded_from(name: str, fused: bool, tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "float")
@@ -164,7 +164,7 @@ def test_a_model_is_saved_as_what_it_was_loaded_from(name: str, fused: bool, tmp
 
 
 @pytest.mark.usefixtures("bytes_alone")
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", LIMITED)
 def test_transformers_saves_a_model_as_what_it_was_loaded_from(name: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "float")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=hb.HalfbyteConfig(name))
@@ -179,15 +179,15 @@ def test_transformers_saves_a_model_as_what_it_was_loaded_from(name: str, tmp_pa
         assert torch.equal(first[f"model.layers.0.mlp.up_proj.weight.{part}"], tensor)
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", LIMITED)
 def test_a_state_is_the_same_on_every_device(name: str, request: pytest.FixtureRequest) -> None:
-    def made() -> nn.Module:
+    def built() -> nn.Module:
         torch.manual_seed(0)
         return hb.quantize_(nn.Sequential(nn.Linear(64, 40)), name)
 
-    state = made().state_dict()
+    state = built().state_dict()
     request.getfixturevalue("bytes_alone")
-    there = made()
+    there = built()
     assert state.keys() == there.state_dict().keys()
     assert all(torch.equal(tensor, state[key]) for key, tensor in there.state_dict().items())
     there.load_state_dict(state)

@@ -152,8 +152,8 @@ def test_a_temporary_folder_that_another_writer_took_for_a_dead_ones(tmp_path: P
 def test_many_writers_at_once_leave_the_checkpoint_of_one(tmp_path: Path) -> None:
     models = [network() for _ in range(4)]
     states = [{name: tensor.tolist() for name, tensor in model.state_dict().items()} for model in models]
-    for turn in range(10):
-        new, together = tmp_path / str(turn) / "new", Barrier(len(models))
+    for round_index in range(10):
+        new, together = tmp_path / str(round_index) / "new", Barrier(len(models))
 
         def write(model: nn.Module, new: Path = new, together: Barrier = together) -> str:
             together.wait()

@@ -49,15 +49,15 @@ def written(package: str) -> dict[str, Any]:
     return {**values, "architectures": [FAMILIES[package].model_class]}
 
 
-def theirs(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def transformers_values(package: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers computes with a config.json."""
     family = FAMILIES[package]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = config_class(package).from_dict(dict(values))
         rotary_classes = {name: value for name, value in vars(modeling(package)).items() if name.endswith("RotaryEmbedding")}
-        own = family.layer_class.replace("DecoderLayer", "RotaryEmbedding")
-        rotary_class = rotary_classes.get(own, next(iter(rotary_classes.values())))
+        rope_class = family.layer_class.replace("DecoderLayer", "RotaryEmbedding")
+        rotary_class = rotary_classes.get(rope_class, next(iter(rotary_classes.values())))
         rotary = rotary_class(config)
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
     kinds = sorted(set(types)) if family.rope_per_type else [""]
@@ -157,7 +157,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], what: str) -> Non
 
 @pytest.mark.parametrize("package", CAUSAL)
 def test_a_config_says_what_it_says_to_transformers(package: str) -> None:
-    assert_same(ours(written(package)), theirs(package, written(package)), "as written")
+    assert_same(ours(written(package)), transformers_values(package, written(package)), "as written")
 
 
 @pytest.mark.parametrize("package", CAUSAL)
@@ -170,7 +170,7 @@ def test_a_key_that_is_missing_is_the_default_or_refused(package: str) -> None:
     for name in sorted((KEYS | (more - {None})) & set(whole)):
         values = {key: value for key, value in whole.items() if key != name}
         try:
-            wanted = theirs(package, values)
+            wanted = transformers_values(package, values)
         except Exception:  # transformers refuses it, too
             continue
         try:
@@ -226,7 +226,7 @@ def test_spellings_of_earlier_versions(case: str) -> None:
     if not case.startswith(("every", "by")):
         del values["rope_parameters"]
     values = {key: value for key, value in values.items() if key != "layer_types" or value is not None}
-    assert_same(ours(values), theirs(package, values), case)
+    assert_same(ours(values), transformers_values(package, values), case)
 
 
 def test_a_rope_that_only_transformers_knows_is_refused() -> None:
@@ -255,7 +255,7 @@ def test_gemma4_of_files_that_are_not_of_this_version(case: str) -> None:
     values = {key: value for key, value in written("gemma4").items() if key not in left_out}
     values |= {"global_head_dim": 28, "attention_k_eq_v": False, **types} | GEMMA4[case]
     values = {key: value for key, value in values.items() if key != "layer_types" or value is not None}
-    assert_same(ours(values), theirs("gemma4", values), case)
+    assert_same(ours(values), transformers_values("gemma4", values), case)
 
 
 @pytest.mark.parametrize("count", [6, 5, -1, 7, 1.5, "2"])

@@ -25,8 +25,8 @@ from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.program import TORCH, Lowered, program_of
 from halfbyte.dispatch import cpu
-from halfbyte.dispatch.gpu import choose_gpu, packs_pairs
-from halfbyte.kernels.cpu.chain import Chain
+from halfbyte.dispatch.gpu import choose_gpu, packs_code_pairs
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
@@ -78,15 +78,15 @@ def test_every_family_is_tested() -> None:
 
 @families("float", "int8")
 def test_logits_are_those_of_transformers(opened: Opened, request: pytest.FixtureRequest) -> None:
-    model, mine = opened
+    model, actual = opened
     ids = torch.randint(3, 90, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(ids).logits[0].float()
-    whole = mine.prefill(ids[0].tolist(), Cache(mine.spec), every=True)
-    cache, steps = Cache(mine.spec), []
+    whole = actual.prefill(ids[0].tolist(), Cache(actual.spec), every=True)
+    cache, steps = Cache(actual.spec), []
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 15), *((i, i + 1) for i in range(15, TOKENS))):
         some = ids[0, start:stop].tolist()
-        steps.append(mine.decode(some, cache) if stop == start + 1 else mine.prefill(some, cache, every=True))
+        steps.append(actual.decode(some, cache) if stop == start + 1 else actual.prefill(some, cache, every=True))
     assert cache.length == TOKENS
     for found in (whole, torch.cat(steps)):
         assert torch.isfinite(found).all()
@@ -97,14 +97,14 @@ def test_logits_are_those_of_transformers(opened: Opened, request: pytest.Fixtur
 def test_a_cache_in_8_bits_changes_little(opened: Opened) -> None:
     """Keys and values are within 1/254 of the largest of their blocks of 32: some four standard deviations, so 1.6 % of a typical one at
     most, of either sign, in two to four layers."""
-    model, mine = opened
+    model, actual = opened
     ids = torch.randint(3, 90, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(ids).logits[0].float()
-    cache, found = Cache(mine.spec, int8=True), []
+    cache, found = Cache(actual.spec, int8=True), []
     for start, stop in ((0, 15), *((i, i + 1) for i in range(15, TOKENS))):
         some = ids[0, start:stop].tolist()
-        found.append(mine.decode(some, cache) if stop == start + 1 else mine.prefill(some, cache, every=True))
+        found.append(actual.decode(some, cache) if stop == start + 1 else actual.prefill(some, cache, every=True))
     assert 1e-5 < float((torch.cat(found) - expected).norm() / expected.norm()) < 0.06
 
 
@@ -112,20 +112,20 @@ def test_a_cache_in_8_bits_changes_little(opened: Opened) -> None:
 def test_the_last_logits_of_a_prompt_are_those_of_all(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that reuse keys and values compute no more than these."""
     monkeypatch.setattr(lower_cpu, "_CHUNK", 9)
-    mine = opened[1]
+    actual = opened[1]
     ids = torch.randint(3, 90, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    caches = Cache(mine.spec), Cache(mine.spec)
-    whole, last = mine.prefill(ids, caches[0], every=True)[-1], mine.prefill(ids, caches[1])
+    caches = Cache(actual.spec), Cache(actual.spec)
+    whole, last = actual.prefill(ids, caches[0], every=True)[-1], actual.prefill(ids, caches[1])
     assert float((last - whole).norm() / whole.norm()) < TOLERANCES["float"]
-    after = [mine.decode([7], cache)[0] for cache in caches]
+    after = [actual.decode([7], cache)[0] for cache in caches]
     assert float((after[1] - after[0]).norm() / after[0].norm()) < TOLERANCES["float"]
 
 
 def test_only_tokens_that_are_wanted_take_layers_that_reuse_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, real, tokens = make(SHARED, "float", tmp_path / "model")[1], lower_cpu.run_layers, list[int]()
+    actual, real, tokens = make(SHARED, "float", tmp_path / "model")[1], lower_cpu.run_layers, list[int]()
     monkeypatch.setattr(lower_cpu, "run_layers", lambda layers, x, *more: (tokens.append(x.shape[1]), real(layers, x, *more))[1])
     monkeypatch.setattr(lower_cpu, "_CHUNK", 9)
-    mine.prefill(list(range(3, 21)), Cache(mine.spec))
+    actual.prefill(list(range(3, 21)), Cache(actual.spec))
     assert tokens == [9, 9, 9, 9, 1, 1]
 
 
@@ -135,11 +135,11 @@ def test_a_bias_of_an_output_embedding_in_floating_point(skip: list[str], tmp_pa
     model = CASES["PhiDecoderLayer"]().eval()
     vary_(model)
     hb.save(hb.quantize_(model, hb.Config("q8_0", compute="float", skip=skip)), tmp_path / "m")
-    mine, ids = CpuModel(build_spec(*open_checkpoint(tmp_path / "m"))), list(range(3, 20))
+    actual, ids = CpuModel(build_spec(*open_checkpoint(tmp_path / "m"))), list(range(3, 20))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
-    found = mine.prefill(ids[:-1], cache := Cache(mine.spec), every=True)
-    for logits in (torch.cat((found, mine.decode(ids[-1:], cache))), interpret(program_of(mine.spec), torch.tensor(ids))):
+    found = actual.prefill(ids[:-1], cache := Cache(actual.spec), every=True)
+    for logits in (torch.cat((found, actual.decode(ids[-1:], cache))), interpret(program_of(actual.spec), torch.tensor(ids))):
         assert float((logits - expected).norm() / expected.norm()) < TOLERANCES["float"]
 
 
@@ -155,10 +155,10 @@ def linear_layers(kernels: Sequence[Lowered]) -> Iterator[tuple[Lowered, Weight]
 
 @families("float")
 def test_the_program_computes_what_transformers_does(opened: Opened) -> None:
-    model, mine = opened
+    model, actual = opened
     ids = torch.randint(3, 90, (TOKENS,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        expected, found = model(ids[None]).logits[0].float(), interpret(program_of(mine.spec), ids)
+        expected, found = model(ids[None]).logits[0].float(), interpret(program_of(actual.spec), ids)
     assert float((found - expected).norm() / expected.norm()) < TOLERANCES["float"]
 
 
@@ -196,16 +196,16 @@ def test_kernels_on_a_cpu_are_those_of_the_model(opened: Opened, monkeypatch: py
 
 @families("float")
 def test_steps_of_a_token_on_a_cpu_are_those_of_the_native_call(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    chains: list[Any] = []
-    run, (_, mine) = Chain.run, opened
-    monkeypatch.setattr(Chain, "run", lambda self: (chains.append(self), run(self))[1])
-    mine.decode([5], Cache(mine.spec))
-    kernels = lower_cpu.decode_kernels(program_of(mine.spec))
-    own = [lowered.op for lowered in kernels if lowered.fused_into is None]
+    sequences: list[Any] = []
+    run, (_, actual) = StepSequence.run, opened
+    monkeypatch.setattr(StepSequence, "run", lambda self: (sequences.append(self), run(self))[1])
+    actual.decode([5], Cache(actual.spec))
+    kernels = lower_cpu.decode_kernels(program_of(actual.spec))
+    unfused = [lowered.op for lowered in kernels if lowered.fused_into is None]
     # Logits of a router and the choice; norms of queries and of keys; rows of a table and their factor.
-    in_two = [op for op in own if op.kind in ("router", "qk_norm") or (op.kind == "embedding" and op.setting("multiplier") is not None)]
-    (chain,) = chains
-    assert len(chain._blocks) == len(own) + len(in_two)
+    in_two = [op for op in unfused if op.kind in ("router", "qk_norm") or (op.kind == "embedding" and op.setting("multiplier") is not None)]
+    (sequence,) = sequences
+    assert len(sequence._blocks) == len(unfused) + len(in_two)
     by_place = {(lowered.op.layer, lowered.op.name): lowered for lowered in kernels}
     assert all(by_place[one.op.layer, one.fused_into].kernel for one in kernels if one.fused_into is not None)
 
@@ -223,7 +223,9 @@ def test_kernels_on_a_gpu_are_those_that_dispatch_chooses(opened: Opened) -> Non
             rows = 3 * by_place[op.layer, "router"].op.setting("top_k")
             problem = Problem("grouped_linear", rows, n, k, part.packed.format, torch.bfloat16, experts=stack[0])
         else:
-            problem = Problem("linear", 3, n, k, part.packed.format, torch.bfloat16, paired=packs_pairs(part.packed.format, (n, k), here))
+            problem = Problem(
+                "linear", 3, n, k, part.packed.format, torch.bfloat16, paired=packs_code_pairs(part.packed.format, (n, k), here)
+            )
         taken = choose_gpu(problem, here).taken
         assert taken is not None
         fused = [other for other in kernels if (other.op.layer, other.fused_into) == (op.layer, op.name)]

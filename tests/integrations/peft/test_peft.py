@@ -76,13 +76,13 @@ def test_a_classifier_is_no_target_of_all_linear() -> None:
 def test_merging_quantizes_again_and_unmerging_gives_the_codes_back() -> None:
     model = adapted(hb.quantize_(llama(), FORMAT), ["q_proj", "down_proj"])
     train(model)
-    apart = logits(model)
+    unmerged = logits(model)
     codes = [m.codes().data.clone() for m in model.modules() if isinstance(m, QuantLinear)]
     model.merge_adapter()
     # 8 bits per channel: each weight moves by at most 1/254 of the largest of its channel.
-    assert 0 < float((logits(model) - apart).norm() / apart.norm()) < 0.02
+    assert 0 < float((logits(model) - unmerged).norm() / unmerged.norm()) < 0.02
     model.unmerge_adapter()
-    torch.testing.assert_close(logits(model), apart, rtol=0, atol=0)
+    torch.testing.assert_close(logits(model), unmerged, rtol=0, atol=0)
     assert all(
         torch.equal(m.codes().data, old) for m, old in zip([m for m in model.modules() if isinstance(m, QuantLinear)], codes, strict=True)
     )

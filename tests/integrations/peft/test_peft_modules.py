@@ -216,10 +216,10 @@ def test_trained_tokens_are_those_of_a_float_model(tied: bool) -> None:
     assert isinstance(models[0].base_model.model.model.embed_tokens.token_adapter.base_layer, QuantEmbedding)
     for _ in range(2):
         assert_close(*map(logits, models))
-        ours, theirs = map(step, models)
-        assert ours.keys() == theirs.keys()
+        ours, expected = map(step, models)
+        assert ours.keys() == expected.keys()
         assert any("trainable_tokens_delta" in name for name in ours)
-        for name, gradient in theirs.items():
+        for name, gradient in expected.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5)  # sums that cancel
 
 
@@ -250,19 +250,19 @@ def test_lora_on_an_embedding_is_that_of_a_float_model(family: str, tmp_path: Pa
             if "lora" in name:
                 parameter.data.normal_(std=0.1)
     assert_close(logits(model), logits(floats))
-    ours, theirs = step(model), step(floats)
+    ours, expected = step(model), step(floats)
     assert all(bool(gradient.any()) for gradient in ours.values())
     assert len(ours) == 2
-    for name, gradient in theirs.items():
+    for name, gradient in expected.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5)  # sums that cancel
-    apart = logits(model)
+    unmerged = logits(model)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(base(), tmp_path)), apart, rtol=0, atol=0)
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(base(), tmp_path)), unmerged, rtol=0, atol=0)
     model.merge_adapter()
     # 8 bits in blocks of 32: each weight moves by at most 1/254 of the largest of its block.
-    assert 0 < float((logits(model) - apart).norm() / apart.norm()) < 0.02
+    assert 0 < float((logits(model) - unmerged).norm() / unmerged.norm()) < 0.02
     model.unmerge_adapter()
-    torch.testing.assert_close(logits(model), apart, rtol=0, atol=0)
+    torch.testing.assert_close(logits(model), unmerged, rtol=0, atol=0)
 
 
 def test_dora_on_an_embedding_and_a_head() -> None:
@@ -284,14 +284,14 @@ def test_biases_are_trained_where_peft_asks_for_all() -> None:
 def test_adapters_are_merged_without_rounding_after_the_model_was_dequantized() -> None:
     model = adapted(quantized(), target_modules=["q_proj", "embed_tokens"])
     step(model)
-    apart = logits(model)
+    unmerged = logits(model)
     model.dequantize()
     assert not any(isinstance(module, QuantModule) for module in model.modules())
     model.merge_adapter()
-    assert_close(logits(model), apart)
+    assert_close(logits(model), unmerged)
     model.unmerge_adapter()
-    assert_close(logits(model), apart)
-    assert_close(logits(model.merge_and_unload()), apart)
+    assert_close(logits(model), unmerged)
+    assert_close(logits(model.merge_and_unload()), unmerged)
 
 
 # Other methods

@@ -125,8 +125,8 @@ def test_an_embedding_that_does_something_else_stays() -> None:
 
 def test_timms_linear_layers() -> None:
     """Heads of MobileNets and EfficientNets: their forward differs from torch's under torch.jit.script alone."""
-    own = {"__module__": "timm.layers.linear", "forward": lambda self, x: nn.functional.linear(x, self.weight)}
-    linear = type("Linear", (nn.Linear,), own)
+    members = {"__module__": "timm.layers.linear", "forward": lambda self, x: nn.functional.linear(x, self.weight)}
+    linear = type("Linear", (nn.Linear,), members)
     (row,) = hb.report(hb.quantize_(nn.Sequential(linear(32, 8)), "q8_0")).rows
     assert str(row.format) == "q8_0"
 

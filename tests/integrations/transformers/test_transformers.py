@@ -172,9 +172,9 @@ def test_tied_weights_stay_one(folder: Path, tmp_path: Path) -> None:
 
 def test_a_tied_head_multiplies_as_before(tmp_path: Path) -> None:
     """What is stored is the embedding, which does not multiply."""
-    quantize_(made := llama(), Config("q4_0", compute="float", activation="row")).save_pretrained(tmp_path)
+    quantize_(built := llama(), Config("q4_0", compute="float", activation="row")).save_pretrained(tmp_path)
     for model in (AutoModelForCausalLM.from_pretrained(tmp_path), halfbyte.load(tmp_path)):
-        assert (model.lm_head.compute, model.lm_head.activation) == (made.lm_head.compute, made.lm_head.activation) == ("float", "row")
+        assert (model.lm_head.compute, model.lm_head.activation) == (built.lm_head.compute, built.lm_head.activation) == ("float", "row")
 
 
 def test_what_cannot_be_quantized_says_so(folder: Path) -> None:

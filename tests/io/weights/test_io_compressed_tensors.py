@@ -67,9 +67,9 @@ def test_the_library_dequantizes_the_same(fmt: str, shape: tuple[int, int]) -> N
     arguments = quantization.QuantizationArgs(num_bits=codes.format.bits, symmetric=codes.zero is None, **settings)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
     parts = ct.write(codes, None, packed=True)
-    theirs = library.PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"]
+    expected = library.PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"]
     # It multiplies in the scales' dtype, so that a product is rounded once.
-    assert torch.equal(theirs, codes.dequantize(theirs.dtype))
+    assert torch.equal(expected, codes.dequantize(expected.dtype))
 
 
 def test_one_scale_for_all_and_points_that_are_not_packed() -> None:

@@ -70,8 +70,8 @@ def test_8_bit_floats_as_transformers_dequantizes_them(dtype: torch.dtype) -> No
         scale = torch.randint(100, 140, (2, 3), dtype=torch.uint8).view(dtype)
     else:
         scale = torch.rand(2, 3).to(dtype)
-    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
-    assert torch.equal(float8.read(weight, scale, (128, 128), torch.bfloat16, "w"), theirs)
+    expected = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    assert torch.equal(float8.read(weight, scale, (128, 128), torch.bfloat16, "w"), expected)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_scales_that_do_not_fit(shape: tuple[int, ...], scale: tuple[int, ...]) 
 def test_mxfp4_as_transformers_dequantizes_it() -> None:
     blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8)
     exponents = torch.randint(100, 140, (3, 10, 4), dtype=torch.uint8)
-    theirs = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
-    mine = float4.read_mx(blocks.flatten(2), exponents, "w")
-    assert str(mine.format) == "mxfp4"
-    assert torch.equal(mine.dequantize(), theirs.transpose(1, 2))
+    expected = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+    actual = float4.read_mx(blocks.flatten(2), exponents, "w")
+    assert str(actual.format) == "mxfp4"
+    assert torch.equal(actual.dequantize(), expected.transpose(1, 2))
 
 
 def test_every_exponent_of_mxfp4_is_exact() -> None:
@@ -115,10 +115,10 @@ def test_nvfp4_as_compressed_tensors_dequantizes_it() -> None:
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
     data, scale = torch.randint(0, 256, (5, 32), dtype=torch.uint8), eights(5, 4).float().abs().to(E4M3)
     parts = {"weight_packed": data, "weight_scale": scale, "weight_global_scale": torch.tensor([37.5])}
-    theirs = compressor.decompress(dict(parts), scheme)["weight"].float()
-    mine = float4.read_nv(data, scale, parts["weight_global_scale"], "w", divide=True)
+    expected = compressor.decompress(dict(parts), scheme)["weight"].float()
+    actual = float4.read_nv(data, scale, parts["weight_global_scale"], "w", divide=True)
     # It computes in bfloat16 where it is not told otherwise.
-    assert torch.allclose(mine.dequantize(), theirs, rtol=2**-7, atol=0)
+    assert torch.allclose(actual.dequantize(), expected, rtol=2**-7, atol=0)
 
 
 def four_bit(weight: Tensor, kind: str, nested: bool, block: int = 64) -> dict[str, Tensor]:
@@ -340,9 +340,9 @@ def test_a_folder_loads_with_its_numbers(kind: str, folders: Path) -> None:
 def test_small_floats_are_quantized_as_floats_are(kind: str, folders: Path, tmp_path: Path) -> None:
     convert(folders / kind, tmp_path / "q", "q4_0")
     convert(folders / f"{kind}-float", tmp_path / "wanted", "q4_0")
-    mine, wanted = load_file(tmp_path / "q" / "model.safetensors"), load_file(tmp_path / "wanted" / "model.safetensors")
-    assert mine.keys() == wanted.keys()
-    assert all(torch.equal(mine[name], tensor) for name, tensor in wanted.items())
+    actual, wanted = load_file(tmp_path / "q" / "model.safetensors"), load_file(tmp_path / "wanted" / "model.safetensors")
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in wanted.items())
     loaded = load(folders / kind, format="q4_0")
     assert torch.equal(logits(loaded), logits(load(tmp_path / "q")))
 
@@ -352,9 +352,9 @@ def test_codes_stay_what_they_are(kind: str, folders: Path, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="quantized already"):
         convert(folders / kind, tmp_path / "q", "q4_0")
     export(folders / kind, tmp_path / "h", "halfbyte")
-    mine, wanted = load_tensors(tmp_path / "h"), load_tensors(folders / kind)
+    actual, wanted = load_tensors(tmp_path / "h"), load_tensors(folders / kind)
     for name, value in wanted.items():
-        other = mine[name]
+        other = actual[name]
         if isinstance(value, Codes):
             assert isinstance(other, Codes)
             assert all(torch.equal(other.tensors()[part], tensor) for part, tensor in value.tensors().items())
@@ -406,8 +406,8 @@ def test_experts_in_8_bit_floats(tmp_path: Path) -> None:
     assert torch.equal(state["model.layers.0.mlp.experts.gate_up_proj"], up)  # type: ignore[arg-type]
     loaded = load(tmp_path, format="q8_0")
     wanted_codes = absmax(up.float(), as_format("q8_0"))
-    held = loaded.get_submodule("model.layers.0.mlp.experts.gate_up_proj")
-    assert torch.equal(held.weight + 0, wanted_codes.dequantize(torch.bfloat16))  # type: ignore[operator]
+    stored_value = loaded.get_submodule("model.layers.0.mlp.experts.gate_up_proj")
+    assert torch.equal(stored_value.weight + 0, wanted_codes.dequantize(torch.bfloat16))  # type: ignore[operator]
 
 
 def test_gpt_oss(tmp_path: Path) -> None:

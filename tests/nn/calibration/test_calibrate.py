@@ -351,17 +351,17 @@ def test_from_disk_as_in_memory(folder: Path, tmp_path: Path, method: str) -> No
 
 
 def test_only_what_is_needed_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Materializer] = []
+    built: list[Materializer] = []
     start = Materializer.__init__
 
     def watched(self: Materializer, *args: Any) -> None:
         start(self, *args)
-        made.append(self)
+        built.append(self)
 
     monkeypatch.setattr(Materializer, "__init__", watched)
     halfbyte.convert(folder, tmp_path / "q", Config("int4_g16", method="gptq"), calibration=Calibration(tokens()))
-    held = {name for name, parameter in made[0].model.named_parameters() if parameter.dim() == 2 and not parameter.is_meta}
-    assert held == {"model.embed_tokens.weight"}
+    stored = {name for name, parameter in built[0].model.named_parameters() if parameter.dim() == 2 and not parameter.is_meta}
+    assert stored == {"model.embed_tokens.weight"}
 
 
 def test_bits_on_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from halfbyte.nn.modules.attention import Attention
 from halfbyte.nn.modules.quantized import QuantLinear
 
 
-def made(**settings: Any) -> nn.MultiheadAttention:
+def built(**settings: Any) -> nn.MultiheadAttention:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(24, 3, **settings).eval()
     for parameter in module.parameters():
@@ -29,16 +29,16 @@ def made(**settings: Any) -> nn.MultiheadAttention:
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
 def test_the_same_outputs(batch_first: bool, bias: bool) -> None:
-    theirs = made(batch_first=batch_first, bias=bias)
-    ours = Attention(theirs)
+    expected = built(batch_first=batch_first, bias=bias)
+    ours = Attention(expected)
     x, y, z = (torch.randn(2, tokens, 24) for tokens in (5, 7, 7))
     padding, hidden = torch.zeros(2, 7, dtype=torch.bool), torch.rand(6, 5, 7) < 0.3
     padding[1, 4:], hidden[..., 0] = True, False
     x, y, z = (t if batch_first else t.transpose(0, 1) for t in (x, y, z))
-    own = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    causal = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
     calls: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
         ((x, x, x), {}),
-        ((x, x, x), {"attn_mask": own, "is_causal": True}),
+        ((x, x, x), {"attn_mask": causal, "is_causal": True}),
         ((x, y, y), {"key_padding_mask": padding}),
         ((x, y, z), {"key_padding_mask": padding, "attn_mask": hidden}),
         ((x, y, z), {"attn_mask": torch.randn(5, 7), "average_attn_weights": False}),
@@ -46,7 +46,7 @@ def test_the_same_outputs(batch_first: bool, bias: bool) -> None:
     ]
     for inputs, settings in calls:
         for need_weights in (True, False):
-            wanted, found = (module(*inputs, need_weights=need_weights, **settings) for module in (theirs, ours))
+            wanted, found = (module(*inputs, need_weights=need_weights, **settings) for module in (expected, ours))
             torch.testing.assert_close(found, wanted)  # float32: sums in another order
 
 

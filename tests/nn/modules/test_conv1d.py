@@ -154,10 +154,10 @@ def test_adapters(gpt2: Any) -> None:
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.2)
-    apart, unadapted = logits(adapted), logits(gpt2)
+    unmerged, unadapted = logits(adapted), logits(gpt2)
     adapted.merge_adapter()
     # 8 bits of the sum: a hundredth. The other way round it would be as far away as no adapter at all.
-    assert (logits(adapted) - apart).norm() < 0.05 * (apart - unadapted).norm()
+    assert (logits(adapted) - unmerged).norm() < 0.05 * (unmerged - unadapted).norm()
 
 
 def test_shared_hooked_and_failing(gpt2: Any) -> None:

@@ -71,7 +71,7 @@ def _patched(layer: nn.Module, name: str) -> nn.Module:
     return layer
 
 
-OWN: dict[str, Callable[[], nn.Module]] = {
+SUBCLASSES: dict[str, Callable[[], nn.Module]] = {
     "_Standardized has a _conv_forward of its own": lambda: _Standardized(16, 8, 3),
     "_StandardizedLine has a _conv_forward of its own": lambda: _StandardizedLine(16, 8, 3),
     "Conv2d has a _conv_forward of its own": lambda: _patched(nn.Conv2d(16, 8, 3), "_conv_forward"),
@@ -84,10 +84,10 @@ OWN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("reason", OWN)
+@pytest.mark.parametrize("reason", SUBCLASSES)
 def test_a_layer_that_computes_otherwise_stays(reason: str) -> None:
     torch.manual_seed(0)
-    layer = OWN[reason]()
+    layer = SUBCLASSES[reason]()
     x = torch.randn({nn.Conv2d: (2, 16, 5, 5), nn.Conv1d: (2, 16, 5)}.get(next(c for c in type(layer).__mro__ if c in _KINDS), (2, 16)))
     model = nn.ModuleDict({"own": layer, "plain": nn.Linear(16, 8)}).eval()
     with torch.no_grad():

@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 FORMATS = ("int8_channel", "int8_channel_offset")
 
 
-def made(name: str, seed: int = 0, fmt: str = "int8_channel") -> Any:
+def built(name: str, seed: int = 0, fmt: str = "int8_channel") -> Any:
     torch.manual_seed(seed)
     return hb.quantize_(nn.Sequential(LAYERS[name][0]()), hb.Config(fmt, embedding=fmt))
 
@@ -56,7 +56,7 @@ def siblings(seed: int) -> Any:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_float_module_refuses_the_state_however_leniently(name: str, tmp_path: Path) -> None:
-    state = made(name).state_dict()
+    state = built(name).state_dict()
     model = nn.Sequential(LAYERS[name][0]())
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
@@ -101,16 +101,16 @@ def test_diffusers_fails_loudly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_states_with_and_without_a_guard_are_loaded(fmt: str) -> None:
     """Older versions of halfbyte wrote none."""
-    state, x = made("linear", 1, fmt).state_dict(), torch.randn(3, 64)
-    want = made("linear", 1, fmt)(x)
+    state, x = built("linear", 1, fmt).state_dict(), torch.randn(3, 64)
+    want = built("linear", 1, fmt)(x)
     for given in (state, {key: tensor for key, tensor in state.items() if key != "0.weight"}):
-        model = made("linear", 0, fmt)
+        model = built("linear", 0, fmt)
         model.load_state_dict(given)
         assert torch.equal(model(x), want)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.weight"):
-        made("linear", 0, fmt).load_state_dict(state | {"0.weight": torch.zeros(32, 64)})
+        built("linear", 0, fmt).load_state_dict(state | {"0.weight": torch.zeros(32, 64)})
     with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight\.data"):
-        made("linear", 0, fmt).load_state_dict({"0.weight": state["0.weight"], "0.bias": state["0.bias"]})
+        built("linear", 0, fmt).load_state_dict({"0.weight": state["0.weight"], "0.bias": state["0.bias"]})
 
 
 # Names
@@ -119,7 +119,7 @@ def test_states_with_and_without_a_guard_are_loaded(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", [*LAYERS, "fused"])
 def test_every_name_is_an_attribute(name: str, fmt: str) -> None:
-    model = siblings(0) if name == "fused" else made(name, 0, fmt)
+    model = siblings(0) if name == "fused" else built(name, 0, fmt)
     for key, value in model.state_dict().items():
         found: Any = model
         for part in key.split("."):
@@ -130,7 +130,7 @@ def test_every_name_is_an_attribute(name: str, fmt: str) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_distributed_checkpoints_name_the_state(name: str) -> None:
-    model, other = nn.Sequential(made(name), nn.Linear(4, 4)), nn.Sequential(made(name, 1), nn.Linear(4, 4))
+    model, other = nn.Sequential(built(name), nn.Linear(4, 4)), nn.Sequential(built(name, 1), nn.Linear(4, 4))
     state, x = get_model_state_dict(model), LAYERS[name][1]()
     assert state.keys() == model.state_dict().keys()
     get_state_dict(model, torch.optim.AdamW(model[1].parameters()))
@@ -165,7 +165,7 @@ def test_a_functional_call_computes_with_its_buffers(name: str) -> None:
         config = hb.Config("int8_channel", activations="static")
         a, b = (hb.quantize_(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), config, [x]) for _ in range(2))
     else:
-        a, b, x = made(name), made(name, 1), LAYERS[name][1]()
+        a, b, x = built(name), built(name, 1), LAYERS[name][1]()
     of_a, of_b = a(x), b(x)
     assert not torch.equal(of_a, of_b)
     if name != "static":  # whose scales are no buffers
@@ -175,7 +175,7 @@ def test_a_functional_call_computes_with_its_buffers(name: str) -> None:
 
 
 def test_codes_are_no_buffers() -> None:
-    a, b = made("linear"), made("linear", 1)
+    a, b = built("linear"), built("linear", 1)
     with pytest.raises((HalfbyteError, TypeError)):
         functional_call(a, b.state_dict(), (torch.randn(3, 64),))
 
@@ -196,9 +196,9 @@ def test_copies_of_fused_layers() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_buffers_that_were_set_or_copied(name: str) -> None:
-    b, x = made(name, 1), LAYERS[name][1]()
+    b, x = built(name, 1), LAYERS[name][1]()
     for put in (lambda old, new: old.copy_(new), None):
-        a = made(name)
+        a = built(name)
         with torch.no_grad():
             for (place, old), (_, new) in zip(tensors(a), tensors(b), strict=True):
                 if put is None:
@@ -221,7 +221,7 @@ AVERAGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [*LAYERS, "fused"])
 def test_bytes_that_were_averaged_are_refused(name: str, how: str) -> None:
     """`AveragedModel(use_buffers=True)` mixes bytes of packed codes, which give any number."""
-    a, b = (siblings(0), siblings(1)) if name == "fused" else (made(name), made(name, 1))
+    a, b = (siblings(0), siblings(1)) if name == "fused" else (built(name), built(name, 1))
     x = torch.randn(3, 64) if name == "fused" else LAYERS[name][1]()
     of_a = a(x)
     mean = AveragedModel(a, use_buffers=True, **AVERAGES[how])
@@ -235,7 +235,7 @@ def test_bytes_that_were_averaged_are_refused(name: str, how: str) -> None:
 
 def test_the_remedy_for_averages(tmp_path: Path) -> None:
     """Without buffers the codes follow the last model, and its adapters or heads are averaged."""
-    a, b = (nn.Sequential(made("linear", seed), nn.Linear(32, 4)) for seed in (0, 1))
+    a, b = (nn.Sequential(built("linear", seed), nn.Linear(32, 4)) for seed in (0, 1))
     mean = AveragedModel(a)
     mean.update_parameters(a)
     mean.update_parameters(b)
@@ -244,20 +244,20 @@ def test_the_remedy_for_averages(tmp_path: Path) -> None:
 
 
 def test_other_bytes_are_refused() -> None:
-    model, x = made("linear"), torch.randn(3, 64)
+    model, x = built("linear"), torch.randn(3, 64)
     data = model[0].packed_data
     for wrong in (data[:-1].clone(), data.float(), data.view(torch.int8).clone()):
         with pytest.raises(ArgumentError, match=r"packed_data of a QuantLinear is torch\.uint8 \[\d+\] on cpu, got torch\."):
             functional_call(model, {"0.packed_data": wrong}, (x,))
     with pytest.raises(ArgumentError, match="does not match packed_check"):
-        functional_call(model, {"0.packed_data": made("linear", 1)[0].packed_data}, (x,))
+        functional_call(model, {"0.packed_data": built("linear", 1)[0].packed_data}, (x,))
     with pytest.raises(UnsupportedError, match="frozen"):
         model[0].weight = nn.Parameter(torch.zeros(32, 64))
 
 
 def test_copies_and_pickles_are_checked_anew() -> None:
     """The version counters of their tensors begin at another number."""
-    model, x = made("linear"), torch.randn(3, 64)
+    model, x = built("linear"), torch.randn(3, 64)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -272,11 +272,11 @@ def test_copies_and_pickles_are_checked_anew() -> None:
 def test_tensors_without_versions() -> None:
     """Those that were made in inference mode."""
     with torch.inference_mode():
-        model = made("linear")
+        model = built("linear")
         twin = copy.deepcopy(model)
         x = torch.randn(3, 64)
         assert torch.equal(twin(x), model(x))
-    assert torch.equal(swapped(model, made("linear", 1), x), made("linear", 1)(x))
+    assert torch.equal(swapped(model, built("linear", 1), x), built("linear", 1)(x))
 
 
 def test_an_optimized_model_follows_its_buffers() -> None:

@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
-def made(name: str, seed: int) -> Any:
+def built(name: str, seed: int) -> Any:
     torch.manual_seed(seed)
     return MODELS[name][0]()
 
@@ -54,15 +54,15 @@ def emptied(a: Any, b: nn.Module) -> Any:
 
 def copied(a: Any, b: nn.Module) -> Any:
     with torch.no_grad():
-        for mine, other in of_weights(a, b):
-            mine.copy_(other)
+        for actual, other in of_weights(a, b):
+            actual.copy_(other)
     return a
 
 
 def put(a: Any, b: nn.Module) -> Any:
-    for mine, other in zip(a.modules(), b.modules(), strict=True):
-        mine._buffers.update({name: t for name, t in other._buffers.items() if name != "table"})
-        mine._parameters.update(other._parameters)
+    for actual, other in zip(a.modules(), b.modules(), strict=True):
+        actual._buffers.update({name: t for name, t in other._buffers.items() if name != "table"})
+        actual._parameters.update(other._parameters)
     return a
 
 
@@ -94,8 +94,8 @@ WAYS: dict[str, Callable[[Any, nn.Module], Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_call_sees_the_state(name: str, way: str) -> None:
-    a, b, x = made(name, 0), made(name, 1), MODELS[name][1]
-    expected = loaded(made(name, 0), b)(x)
+    a, b, x = built(name, 0), built(name, 1), MODELS[name][1]
+    expected = loaded(built(name, 0), b)(x)
     for _ in range(3):  # a network's programs are made at the second call
         before = a(x)
     changed = WAYS[way](a, b)
@@ -108,7 +108,7 @@ def test_a_call_sees_the_state(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "fused"])
 @torch.no_grad()
 def test_a_compiled_model_sees_the_state(name: str, way: str) -> None:
-    a, b, x = made(name, 0), made(name, 1), MODELS[name][1]
+    a, b, x = built(name, 0), built(name, 1), MODELS[name][1]
     compiled = torch.compile(a, backend="eager", fullgraph=True)
     compiled(x)
     WAYS[way](a, b)
@@ -118,7 +118,7 @@ def test_a_compiled_model_sees_the_state(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "fused"])
 @torch.no_grad()
 def test_a_compiled_functional_call_computes_with_its_state(name: str) -> None:
-    a, b, x = made(name, 0), made(name, 1), MODELS[name][1]
+    a, b, x = built(name, 0), built(name, 1), MODELS[name][1]
     of_a, of_b = a(x), b(x)
     within = torch.compile(lambda state, x: functional_call(a, state, (x,)), backend="eager")
     around = torch.compile(a, backend="eager") if name == "linear" else a
@@ -132,10 +132,10 @@ def test_a_compiled_functional_call_computes_with_its_state(name: str) -> None:
 
 
 def test_compiling_bytes_that_were_averaged_is_refused() -> None:
-    a, b = made("linear", 0), made("linear", 1)
+    a, b = built("linear", 0), built("linear", 1)
     with torch.no_grad():
-        for mine, other in of_weights(a, b):
-            mine.copy_((mine.float() + other.float()) / 2)
+        for actual, other in of_weights(a, b):
+            actual.copy_((actual.float() + other.float()) / 2)
     with pytest.raises(Exception, match="packed codes cannot be averaged"):  # torch.compile's own class
         torch.compile(a, backend="eager")(ROWS)
     with pytest.raises(Exception, match="packed codes cannot be averaged"):
@@ -144,7 +144,7 @@ def test_compiling_bytes_that_were_averaged_is_refused() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_of_the_state_are_not_swapped(name: str) -> None:
-    a, b = made(name, 0), made(name, 1)
+    a, b = built(name, 0), built(name, 1)
     data = [[t for key, t in model.named_buffers() if key.endswith("packed_data")] for model in (a, b)]
     with pytest.raises(RuntimeError, match="Cannot swap"):
         torch.utils.swap_tensors(data[0][0], data[1][0])
@@ -152,4 +152,4 @@ def test_tensors_of_the_state_are_not_swapped(name: str) -> None:
 
 def test_another_device_without_kernels_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="cannot be packed for device 'meta'"):
-        made("linear", 0).to("meta")
+        built("linear", 0).to("meta")

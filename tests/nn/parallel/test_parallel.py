@@ -95,9 +95,11 @@ def run_processes(
     everywhere = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
     started = []
     for rank in range(count):
-        mine = {**everywhere, **{key: value.format(rank=rank) for key, value in (environment or {}).items()}}
+        actual = {**everywhere, **{key: value.format(rank=rank) for key, value in (environment or {}).items()}}
         arguments = [argument.format(rank=rank) for argument in command]
-        started.append(subprocess.Popen([sys.executable, *arguments], env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen([sys.executable, *arguments], env=actual, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
     try:
         return [process.communicate(timeout=seconds) for process in started]
     finally:
@@ -123,10 +125,10 @@ def test_generate_under_torchrun(device: str, tmp_path: Path, capsys: pytest.Cap
     assert main(command) == 0
     alone = capsys.readouterr().out
     torchrun = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as held:  # bound as long as the processes run, so that the system gives its port to nobody else
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as theirs does, which may then share the port: this one never listens
-        held.bind(("127.0.0.1", 0))
-        torchrun["MASTER_PORT"] = str(held.getsockname()[1])
+    with socket.socket() as bound:  # bound as long as the processes run, so that the system gives its port to nobody else
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as theirs does, which may then share the port: this one never listens
+        bound.bind(("127.0.0.1", 0))
+        torchrun["MASTER_PORT"] = str(bound.getsockname()[1])
         (first, said), (second, _) = run_processes(2, ["-m", "halfbyte", *command], torchrun)
     assert alone.startswith("the quick")
     assert first == alone

@@ -78,10 +78,10 @@ def test_heads(kv_heads: int, group: int, data: st.DataObject) -> None:
     """Each process has some heads, those before it the ones before, and key heads that its query heads read, in groups of one size."""
     heads = kv_heads * group
     count = data.draw(st.integers(1, heads))
-    mine, keys = _spread_heads(heads, kv_heads, count)
-    assert [start for start, _ in mine] == [0, *(stop for _, stop in mine[:-1])]
-    assert mine[-1][1] == heads
-    for (a, b), (c, d) in zip(mine, keys, strict=True):
+    actual, keys = _spread_heads(heads, kv_heads, count)
+    assert [start for start, _ in actual] == [0, *(stop for _, stop in actual[:-1])]
+    assert actual[-1][1] == heads
+    for (a, b), (c, d) in zip(actual, keys, strict=True):
         assert a < b
         assert (b - a) % (d - c) == 0
         size = (b - a) // (d - c)

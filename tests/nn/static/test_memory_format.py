@@ -142,24 +142,24 @@ def test_what_leaves_a_network_is_laid_out_as_without_it(way: str, lines: bool) 
     torch.manual_seed(0)
     model = (_Lines() if lines else _Flattened()).eval()
     x = torch.randn(2, 3, 10) if lines else torch.randn(2, 3, 10, 10)
-    made = WAYS[way](copy.deepcopy(model), x)
+    built = WAYS[way](copy.deepcopy(model), x)
     for _ in range(3):  # static networks: node by node, then as programs
-        for wanted, got in zip(model(x), made(x), strict=True):
+        for wanted, got in zip(model(x), built(x), strict=True):
             assert got.stride() == wanted.stride()
             assert float((got - wanted).norm() / wanted.norm()) < (0.3 if way == "blocks" else 0.05)
     if not lines:  # channels_last in, channels_last out
         model, images = _Classic().eval(), x.contiguous(memory_format=torch.channels_last)
-        made = WAYS[way](copy.deepcopy(model), x)
+        built = WAYS[way](copy.deepcopy(model), x)
         for some in (images, images, x, images):
-            assert [y.stride() for y in made(some)] == [y.stride() for y in model(some)]
+            assert [y.stride() for y in built(some)] == [y.stride() for y in model(some)]
 
 
 @torch.no_grad()
 def test_under_torch_compile_and_export() -> None:
     x = torch.randn(2, 3, 10, 10)
-    made = WAYS["optimized"](_Flattened().eval(), x)
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    for wanted, got in zip(made(x), compiled(x), strict=True):
+    built = WAYS["optimized"](_Flattened().eval(), x)
+    compiled = torch.compile(built, fullgraph=True, backend="aot_eager")
+    for wanted, got in zip(built(x), compiled(x), strict=True):
         assert got.stride() == wanted.stride()
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     sizes = {i: torch.export.Dim(name, min=4, max=64) for i, name in ((0, "batch"), (2, "height"), (3, "width"))}
@@ -189,9 +189,9 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @torch.no_grad()
 def test_no_convolution_copies_what_another_gives_it(way: str, formats: list[bool]) -> None:
     x = torch.randn(2, 3, 10, 10)
-    made = WAYS[way](_Flattened().eval(), x)
+    built = WAYS[way](_Flattened().eval(), x)
     formats.clear()
-    made(x)
+    built(x)
     assert formats == [False, True, True]
 
 

@@ -35,17 +35,17 @@ class _Branches(nn.Module):
 def on_codes(middle: nn.Module) -> IntegerNetwork:
     torch.manual_seed(0)
     model = _Branches(middle).eval()
-    made = hb.quantize_(model, hb.Config("int8_channel", activations="static"), images(4))
-    assert isinstance(made, IntegerNetwork)
-    return made
+    built = hb.quantize_(model, hb.Config("int8_channel", activations="static"), images(4))
+    assert isinstance(built, IntegerNetwork)
+    return built
 
 
 def images(count: int) -> Tensor:
     return torch.randn(count, 3, 28, 36).contiguous(memory_format=torch.channels_last)
 
 
-def programs(made: nn.Module) -> list[networks._ProgramModule]:
-    found = [one for one in networks._thread.networks[made].found.values() if isinstance(one, nn.Module)]
+def programs(built: nn.Module) -> list[networks._ProgramModule]:
+    found = [one for one in networks._thread.networks[built].found.values() if isinstance(one, nn.Module)]
     return [module for one in found for module in one.modules() if isinstance(module, networks._ProgramModule)]
 
 
@@ -56,81 +56,81 @@ def same(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
 @pytest.mark.parametrize(("middle", "count"), [(nn.ReLU6(), 1), (nn.GELU(), 2), (nn.AvgPool2d(3, 2, 1), 2)])
 @torch.no_grad()
 def test_one_call_gives_what_the_nodes_give(middle: nn.Module, count: int) -> None:
-    made = on_codes(middle)
+    built = on_codes(middle)
     for batch in (1, 3):
         for _ in range(4):
             x = images(batch)
-            assert same(made(x), made.node_by_node(x))  # type: ignore[operator]
-    found = programs(made)
+            assert same(built(x), built.node_by_node(x))  # type: ignore[operator]
+    found = programs(built)
     assert len(found) == 2 * count
     for program in found:  # what was there before is nobody's input
         program._program._memory.fill_(0x55)
-    assert same(made(x), made.node_by_node(x))  # type: ignore[operator]
-    beside: list[bool] = []
-    thread = threading.Thread(target=lambda: beside.extend(same(made(x), made.node_by_node(x)) for _ in range(3)))  # type: ignore[operator]
+    assert same(built(x), built.node_by_node(x))  # type: ignore[operator]
+    overlaps: list[bool] = []
+    thread = threading.Thread(target=lambda: overlaps.extend(same(built(x), built.node_by_node(x)) for _ in range(3)))  # type: ignore[operator]
     thread.start()
     thread.join()
-    assert beside == [True] * 3
+    assert overlaps == [True] * 3
     for _ in range(3):  # images laid out in another way
-        assert all(torch.equal(a, b) for a, b in zip(made(x.contiguous()), made(x), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(built(x.contiguous()), built(x), strict=True))
 
 
 @torch.no_grad()
 def test_weights_that_change_and_hooks_are_seen() -> None:
-    made, x = on_codes(nn.ReLU6()), images(2)
-    other = copy.deepcopy(made)
-    for module in (made, other):
+    built, x = on_codes(nn.ReLU6()), images(2)
+    other = copy.deepcopy(built)
+    for module in (built, other):
         for _ in range(3):
             module(x)
     assert programs(other)
     for layer in other.modules():
         if isinstance(layer, nn.Module) and hasattr(layer, "table"):
             layer.load_state_dict({name: torch.zeros_like(t) for name, t in layer.state_dict().items()})
-    assert not same(other(x), made(x))
-    other.load_state_dict(made.state_dict())
+    assert not same(other(x), built(x))
+    other.load_state_dict(built.state_dict())
     for _ in range(3):
-        assert same(other(x), made(x))
+        assert same(other(x), built(x))
     for _ in range(3):
         other.get_submodule("d").bias.add_(0.5)  # type: ignore[operator, union-attr]
         changed = [other(x) for _ in range(4)]
         assert programs(other)
-        assert not same(changed[0], made(x))
+        assert not same(changed[0], built(x))
         other.get_submodule("d").refresh()  # type: ignore[operator]
         assert all(same(other(x), one) for one in changed)
     file = io.BytesIO()
-    torch.save(made, file)
+    torch.save(built, file)
     file.seek(0)
     restored = torch.load(file, weights_only=False)
     assert isinstance(restored, IntegerNetwork)
-    assert restored.meta == made.meta
+    assert restored.meta == built.meta
     for _ in range(3):
-        assert same(restored(x), made(x))
+        assert same(restored(x), built(x))
     called = []
-    with made.get_submodule("b").register_forward_hook(lambda *_: called.append(1)):
-        made(x)
-    made(x)
+    with built.get_submodule("b").register_forward_hook(lambda *_: called.append(1)):
+        built(x)
+    built(x)
     assert called == [1]
 
 
 @torch.no_grad()
 def test_a_layer_that_is_replaced_is_called() -> None:
-    made, x = on_codes(nn.ReLU6()), images(2)
+    built, x = on_codes(nn.ReLU6()), images(2)
     for _ in range(3):
-        made(x)
+        built(x)
     called = []
-    layer = made.get_submodule("b")
-    made.set_submodule("b", nn.Sequential(layer))
-    made.get_submodule("b").register_forward_hook(lambda *_: called.append(1))
-    made(x)
+    layer = built.get_submodule("b")
+    built.set_submodule("b", nn.Sequential(layer))
+    built.get_submodule("b").register_forward_hook(lambda *_: called.append(1))
+    built(x)
     assert called == [1]
 
 
 @torch.no_grad()
 def test_convolutions_that_add_their_codes() -> None:
-    made, x = on_codes(nn.ReLU6()), images(2)
-    added = networks._with_sums(made)
+    built, x = on_codes(nn.ReLU6()), images(2)
+    added = networks._with_sums(built)
     assert sum(isinstance(module, networks._Added) for module in added.modules()) == 1
-    assert same(added(x), made.node_by_node(x))  # type: ignore[operator]
+    assert same(added(x), built.node_by_node(x))  # type: ignore[operator]
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ class Residual(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
-        self.beside = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)) if stride > 1 else nn.Identity()
+        self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)) if stride > 1 else nn.Identity()
         self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.second(self.first(x)) + self.beside(x))
+        return self.act(self.second(self.first(x)) + self.shortcut(x))
 
 
 class Joined(nn.Module):
@@ -119,8 +119,8 @@ def test_a_convolution_of_lines_is_that_of_images_of_one_line() -> None:
         nn.Conv1d(8, 8, 3, padding="valid", groups=8),
     ):
         x = torch.randn(2, 8, 40)
-        made = on_codes(nn.Sequential(module).eval(), [x])
-        layer = next(m for m in made.modules() if isinstance(m, IntegerConv1d))
+        built = on_codes(nn.Sequential(module).eval(), [x])
+        layer = next(m for m in built.modules() if isinstance(m, IntegerConv1d))
         codes = Quantize(layer.source)(x)
         side = {(2,): 2, "same": 3, "valid": 0}[module.padding]
         window = {"stride": (1, module.stride[0]), "padding": (0, side), "dilation": (1, module.dilation[0])}
@@ -168,9 +168,9 @@ def test_what_a_function_parts_is_concatenated() -> None:
             return torch.cat(tensors=self[0](x).chunk(2, 1), dim=1)
 
     conv, x = nn.Conv2d(3, 8, 3), images(2)
-    made = on_codes(Parted(conv), [x])
-    assert "cat (cat) runs in floating point" in notes(made)
-    assert torch.equal(made(x), on_codes(nn.Sequential(conv), [x])(x))
+    built = on_codes(Parted(conv), [x])
+    assert "cat (cat) runs in floating point" in notes(built)
+    assert torch.equal(built(x), on_codes(nn.Sequential(conv), [x])(x))
 
 
 class _Enlarged(nn.Module):
@@ -189,10 +189,10 @@ class _Enlarged(nn.Module):
 @torch.no_grad()
 def test_codes_are_enlarged_as_their_numbers_are(mode: str) -> None:
     model = _Enlarged(mode).eval()
-    made = on_codes(copy.deepcopy(model), [images(2)])
-    assert notes(made) == ()
+    built = on_codes(copy.deepcopy(model), [images(2)])
+    assert notes(built) == ()
     for _ in range(3):  # node by node, and as programs
-        x, twice, other = made(images(2))
+        x, twice, other = built(images(2))
         assert torch.equal(twice, model.up(model.up(x)))
         assert torch.equal(other, nn.functional.interpolate(x, (9, 40), mode=mode))
     assert notes(on_codes(_Enlarged("bilinear").eval(), [images(2)])) != ()
@@ -389,18 +389,18 @@ def test_bad_arguments(settings: dict[str, object], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "got"),
+    ("built", "got"),
     [
         (Tensor.double, " of float32, bfloat16 or float16, got torch.float64: convert them first"),
         (Tensor.byte, " of float32, bfloat16 or float16, got torch.uint8: convert them first"),
         (Tensor.numpy, r", got numpy.ndarray: pass torch.as_tensor\(x\)"),
     ],
 )
-def test_images_of_another_type_are_named_as_the_users(made: Callable[[Tensor], Any], got: str) -> None:
+def test_images_of_another_type_are_named_as_the_users(built: Callable[[Tensor], Any], got: str) -> None:
     model = on_codes(network(nn.Identity()), [images(1)])
     for _ in range(3):  # node by node, then programs
         with pytest.raises(ArgumentError, match=f"^a network on int8 codes takes tensors{got}$"):
-            model(made(images(1)))
+            model(built(images(1)))
         model(images(1))
 
 

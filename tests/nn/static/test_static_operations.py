@@ -35,7 +35,7 @@ def images(count: int = 2, size: tuple[int, int] = (9, 8), seed: int = 0) -> Ten
     return torch.randn(count, 4, *size, generator=torch.Generator().manual_seed(seed))
 
 
-def made(operation: Callable[..., Any], modules: dict[str, nn.Module] | None = None) -> tuple[nn.Module, nn.Module]:
+def built(operation: Callable[..., Any], modules: dict[str, nn.Module] | None = None) -> tuple[nn.Module, nn.Module]:
     """A float network, and its copy on codes."""
     torch.manual_seed(0)
     model = _With(operation, modules).eval()
@@ -79,7 +79,7 @@ POOLS: list[nn.Module] = [
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
 def test_the_arguments_of_modules(pool: nn.Module) -> None:
-    model, static = made(lambda self, x: self.inner.pool(self.a(x)), {"pool": pool})
+    model, static = built(lambda self, x: self.inner.pool(self.a(x)), {"pool": pool})
     assert hb.report(static).notes == ()
     check(model, static)
 
@@ -113,7 +113,7 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", [*FUNCTIONS, *FLOATS])
 def test_the_arguments_of_functions(name: str) -> None:
     function = (FUNCTIONS | FLOATS)[name]
-    model, static = made(lambda self, x: function(self.a(x)))
+    model, static = built(lambda self, x: function(self.a(x)))
     assert bool(hb.report(static).notes) == (name in FLOATS)
     check(model, static)
 
@@ -130,7 +130,7 @@ SUMS: dict[str, Callable[[_With, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_that_broadcast(name: str) -> None:
-    model, static = made(SUMS[name])
+    model, static = built(SUMS[name])
     assert "add" not in str(hb.report(static).notes)
     check(model, static)
 
@@ -139,7 +139,7 @@ def test_sums_that_broadcast(name: str) -> None:
 def test_a_convolution_that_adds_its_codes_to_others_that_broadcast() -> None:
     from halfbyte.nn.static import network
 
-    _, static = made(SUMS["one channel"])
+    _, static = built(SUMS["one channel"])
     x = images()
     assert torch.equal(network._with_sums(static)(x), static.node_by_node(x))  # type: ignore[arg-type,operator]
 
@@ -168,7 +168,7 @@ def _gradient(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
 
 
 def test_gradients_pass_the_rounding_unchanged() -> None:
-    model, static = made(_everything, {"linear": nn.Linear(16 * 8 * 7, 5)})
+    model, static = built(_everything, {"linear": nn.Linear(16 * 8 * 7, 5)})
     assert hb.report(static).notes == ()
     x, weights = images() / 2, torch.randn(2, 5)  # no number is near the end of its range
     wanted = _gradient(_dequantized(model, static), x, weights)  # of a linear network: the same whatever is rounded
@@ -181,7 +181,7 @@ def test_gradients_pass_the_rounding_unchanged() -> None:
 
 
 def test_gradients_stop_where_codes_are_clamped() -> None:
-    model, static = made(lambda self, x: self.inner.pool(self.a(x).relu()) * 2, {"pool": nn.MaxPool2d(2)})
+    model, static = built(lambda self, x: self.inner.pool(self.a(x).relu()) * 2, {"pool": nn.MaxPool2d(2)})
     x, weights = images(), torch.randn(2, 8, 4, 4)
     wanted, got = _gradient(_dequantized(model, static), x, weights), _gradient(static, x, weights)
     # Of two numbers that round to one code the pool takes the first one, and half a step below 0 passes the ReLU: about 1 % of the outputs.
@@ -192,7 +192,7 @@ def test_gradients_stop_where_codes_are_clamped() -> None:
 
 
 def test_parameters_in_floating_point_have_gradients() -> None:
-    model, static = made(lambda self, x: self.b(self.inner.norm(x)) + self.b(x), {"norm": nn.GroupNorm(2, 4)})
+    model, static = built(lambda self, x: self.b(self.inner.norm(x)) + self.b(x), {"norm": nn.GroupNorm(2, 4)})
     assert "inner.norm (GroupNorm) runs in floating point" in hb.report(static).notes
     for _ in range(3):  # programs have no gradients
         static(images())
@@ -205,14 +205,14 @@ def test_parameters_in_floating_point_have_gradients() -> None:
 
 
 def test_codes_in_floating_point_without_gradients_are_refused() -> None:
-    _, static = made(lambda self, x: self.a(x))
+    _, static = built(lambda self, x: self.a(x))
     with pytest.raises(ArgumentError, match=r"takes int8, or codes in floating point with gradients, got torch.float32"):
         static.get_submodule("a")(images())
 
 
 @torch.no_grad()
 def test_images_without_a_batch() -> None:
-    model, static = made(lambda self, x: F.avg_pool2d(self.a(x) + self.b(x), 2))
+    model, static = built(lambda self, x: F.avg_pool2d(self.a(x) + self.b(x), 2))
     line = nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU()).eval()
     lines = hb.quantize_(copy.deepcopy(line), STATIC, [images()[:, :, 0]])
     for _ in range(3):
@@ -331,7 +331,7 @@ def test_what_cannot_be_traced_is_named(make: Callable[[], nn.Module], message: 
 
 
 def test_a_layer_whose_weight_is_read_stays_in_floating_point(tmp_path: Any) -> None:
-    model, static = made(lambda self, x: self.b(x) + self.a(x) / self.a.weight.norm() + self.c.bias)
+    model, static = built(lambda self, x: self.b(x) + self.a(x) / self.a.weight.norm() + self.c.bias)
     assert {row.name for row in hb.report(static).quantized} == {"b"}
     assert any("a (Conv2d) runs in floating point: the network reads its weight" in note for note in hb.report(static).notes)
     check(model, static)
@@ -374,7 +374,7 @@ def test_hooks_of_the_network_are_kept_and_of_its_containers_refused() -> None:
 
 
 def test_hooks_that_a_network_on_codes_gets_run() -> None:
-    _, static = made(lambda self, x: self.a(x))
+    _, static = built(lambda self, x: self.a(x))
     runs, x = list[int](), images()
     for _ in range(3):
         static(x)
@@ -384,7 +384,7 @@ def test_hooks_that_a_network_on_codes_gets_run() -> None:
 
 
 def test_a_part_whose_forward_was_replaced_runs_it() -> None:
-    model, _ = made(lambda self, x: self.inner.act(self.a(x)), {"act": nn.ReLU()})
+    model, _ = built(lambda self, x: self.inner.act(self.a(x)), {"act": nn.ReLU()})
     act: Any = model.get_submodule("inner.act")
     act.forward = torch.neg
     static = hb.quantize_(copy.deepcopy(model), STATIC, [images(), images(seed=1)])

@@ -135,17 +135,17 @@ def test_weights_are_written_while_others_are_multiplied() -> None:
     weights = [layer(format, 128, 128, 3, 1)[1] for format in ("int8_channel", "int4_g32") * 3]
     x = torch.randn(16, 128, 28, 28, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
 
-    def chain(between: Callable[[], None]) -> Tensor:
+    def run_layers(between: Callable[[], None]) -> Tensor:
         y = x
         for packed in weights:
             y = hb.conv2d(y, packed, None, 1, 1)
             between()
         return y
 
-    wanted, graph = chain(torch.cuda.synchronize), torch.cuda.CUDAGraph()
-    assert torch.equal(chain(lambda: None), wanted)
+    wanted, graph = run_layers(torch.cuda.synchronize), torch.cuda.CUDAGraph()
+    assert torch.equal(run_layers(lambda: None), wanted)
     with torch.cuda.graph(graph):
-        found = chain(lambda: None)
+        found = run_layers(lambda: None)
     for _ in range(3):
         graph.replay()
         assert torch.equal(found, wanted)

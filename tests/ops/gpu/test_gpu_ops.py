@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.cli.shared.selftest import checks
-from halfbyte.dispatch.gpu import packs_pairs
+from halfbyte.dispatch.gpu import packs_code_pairs
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.kernels import reference
 from halfbyte.kernels.problem import Activation
@@ -145,7 +145,7 @@ def test_codes_go_there_and_back(fmt: str) -> None:
         assert tensor.is_cuda
         assert torch.equal(tensor.cpu(), codes.tensors()[name]), name
     packed = hb.pack(codes, "cuda")
-    paired = packs_pairs(packed.format, packed.shape, gpu(0))
+    paired = packs_code_pairs(packed.format, packed.shape, gpu(0))
     assert packed.layout == (gpu_tiles.PAIRED if paired else gpu_tiles.NAME)
     for name, tensor in hb.unpack(packed).tensors().items():
         assert torch.equal(tensor.cpu(), codes.tensors()[name]), name
@@ -289,9 +289,9 @@ def test_a_checkpoint_loads_onto_the_gpu(tmp_path: Path) -> None:
     there = hb.load(tmp_path / "model", device="cuda", model=nn.Sequential(nn.Embedding(40, K), nn.Linear(K, N), nn.Linear(N, 33)))
     ids = torch.tensor([[1, 2, 39]])
     assert torch.allclose(there(ids.cuda()).cpu(), model(ids), rtol=1e-4, atol=1e-4)
-    made_there = nn.Sequential(nn.Linear(K, N)).cuda()
-    hb.quantize_(made_there, "q4_0")
-    assert made_there(torch.randn(2, K, device="cuda")).is_cuda
+    on_gpu = nn.Sequential(nn.Linear(K, N)).cuda()
+    hb.quantize_(on_gpu, "q4_0")
+    assert on_gpu(torch.randn(2, K, device="cuda")).is_cuda
 
 
 def test_opcheck() -> None:

@@ -15,10 +15,10 @@ from halfbyte.formats import as_format
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.machine import gpu as this_gpu
 from halfbyte.ops.replay import tapes
+from halfbyte.ops.transformer.decode_ops import attend, normed_linear
 from halfbyte.ops.transformer.decoder import Heads, Norm
-from halfbyte.ops.transformer.decoding import attend, normed_linear
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.prompt import activated, attend_many, turn
+from halfbyte.ops.transformer.prefill_ops import activated, apply_rope, attend_many
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -67,7 +67,7 @@ def decode() -> Tensor:
 def prefill() -> Tensor:
     cache, length = [random(2, 2, 32, 64) for _ in range(2)], torch.full((1,), 5, device="cuda")
     rope = [torch.randn(1, 7, 32, device="cuda") for _ in range(2)]
-    queries = turn(random(2, 7, 8 * 64), (rope[0], rope[1]), cache[0], cache[1], length, HEADS)
+    queries = apply_rope(random(2, 7, 8 * 64), (rope[0], rope[1]), cache[0], cache[1], length, HEADS)
     return attend_many(queries, cache[0], cache[1], length, None, HEADS.scale)
 
 

@@ -38,8 +38,8 @@ def layer(formula: str, compute: str, broken: tuple[str, int] | None = None) -> 
     qkv, o, gate_up, down = weights.values()
 
     def norm(k: int) -> Norm:
-        centred, shift = formula in ("cohere", "starcoder"), torch.randn(k) if formula == "starcoder" else None
-        return Norm(torch.rand(k) + 0.5, 1e-5, formula == "gemma", centred, shift)
+        layer_norm, shift = formula in ("cohere", "starcoder"), torch.randn(k) if formula == "starcoder" else None
+        return Norm(torch.rand(k) + 0.5, 1e-5, formula == "gemma", layer_norm, shift)
 
     heads = Heads(HEADS, KV_HEADS, DIM, 0.3)
     if formula == "gemma":
@@ -68,10 +68,10 @@ def cache(kind: torch.dtype, room: int) -> tuple[Tensor, Tensor]:
     return kept[0].to(kind), kept[1].to(kind)
 
 
-def run(made: DecoderLayer, x: Tensor, kept: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+def run(built: DecoderLayer, x: Tensor, kept: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
     """Where what it gives is not finite."""
     angles = torch.linspace(0, 3, x.shape[1] * DIM // 2).view(1, -1, DIM // 2).repeat(1, 1, 2)
-    return ~made(x, (angles.cos(), angles.sin()), *kept, LENGTH, mask).isfinite()
+    return ~built(x, (angles.cos(), angles.sin()), *kept, LENGTH, mask).isfinite()
 
 
 def tokens(t: int) -> Tensor:
@@ -83,12 +83,12 @@ def tokens(t: int) -> Tensor:
 def test_in_a_token(formula: str, compute: str) -> None:
     """It is in what that one gives and those behind it, which see it; not in those before nor in the other sequence. The same with an
     infinite one."""
-    made = layer(formula, compute)
+    built = layer(formula, compute)
     for t, kind, bad in itertools.product((1, 5), CACHES, (torch.nan, torch.inf)):
-        assert not run(made, tokens(t), cache(kind, t)).any()
+        assert not run(built, tokens(t), cache(kind, t)).any()
         x = tokens(t)
         x[1, t // 2, 20] = bad
-        found = run(made, x, cache(kind, t))
+        found = run(built, x, cache(kind, t))
         assert found[1, t // 2 :].all()
         assert not found[1, : t // 2].any()
         assert not found[0].any()
@@ -98,12 +98,12 @@ def test_in_a_token(formula: str, compute: str) -> None:
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_in_many_tokens(formula: str, compute: str) -> None:
     """Of more tokens than few, too; of those before it some may have it, whose rows are computed with its own: 0 * NaN is NaN."""
-    made, t, at = layer(formula, compute), 40, 30
+    built, t, at = layer(formula, compute), 40, 30
     for kind in CACHES:
-        assert not run(made, tokens(t), cache(kind, t)).any()
+        assert not run(built, tokens(t), cache(kind, t)).any()
         x = tokens(t)
         x[1, at, 20] = torch.nan
-        found = run(made, x, cache(kind, t))
+        found = run(built, x, cache(kind, t))
         assert found[1, at:].all()
         assert not found[1, : at - 6].any()
         assert not found[0].any()
@@ -114,18 +114,18 @@ def test_in_many_tokens(formula: str, compute: str) -> None:
 @pytest.mark.parametrize("t", [1, 5, 20])
 def test_in_a_cached_key(formula: str, compute: str, t: int) -> None:
     """It is in what each token gives that may see the key, and in nothing where a mask hides it."""
-    made = layer(formula, compute)
+    built = layer(formula, compute)
     for kind in CACHES[:2]:
         keys, values = cache(kind, t)
         keys[1, 0, 4, 3] = torch.nan
-        found = run(made, tokens(t), (keys.clone(), values.clone()))
+        found = run(built, tokens(t), (keys.clone(), values.clone()))
         assert found[1].all()
         assert not found[0].any()
         mask = torch.ones(2, 1, t, LENGTH + t, dtype=torch.bool).tril(LENGTH)
         mask[1, :, :, 4] = False
-        assert not run(made, tokens(t), (keys.clone(), values.clone()), mask).any()
+        assert not run(built, tokens(t), (keys.clone(), values.clone()), mask).any()
         mask[1, :, -1, 4] = True
-        found = run(made, tokens(t), (keys.clone(), values.clone()), mask)
+        found = run(built, tokens(t), (keys.clone(), values.clone()), mask)
         assert found[1, -1].all()
         assert not found[1, :-1].any()
         assert not found[0].any()

@@ -51,7 +51,7 @@ def attended(
     kv_heads, dim = cache[0].shape[1], spec.dim
     out = torch.empty(b, t, spec.group * kv_heads * dim).fill_(torch.nan)
     fields: dict[str, int | tuple[float, float]] = {
-        **{name: turn.data_ptr() for name, turn in zip(("cos", "sin"), rotary, strict=True)},
+        **{name: rope.data_ptr() for name, rope in zip(("cos", "sin"), rotary, strict=True)},
         "rotary_batch": 4 * rotary[0].stride(0),
         "rotary_token": 4 * rotary[0].stride(1),
         "length": length,
@@ -83,7 +83,7 @@ def entered(x: Tensor, dtype: torch.dtype) -> Tensor:
     return to_records(x) if dtype == torch.int8 else x.to(dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, rope_interleaved: bool) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, rope_interleaved: bool) -> Tensor:
     """cos, sin: of half as many elements."""
     first, second = (x[..., ::2], x[..., 1::2]) if rope_interleaved else x.chunk(2, -1)
     parts = first * cos - second * sin, second * cos + first * sin
@@ -139,8 +139,8 @@ def check(number: int, case: Sequence[object], launch: Launch) -> None:
         q, k = (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w.double() for x, w in zip((q, k), norms, strict=True))
     if v_norm:
         v = v * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    cos, sin = (turn.double()[:, :, None] for turn in (angles.cos(), angles.sin()))
-    q, k = (_turned(x, cos, sin, rope_interleaved=rope_interleaved != "") for x in (q, k))
+    cos, sin = (rope.double()[:, :, None] for rope in (angles.cos(), angles.sin()))
+    q, k = (_rotated(x, cos, sin, rope_interleaved=rope_interleaved != "") for x in (q, k))
     there = slice(length, length + t)
     if projections == "q":
         assert all(torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in zip(cache, before, strict=True))

@@ -13,12 +13,12 @@ from torch.nn import functional
 from halfbyte import ops
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
-from halfbyte.kernels.cpu import chain
-from halfbyte.kernels.cpu.chain import NORM, Step
+from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import gelu, runtime
 from halfbyte.kernels.cpu.codegen.exponential import BOUND
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.step_sequence import NORM, Step
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer
 from halfbyte.ops.transformer.layers import LayerNorm, Weight
@@ -56,8 +56,8 @@ def attention(
         scores = scores.masked_fill(~mask, -torch.inf)
     p = scores.softmax(-1).nan_to_num(0)
     if sinks is not None:
-        beside = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        p = torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
+        sink_scores = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        p = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
     dim, tokens = q.shape[-1], q.shape[-2]
     before = abs(scale) * ((q.abs() + of_q) @ (k.abs() + of_k).mT) - sizes if errors else sizes * 0
     # A score: dim roundings, one of the scale and bias, one of the difference to the largest score (at most twice the largest); of its
@@ -66,7 +66,7 @@ def attention(
     sizes, before = (x if mask is None else x.masked_fill(~mask, 0) for x in (sizes, before))
     largest = sizes.amax(-1, keepdim=True)
     if sinks is not None:
-        largest = largest.maximum(beside.abs())
+        largest = largest.maximum(sink_scores.abs())
     relative = ((dim + 2) * EPS * (sizes + largest) + 2 * EPS * largest + BOUND + before + before.amax(-1, keepdim=True)) * 1.01
     total = (p * relative).sum(-1, keepdim=True) + (2 * tokens + 4) * EPS
     error = (p * relative) @ v.abs() + total * (p @ v.abs()) + (p * 1.01) @ (v * 0 + of_v)
@@ -100,7 +100,7 @@ Launch = Callable[[dict[str, int | tuple[float, float]], dict[str, int]], None]
 
 def native(isa: ISA, threads: int) -> Launch:
     def launch(fields: dict[str, int | tuple[float, float]], _: dict[str, int]) -> None:
-        block = arguments(NORM, compiled(chain.build, Step("norm", centred=True), isa), fields)
+        block = arguments(NORM, compiled(step_sequence.build, Step("norm", layer_norm=True), isa), fields)
         runtime.runner()(ctypes.addressof(block), threads)
 
     return launch
@@ -175,8 +175,8 @@ def check_layer(running: Callable[[list[Tensor]], AbstractContextManager[None]],
         w, bias = codes[i].dequantize(torch.float64), weights[i].bias
         assert bias is not None
         # What it would be off by for x itself; x that is off by e is at most 1.01 times as large wherever that counts.
-        own = reference.error_bound(x.float(), codes[i], bias, "float")
-        return x @ w.T + bias.double(), (own + e @ w.abs().T) * 1.01
+        bound = reference.error_bound(x.float(), codes[i], bias, "float")
+        return x @ w.T + bias.double(), (bound + e @ w.abs().T) * 1.01
 
     def norm(x: Tensor, e: Tensor, i: int) -> tuple[Tensor, Tensor]:
         return layer_norm(x, norms[i].weight, norms[i].bias, norms[i].eps, e)
@@ -195,8 +195,8 @@ def check_layer(running: Callable[[list[Tensor]], AbstractContextManager[None]],
     y, e = plus(h, e, linear(g, off, 3))
     if not before:
         y, e = norm(y, e, 1)
-    made_of = [*(w.packed.data for w in weights), *(w.bias for w in weights), *(t for n in norms for t in n[:2]), x]
-    with running(made_of if mask is None else [*made_of, mask]):
+    operands = [*(w.packed.data for w in weights), *(w.bias for w in weights), *(t for n in norms for t in n[:2]), x]
+    with running(operands if mask is None else [*operands, mask]):
         layer = encoder_layer(weights, norms, before=before)
         found, other = layer(x, mask).double(), layer(x * 1.001, mask).double()
     assert bool(((found - y).abs() <= e).all())

@@ -61,7 +61,7 @@ LINEAR = [
 ]  # fmt: skip
 
 
-def products(tell: Callable[[str], None]) -> None:
+def products(announce: Callable[[str], None]) -> None:
     some_n = itertools.cycle(NS)
     for (i, (name, way)), k in itertools.product(some(enumerate(LINEAR)), KS):
         some_m = itertools.cycle((1, *MS[1 + i % 5 :: 5]))  # a tile is compiled for each number of rows: few for each format
@@ -76,7 +76,7 @@ def products(tell: Callable[[str], None]) -> None:
             x, bias, more = torch.randn(m, k).to(dtype), torch.randn(n), torch.randn(m, n).to(dtype)
             wanted = [kernel(x, packed.data.data_ptr(), b, -9.0, 9.0, residual) for b, residual in ((bias, more), (None, None))]
             for flush in ENDS:
-                tell(f"linear {name} {way} {dtype} m={m} n={n} k={k} flush with {flush}")
+                announce(f"linear {name} {way} {dtype} m={m} n={n} k={k} flush with {flush}")
                 scratch(flush)
                 linear.thread.calls.clear()  # they know where the zeros were that stand for a bias
                 rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
@@ -85,7 +85,7 @@ def products(tell: Callable[[str], None]) -> None:
                     same(kernel(rows, data.data_ptr(), None, -9.0, 9.0), wanted[1])
 
 
-def products_of_many_rows_or_outputs(tell: Callable[[str], None]) -> None:
+def products_of_many_rows_or_outputs(announce: Callable[[str], None]) -> None:
     """From some rows on tiles expand codes, or multiply scale and offset at once. Of many outputs, they take several panels at once."""
     many = ("q4_0", 50, 47, 95), ("int4_g20_zp", 49, 33, 41), ("int4_g64_zp_bf16", 53, 17, 130), ("q4_1", 51, 47, 95)
     wide = ("q4_0", 1, 545, 95), ("int4_g64_zp_bf16", 2, 546, 130), ("int8_channel", 1, 547, 70)
@@ -94,7 +94,7 @@ def products_of_many_rows_or_outputs(tell: Callable[[str], None]) -> None:
         kernel, packed = LinearKernel(fmt, n, k, torch.float32, "int8", "block"), pack(ops.quantize(torch.randn(n, k), fmt))
         wanted = kernel(x, packed.data.data_ptr(), bias, -9.0, 9.0)
         for flush in ENDS:
-            tell(f"linear {name} m={m} n={n} k={k} flush with {flush}")
+            announce(f"linear {name} m={m} n={n} k={k} flush with {flush}")
             scratch(flush)
             linear.thread.calls.clear()
             rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
@@ -102,7 +102,7 @@ def products_of_many_rows_or_outputs(tell: Callable[[str], None]) -> None:
                 same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0), wanted)
 
 
-def sparse_products(tell: Callable[[str], None]) -> None:
+def sparse_products(announce: Callable[[str], None]) -> None:
     cases = ("q4_0", 50, 47, 95), ("int4_g64_zp_bf16", 2, 546, 130), ("int8_channel", 9, 33, 290), ("int8_g64_zp", 20, 31, 290)
     for name, m, n, k in cases if current().spreads else ():
         fmt, x, codes, ids = as_format(name), torch.randn(m, k), sparse_codes(as_format(name), (n, k)), torch.tensor([n - 1, 0])
@@ -111,7 +111,7 @@ def sparse_products(tell: Callable[[str], None]) -> None:
         wanted = kernel(x, packed.data.data_ptr(), None, -9.0, 9.0)
         rows = dequantize.dequantize(packed.data, geo, torch.float32, ids)
         for flush in ENDS:
-            tell(f"sparse {name} m={m} n={n} k={k} flush with {flush}")
+            announce(f"sparse {name} m={m} n={n} k={k} flush with {flush}")
             scratch(flush)
             linear.thread.calls.clear()
             activations, data = placed(x, flush, gap=n % 3), placed(packed.data, flush)
@@ -122,7 +122,7 @@ def sparse_products(tell: Callable[[str], None]) -> None:
                 same(unpack(sparse.unpack(Packed(fmt, (n, k), SPARSE, data))).data, codes.data)
 
 
-def integer_products(tell: Callable[[str], None]) -> None:
+def integer_products(announce: Callable[[str], None]) -> None:
     scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 2.0, "out_zero": 5}
     some_m, some_n = itertools.cycle(MS), itertools.cycle(NS)
     for name, k, _ in itertools.product(("int8_channel", "int4_tensor"), KS, range(4)):
@@ -132,7 +132,7 @@ def integer_products(tell: Callable[[str], None]) -> None:
         x = torch.randint(-128, 128, (m, k), dtype=torch.int8)
         wanted = kernel(x, packed.data.data_ptr(), table, -128.0, 127.0)
         for flush in ENDS:
-            tell(f"qlinear {name} m={m} n={n} k={k} flush with {flush}")
+            announce(f"qlinear {name} m={m} n={n} k={k} flush with {flush}")
             scratch(flush)
             rows, data, columns = placed(x, flush), placed(packed.data, flush), placed(table, flush)
             with guarded_allocations(flush):
@@ -149,7 +149,7 @@ FILTERS = [
 ]  # fmt: skip
 
 
-def convolutions(tell: Callable[[str], None]) -> None:
+def convolutions(announce: Callable[[str], None]) -> None:
     scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 2.0, "out_zero": 5}
     for number, (channels, groups, out, kernel, window) in some(enumerate(FILTERS)):
         for dtype, name in (
@@ -178,7 +178,7 @@ def convolutions(tell: Callable[[str], None]) -> None:
             if added is not None:
                 wanted = run(x.permute(0, 3, 1, 2), window, data, bias, -9.0, 9.0, residual=added.permute(0, 3, 1, 2), **how)
             for flush in ENDS:
-                tell(f"conv {name} {dtype} {sizes.numbers} {window.numbers} flush with {flush}")
+                announce(f"conv {name} {dtype} {sizes.numbers} {window.numbers} flush with {flush}")
                 images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
                 given = placed(data.flatten(), flush).view(data.shape), placed(bias.flatten(), flush).view(bias.shape)
                 if added is not None:
@@ -187,7 +187,7 @@ def convolutions(tell: Callable[[str], None]) -> None:
                     same(run(images, window, *given, -9.0, 9.0, **how), wanted)
 
 
-def image_convolutions(tell: Callable[[str], None]) -> None:
+def image_convolutions(announce: Callable[[str], None]) -> None:
     """Of floats whose codes are made first."""
     for number, (channels, groups, out, kernel, window) in some(enumerate(FILTERS[:8:3])):
         dtype, sizes = DTYPES[number % 3], Filter(as_format("int8_channel"), out * groups, channels, kernel, groups)
@@ -196,7 +196,7 @@ def image_convolutions(tell: Callable[[str], None]) -> None:
         run = ImageConvKernel(ConvKernel(sizes, torch.int8, "int8", "block", out=dtype))
         wanted = run(x.permute(0, 3, 1, 2), window, weight.data, bias, -9.0, 9.0)
         for flush in ENDS:
-            tell(f"conv of images {dtype} {sizes.numbers} {window.numbers} flush with {flush}")
+            announce(f"conv of images {dtype} {sizes.numbers} {window.numbers} flush with {flush}")
             images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
             data, biases = placed(weight.data.flatten(), flush).view(weight.data.shape), placed(bias, flush)
             with guarded_allocations(flush):
@@ -211,7 +211,7 @@ ARRANGED = [(40, 1, 33, (1, 1), Window()), (16, 2, 5, (3, 3), AROUND), (3, 1, 32
 QUADS = [(1, 70, 1, (3, 3), Window((1, 1), (1, 1, 1, 1))), (1, 33, 1, (3, 2), Window((2, 2))), (1, 16, 1, (1, 3), Window())]
 
 
-def own_weights(tell: Callable[[str], None]) -> None:
+def rearranged_weights(announce: Callable[[str], None]) -> None:
     isa = current()
     filtered = [(2 * isa.lanes, 1, out, (3, 3), Window((1, 1), (number, 1, 2, number))) for number, out in enumerate((5, 33))]
     others = ARRANGED if isa.arranges else [*ARRANGED[-1:], *QUADS] if isa.mixed_dot else []
@@ -233,7 +233,7 @@ def own_weights(tell: Callable[[str], None]) -> None:
         assert data is not None
         wanted = run(x.permute(0, 3, 1, 2), window, data, table, -99.0, 99.0, outside=-3)
         for flush in ENDS:
-            tell(f"{run.form} {sizes.numbers} {window.numbers} flush with {flush}")
+            announce(f"{run.form} {sizes.numbers} {window.numbers} flush with {flush}")
             images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
             given = placed(data.flatten(), flush).view(data.shape), placed(table.flatten(), flush).view(table.shape)
             scratch(flush)
@@ -241,7 +241,7 @@ def own_weights(tell: Callable[[str], None]) -> None:
                 same(run(images, window, *given, -99.0, 99.0, outside=-3), wanted)
 
 
-def codes_alone(tell: Callable[[str], None]) -> None:
+def codes_alone(announce: Callable[[str], None]) -> None:
     """What goes on between products of codes."""
     for channels in (3, 17, 70):
         a, b = (torch.randint(-128, 128, (2, 5, 7, channels), dtype=torch.int8) for _ in range(2))
@@ -251,7 +251,7 @@ def codes_alone(tell: Callable[[str], None]) -> None:
         wanted = elementwise.combine(a, how, b), pool(a.permute(0, 3, 1, 2), (3, 3), move, size)
         mean = pool(a.permute(0, 3, 1, 2), ends[0], still, ends[1], 3)
         for flush in ENDS:
-            tell(f"sums and pools of {channels} channels flush with {flush}")
+            announce(f"sums and pools of {channels} channels flush with {flush}")
             here, there = (placed(codes.flatten(), flush).view(codes.shape) for codes in (a, b))
             with guarded_allocations(flush):
                 same(elementwise.combine(here, how, there), wanted[0])
@@ -259,7 +259,7 @@ def codes_alone(tell: Callable[[str], None]) -> None:
                 same(pool(here.permute(0, 3, 1, 2), ends[0], still, ends[1], 3), mean)
 
 
-def matrix_convolutions(tell: Callable[[str], None]) -> None:
+def matrix_convolutions(announce: Callable[[str], None]) -> None:
     unit = current().matrix or EmulatedTiles()
     for (channels, kernel, stride, padding), out in itertools.product(((64, 1, 1, 0), (64, 2, 1, 1), (20, 3, 2, 1), (3, 7, 2, 3)), (5, 32)):
         if unit.missing() is not None:
@@ -272,7 +272,7 @@ def matrix_convolutions(tell: Callable[[str], None]) -> None:
         data = run.weights_of(codes)
         wanted = run(x.permute(0, 3, 1, 2), window, data, table, -99.0, 99.0, outside=-3)
         for flush in ENDS:
-            tell(f"matrix units {sizes.numbers} {window.numbers} flush with {flush}")
+            announce(f"matrix units {sizes.numbers} {window.numbers} flush with {flush}")
             images = placed(x.flatten(), flush).view(x.shape).permute(0, 3, 1, 2)
             given = placed(data.flatten(), flush).view(data.shape), placed(table.flatten(), flush).view(table.shape)
             scratch(flush)
@@ -280,7 +280,7 @@ def matrix_convolutions(tell: Callable[[str], None]) -> None:
                 same(run(images, window, *given, -99.0, 99.0, outside=-3), wanted)
 
 
-def attentions(tell: Callable[[str], None]) -> None:
+def attentions(announce: Callable[[str], None]) -> None:
     launch, half = attention.native(current(), 1), "f16" if current().half_conversions else "bf16"
     for dim, kind, masked, length, t in ((24, half, True, 5, 3), (8, "f32", False, 33, 1), (40, "int8", False, 33, 1)):
         rope_interleaved = {24: "half", 8: "", 40: "repeated"}[dim]
@@ -291,17 +291,17 @@ def attentions(tell: Callable[[str], None]) -> None:
             length + t,
         )
         width = dim if rope_interleaved == "repeated" else dim // 2
-        qkv, turn, norms, sinks = torch.randn(b, t, 4 * kv_heads * dim), torch.randn(b, t, width), torch.rand(2, dim), torch.randn(4)
+        qkv, rope, norms, sinks = torch.randn(b, t, 4 * kv_heads * dim), torch.randn(b, t, width), torch.rand(2, dim), torch.randn(4)
         cache, mask = attention.entered(torch.randn(2, b, kv_heads, size, dim), attention.KINDS[kind]), torch.rand(b, t, size) < 0.6
 
         def run(
             place: Callable[[Tensor], Tensor],
             kept: Tensor,
             spec: AttendSpec = spec,
-            rest: tuple[Any, ...] = (qkv, turn, mask, norms, sinks, length),
+            rest: tuple[Any, ...] = (qkv, rope, mask, norms, sinks, length),
         ) -> Tensor:
-            qkv, turn, mask, norms, sinks, length = rest
-            cos = place(turn.flatten()).view(turn.shape)
+            qkv, rope, mask, norms, sinks, length = rest
+            cos = place(rope.flatten()).view(rope.shape)
             seen = place(mask.flatten()).view(mask.shape) if spec.masked else None
             of_heads = (place(norms[0]), place(norms[1])) if spec.normed else None
             x, of_scores = place(qkv.flatten()).view(qkv.shape), place(sinks) if spec.sinks else None
@@ -309,13 +309,13 @@ def attentions(tell: Callable[[str], None]) -> None:
 
         wanted = run(lambda t: t, cache.clone())
         for flush in ENDS:
-            tell(f"attention to a cache {spec} length={length} t={t} flush with {flush}")
+            announce(f"attention to a cache {spec} length={length} t={t} flush with {flush}")
             kept = guarded(cache.shape, cache.dtype, flush).copy_(cache)
             with guarded_allocations(flush):
                 same(run(functools.partial(placed, flush=flush), kept), wanted)
 
 
-def encoders_parts(tell: Callable[[str], None]) -> None:
+def encoders_parts(announce: Callable[[str], None]) -> None:
     for tokens, dim, masked in ((7, 20, True), (16, 8, False), (33, 8, True)):
         qkv, mask = torch.randn(2, tokens, 3, 2, dim), torch.rand(2, 1, tokens, tokens) < 0.7
 
@@ -324,13 +324,13 @@ def encoders_parts(tell: Callable[[str], None]) -> None:
 
         wanted = run(qkv, mask if masked else None)
         for flush in ENDS:
-            tell(f"attention of {tokens} tokens, {dim} elements flush with {flush}")
+            announce(f"attention of {tokens} tokens, {dim} elements flush with {flush}")
             scratch(flush)
             given = placed(qkv.flatten(), flush).view(qkv.shape), placed(mask.flatten(), flush).view(mask.shape) if masked else None
             with guarded_allocations(flush):
                 same(run(*given), wanted)
     for k, flush in itertools.product(KS, ENDS):
-        tell(f"norm of {k} elements flush with {flush}")
+        announce(f"norm of {k} elements flush with {flush}")
         x, weight, shift = torch.randn(3, k + 1), torch.randn(k), torch.randn(k)
         launch, out, wanted = encoder_parts.native(current(), 1), guarded((3, k), torch.float32, flush), torch.empty(3, k)
         encoder_parts.normed(launch, x, wanted, weight, shift, 1e-5)
@@ -338,7 +338,7 @@ def encoders_parts(tell: Callable[[str], None]) -> None:
         same(out, wanted)
 
 
-def weights(tell: Callable[[str], None]) -> None:
+def weights(announce: Callable[[str], None]) -> None:
     dtypes = itertools.cycle(DTYPES)
     names = ("q4_0", "q4_1", "int8_g20_zp_bf16", "int8_channel_f32", "int4_g33_offset_f32", "int6_g16", "int5_g33_offset")
     for name, k, n in itertools.product(some(names), KS, (1, 31, 32, 33)):
@@ -348,7 +348,7 @@ def weights(tell: Callable[[str], None]) -> None:
         weight = torch.randn(n, k).to(dtype)
         codes = quantize.quantize(weight, fmt) if quantize.supports(weight, fmt) is None else None
         for flush in ENDS:
-            tell(f"dequantize and quantize {name} {dtype} n={n} k={k} flush with {flush}")
+            announce(f"dequantize and quantize {name} {dtype} n={n} k={k} flush with {flush}")
             data = placed(packed.data, flush)
             with guarded_allocations(flush):
                 same(dequantize.dequantize(data, geo, dtype), wanted)
@@ -365,32 +365,32 @@ def main(progress: str, one_too_far: bool) -> None:
     runtime.threads = lambda: 1  # thousands of small calls
     with Path(progress).open("w") as file:
 
-        def tell(text: str) -> None:
+        def announce(text: str) -> None:
             file.seek(0)
             file.write(text.ljust(120))
             file.flush()
 
-        tell("one too far")
+        announce("one too far")
         if one_too_far:
             for flush in ENDS:
                 t = placed(torch.zeros(5), flush)
                 ctypes.string_at(t.data_ptr(), t.nbytes)
             ctypes.string_at(t.data_ptr() - 1, 1)
         scratch("end")
-        products(tell)
-        products_of_many_rows_or_outputs(tell)
-        sparse_products(tell)
-        integer_products(tell)
-        convolutions(tell)
-        image_convolutions(tell)
-        own_weights(tell)
-        codes_alone(tell)
-        matrix_convolutions(tell)
-        attentions(tell)
-        encoders_parts(tell)
-        weights(tell)
+        products(announce)
+        products_of_many_rows_or_outputs(announce)
+        sparse_products(announce)
+        integer_products(announce)
+        convolutions(announce)
+        image_convolutions(announce)
+        rearranged_weights(announce)
+        codes_alone(announce)
+        matrix_convolutions(announce)
+        attentions(announce)
+        encoders_parts(announce)
+        weights(announce)
         for part in guarded_layers.ALL:
-            part(tell)
+            part(announce)
 
 
 if __name__ == "__main__":

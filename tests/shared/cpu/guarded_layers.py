@@ -28,12 +28,12 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, FeedForward, Heads, Norm
-from halfbyte.ops.transformer.decoding_step import DecodingStep
 from halfbyte.ops.transformer.embed import NormedEmbeddings
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.transformer.layers import LayerNorm, Weight
+from halfbyte.ops.transformer.whole_model_decode import DecodingStep
 
-Tell = Callable[[str], None]
+Announce = Callable[[str], None]
 Place = Callable[[Tensor], Tensor]
 
 
@@ -42,7 +42,7 @@ def at(flush: str | None) -> Place:
     return (lambda t: t) if flush is None else lambda t: placed(t.flatten(), flush).view(t.shape)
 
 
-def codes_in_other_orders(tell: Tell) -> None:
+def codes_in_other_orders(announce: Announce) -> None:
     """Canonical codes into those of the kernels, and out of ggml's blocks."""
     names = "q4_0", "int4_g64_zp_bf16", "int8_g24_offset", "int8_channel", "int6_g16", "int5_g32_offset_f32", "int6_g264"
     for name, (n, k) in itertools.product(some(names), ((33, 264), (1, 8), (31, 120))):
@@ -52,7 +52,7 @@ def codes_in_other_orders(tell: Tell) -> None:
             continue
         wanted = cpu_tiles.pack(codes).data
         for flush in ENDS:
-            tell(f"pack {name} n={n} k={k} flush with {flush}")
+            announce(f"pack {name} n={n} k={k} flush with {flush}")
             parts = {part: at(flush)(tensor) for part, tensor in codes.tensors().items()}
             there = type(codes)(fmt, codes.shape, *(parts.get(part) for part in ("data", "scale", "zero")))  # type: ignore[arg-type]
             same(_packed(there, flush), wanted)
@@ -61,7 +61,7 @@ def codes_in_other_orders(tell: Tell) -> None:
             data = torch.randint(0, 256, (blocks, kind.nbytes), dtype=torch.uint8)
             wanted = ggml.extract(kind, data)
             for flush in ENDS:
-                tell(f"codes out of {blocks} blocks of {kind.name} flush with {flush}")
+                announce(f"codes out of {blocks} blocks of {kind.name} flush with {flush}")
                 with guarded_allocations(flush):
                     same(extract.extract(kind, at(flush)(data)), wanted)
 
@@ -75,18 +75,18 @@ def _packed(codes: Any, flush: str) -> Tensor:
         cpu_tiles.allocate = allocate
 
 
-def floats_to_codes(tell: Tell) -> None:
+def floats_to_codes(announce: Announce) -> None:
     how = Combination(torch.int8, 20.0, 0.0, 0.0, -127, 127)
     for count, dtype in itertools.product((1, 15, 33, 70), (torch.float32, torch.bfloat16, torch.float16)):
         x = torch.randn(count).to(dtype)
         wanted = elementwise.combine(x, how)
         for flush in ENDS:
-            tell(f"{count} {dtype} to codes flush with {flush}")
+            announce(f"{count} {dtype} to codes flush with {flush}")
             with guarded_allocations(flush):
                 same(elementwise.combine(placed(x, flush), how), wanted)
 
 
-def products_of_experts(tell: Tell) -> None:
+def products_of_experts(announce: Announce) -> None:
     experts = 3
     for name, n, k, dtype in some((("q4_0", 33, 95, torch.float32), ("int6_g16", 47, 64, torch.bfloat16), ("q4_1", 9, 33, torch.float32))):
         fmt = as_format(name)
@@ -99,14 +99,14 @@ def products_of_experts(tell: Tell) -> None:
             x = torch.randn(len(ids) // shared, k).to(dtype)
             wanted = grouped.run(kernel, x, ids, weights, bias)
             for flush in ENDS:
-                tell(f"experts {name} {dtype} n={n} k={k} ids={ids} flush with {flush}")
+                announce(f"experts {name} {dtype} n={n} k={k} ids={ids} flush with {flush}")
                 scratch(flush)
                 place = at(flush)
                 with guarded_allocations(flush):
                     same(grouped.run(kernel, place(x), ids, place(weights), place(bias)), wanted)
 
 
-def products_on_matrix_units(tell: Tell) -> None:
+def products_on_matrix_units(announce: Announce) -> None:
     """Where the CPU has some, all products of some rows are; elsewhere they are emulated, once."""
     cases = (
         *(("q4_0", "int8", "block", 17, 33, 95), ("int4_g128_zp", "int8", "row", 9, 31, 130), ("int8_channel", "int8", "block", 33, 5, 41)),
@@ -119,7 +119,7 @@ def products_on_matrix_units(tell: Tell) -> None:
         x, packed, bias = torch.randn(m, k).to(dtype), cpu_tiles.pack(random_codes(fmt, (n, k))), torch.randn(n)
         wanted = kernel(x, packed.data.data_ptr(), bias, -9.0, 9.0)
         for flush in ENDS:
-            tell(f"matrix units {name} {inner} m={m} n={n} k={k} flush with {flush}")
+            announce(f"matrix units {name} {inner} m={m} n={n} k={k} flush with {flush}")
             scratch(flush)
             linear.thread.calls.clear()
             place = at(flush)
@@ -128,7 +128,7 @@ def products_on_matrix_units(tell: Tell) -> None:
                 same(kernel(place(x), data.data_ptr(), place(bias), -9.0, 9.0), wanted)
 
 
-def embeddings(tell: Tell) -> None:
+def embeddings(announce: Announce) -> None:
     for names, k in some(((("q8_0",), 33), (("int4_g20_zp", "q4_1"), 64), (("int4_g64_offset_bf16", "int8_channel", "int6_g16"), 80))):
         weights = [ops.pack(random_codes(as_format(name), (40 + i, k), i)) for i, name in enumerate(names)]
         numbers = torch.rand(k) + 0.5, torch.randn(k)
@@ -136,7 +136,7 @@ def embeddings(tell: Tell) -> None:
         ids[0][1, 4] = 39  # the last row
         wanted = None
         for flush in (None, *ENDS):
-            tell(f"embeddings {names} k={k} flush with {flush}")
+            announce(f"embeddings {names} k={k} flush with {flush}")
             place = at(flush)
             tables = [_like(weight, place) for weight in weights]
             with _allocating(flush):
@@ -146,7 +146,7 @@ def embeddings(tell: Tell) -> None:
             same(y, wanted)
 
 
-def encoders(tell: Tell) -> None:
+def encoders(announce: Announce) -> None:
     """Two layers; on two threads, each for itself or together."""
     heads, dim, k, inner, tokens = 3, 8, 33, 50, 7
     cases = (("q4_0", False, 2, True, False), ("int8_channel", True, 1, False, True), ("int4_g20_zp", False, 8, True, True))
@@ -160,7 +160,7 @@ def encoders(tell: Tell) -> None:
         added = torch.randn(1, heads, tokens, tokens) if biased else None
         wanted = None
         for flush in (None, *ENDS):
-            tell(f"encoder layers {name} {before} {batch} flush with {flush}")
+            announce(f"encoder layers {name} {before} {batch} flush with {flush}")
             place = at(flush)
             with _allocating(flush), _two_threads():
                 parts = [_weight(*one, place) for one in zip(weights, biases, strict=True)]
@@ -233,7 +233,7 @@ class _Mixture(_Decoder):
         return Experts(up, last, place(self.router), self.chosen, self.chosen > 1, norm, SharedExpert(gate_up, down, place(self.gate)))
 
 
-def decoders(tell: Tell) -> None:
+def decoders(announce: Announce) -> None:
     """Layers for tokens of each number that goes a way of its own, and whole models for one."""
     cases = (
         (("q4_0",), (4, 2, 8), 40, 32, False, torch.float32, ((1, 1), (3, 1), (2, 3))),
@@ -247,13 +247,13 @@ def decoders(tell: Tell) -> None:
         both = [_Decoder(names, heads, k, inner, head_norms=head_norms, formula=formula[0] if formula else "") for _ in range(2)]
         for b, t in calls:
             for length, masked in ((0, False), (33, True)):
-                _decoded(tell, both, k, kind, (b, t, length), masked=masked)
+                _decoded(announce, both, k, kind, (b, t, length), masked=masked)
         table, head = ops.pack(random_codes(as_format(names[-1]), (50, k))), ops.pack(random_codes(as_format(names[0]), (47, k)))
         for b, headed in ((1, True), (2, True), (1, False)):
-            _stepped(tell, both, table, head if headed else None, kind, b)
+            _stepped(announce, both, table, head if headed else None, kind, b)
 
 
-def mixtures(tell: Tell) -> None:
+def mixtures(announce: Announce) -> None:
     """Layers with experts, for one row and for several."""
     cases = (
         ("q4_0", (2, 1, 8), 40, 3, torch.float32),
@@ -263,7 +263,7 @@ def mixtures(tell: Tell) -> None:
     for name, heads, k, chosen, kind in some(cases):
         both = [_Mixture((name,), heads, k, 32, chosen, kind, clamped=name == "mxfp4") for _ in range(2)]
         for b, t in ((1, 1), (2, 3)):
-            _decoded(tell, both, k, torch.float32, (b, t, 5), masked=False)
+            _decoded(announce, both, k, torch.float32, (b, t, 5), masked=False)
 
 
 def _cache(kind: torch.dtype, heads: tuple[int, int, int], b: int, size: int) -> Tensor:
@@ -276,46 +276,46 @@ def _cache(kind: torch.dtype, heads: tuple[int, int, int], b: int, size: int) ->
     return torch.randn(2, b, kv_heads, size, dim).to(kind)
 
 
-def _decoded(tell: Tell, both: Sequence[_Decoder], k: int, kind: torch.dtype, size: tuple[int, int, int], *, masked: bool) -> None:
+def _decoded(announce: Announce, both: Sequence[_Decoder], k: int, kind: torch.dtype, size: tuple[int, int, int], *, masked: bool) -> None:
     heads, (b, t, length) = both[0].heads, size
-    x, turn = torch.randn(b, t, k), torch.randn(1, t, both[0].rotary_dim)
+    x, rope = torch.randn(b, t, k), torch.randn(1, t, both[0].rotary_dim)
     caches = [_cache(kind, heads, b, length + t) for _ in both]
     mask = torch.rand(b, 1, t, length + t) < 0.7 if masked else None
     wanted = None
     for flush in (None, *ENDS):
-        tell(f"decoder layers, {heads} heads, b={b} t={t} length={length} flush with {flush}")
+        announce(f"decoder layers, {heads} heads, b={b} t={t} length={length} flush with {flush}")
         place = at(flush)
         with _allocating(flush), _two_threads():
             layers = [one.build(place) for one in both]
             kept = [_writable(cache, flush) for cache in caches]
             entries = [(*one, length) for one in kept]
-            rotary = place(turn), place(turn)
+            rotary = place(rope), place(rope)
             outputs = ops.transformer.decoder.run_layers(layers, place(x), rotary, entries, None if mask is None else place(mask))  # type: ignore[arg-type]
         wanted = (*outputs, *kept) if wanted is None else wanted
         for y, other in zip((*outputs, *kept), wanted, strict=True):
             same(y.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def _stepped(tell: Tell, both: Sequence[_Decoder], table: Packed, head: Packed | None, kind: torch.dtype, b: int) -> None:
+def _stepped(announce: Announce, both: Sequence[_Decoder], table: Packed, head: Packed | None, kind: torch.dtype, b: int) -> None:
     heads, size, k = both[0].heads, 3, table.shape[1]
     caches = [_cache(kind, heads, b, size) for _ in both]
-    last, bias, turns = torch.rand(k), torch.randn(47), torch.randn(b, 2, 2, both[0].rotary_dim)
+    last, bias, rope_cache = torch.rand(k), torch.randn(47), torch.randn(b, 2, 2, both[0].rotary_dim)
     mask = torch.rand(b, size) < 0.7
     wanted = None
     for flush in (None, *ENDS):
-        tell(f"a token through a model, {table.format} {b} flush with {flush}")
+        announce(f"a token through a model, {table.format} {b} flush with {flush}")
         place = at(flush)
         with _allocating(flush), _two_threads():
             rows = None if head is None else _weight(head, bias, place)
             logits = None if head is None else ("cap", 3.0)
             stack, norm = [one.build(place) for one in both], Norm(place(last), 1e-5)
-            model = DecodingStep(stack, _like(table, place), norm, rows, turns=(0, 1), factor=1.5, logits=logits)
+            model = DecodingStep(stack, _like(table, place), norm, rows, rope_index=(0, 1), factor=1.5, logits=logits)
             kept = [_writable(cache, flush) for cache in caches]
-            rotary = [place(turn) for turn in turns]
+            rotary = [place(rope) for rope in rope_cache]
             outputs = []
             for length, seen in ((0, None), (size - 1, None), (size - 1, place(mask))):
                 entries = [(*one, length) for one in kept]
-                addresses = [turn.data_ptr() for turn in rotary]
+                addresses = [rope.data_ptr() for rope in rotary]
                 outputs.append(model([table.shape[0] - 1, 3][:b], addresses, "here", lambda e=entries: e, length, seen))  # type: ignore[misc]
         wanted = outputs if wanted is None else wanted
         for y, other in zip(outputs, wanted, strict=True):

@@ -142,7 +142,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
     from halfbyte.kernels.gpu.linear import skinny, skinny_hopper
     from halfbyte.kernels.gpu.transformer import attend, gates, norm
     from halfbyte.kernels.problem import Epilogue
-    from halfbyte.ops.transformer.decoding import NormedPlan, normed_plan
+    from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -227,14 +227,14 @@ def launch_families(gpu: Gpu) -> None:
         )
         rotary = empty(1, dim // 2), empty(1, dim // 2)
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), empty(1, size), x, dim**-0.5, how=how)
-    own = empty(k), empty(1, dtype=torch.float32)
-    routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), None, own), empty(1, k), logits)
-    routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (own[1], empty(1, k)))
+    shared_gate = empty(k), empty(1, dtype=torch.float32)
+    routing.launch_logits(gpu, x, before, routing.Router(empty(experts, k), None, shared_gate), empty(1, k), logits)
+    routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (shared_gate[1], empty(1, k)))
     for scores in ("sigmoid", "softmax"):
         choice = routing.Choice(True, scores, empty(experts, dtype=torch.float32), 1.5)
         routing.launch_choice(gpu, logits, empty(1, chosen, dtype=torch.int32), weights, choice)
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k), (None, empty(1, k)))
-    of_many = routing.Router(empty(experts, k), empty(experts), (own[0], empty(512, dtype=torch.float32)))
+    of_many = routing.Router(empty(experts, k), empty(experts), (shared_gate[0], empty(512, dtype=torch.float32)))
     routing.launch_logits(gpu, empty(512, k), before, of_many, empty(512, k), empty(512, experts, dtype=torch.float32))
 
 

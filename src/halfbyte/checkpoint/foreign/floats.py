@@ -68,7 +68,7 @@ def notes(forms: Mapping[str, int], dropped: int) -> list[str]:
 
 
 def fp8(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
-    """As DeepSeek and Qwen write it (quant_method fp8), FBGEMM (fbgemm_fp8) and AutoFP8."""
+    """float8 weights as DeepSeek and Qwen (quant_method fp8), FBGEMM (fbgemm_fp8) and AutoFP8 write them."""
     return plain_or_float8(reader, None, dtype, block_of(settings.get("weight_block_size")))
 
 

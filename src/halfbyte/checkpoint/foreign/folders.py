@@ -38,7 +38,7 @@ from halfbyte.nn.described import ORDER
 from halfbyte.nn.modules.quantized import guard
 
 _FLOAT4 = ("weight_packed", "weight_scale", "weight_global_scale")
-# Of compressed-tensors' layouts of 2:4 sparse weights: sparse-24-bitmask and sparse-bitmask, marlin-24.
+# Parts of compressed-tensors' layouts of 2:4 sparse weights: sparse-24-bitmask and sparse-bitmask, marlin-24.
 _SPARSE = (".compressed", ".bitmask", ".row_offsets", ".scale_packed", ".meta")
 # Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
@@ -144,19 +144,19 @@ def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
 
 def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
     """Bits and block size of a module, which patterns under `dynamic` may override."""
-    mine = dict(settings)
+    module_settings = dict(settings)
     dynamic = settings.get("dynamic")
     for pattern, changes in dynamic.items() if isinstance(dynamic, dict) and name else ():
         if not pattern.startswith("-:") and isinstance(changes, dict) and _matches(pattern.removeprefix("+:"), name):
-            mine |= changes
+            module_settings |= changes
             break
     exact = settings.get("extra_config")  # AutoRound's, by name
     if isinstance(exact, dict) and isinstance(exact.get(name), dict):
-        mine |= exact[name]
-    bits = mine.get("bits")
+        module_settings |= exact[name]
+    bits = module_settings.get("bits")
     if bits not in (4, 8):
         raise CheckpointError(f"config.json says {short(bits)} bits, halfbyte reads GPTQ of 4 and 8: start from the float model")
-    return int(bits), _group_size(mine)
+    return int(bits), _group_size(module_settings)
 
 
 def _order(parts: Parts, part: str, k: int, block: int) -> Order | None:
@@ -178,7 +178,7 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
         raise CheckpointError(
             f"the config_groups of quantization_config are {short(groups)}, not an object of objects: the checkpoint is damaged"
         )
-    if (place := _turned_online(settings.get("transform_config"))) is not None:
+    if (place := _online_transform(settings.get("transform_config"))) is not None:
         raise CheckpointError(f"its transform_config changes values at {short(place)} as the model runs, which halfbyte does not read: "
                               "start from the float model")  # fmt: skip
     _check_dense(reader, settings)
@@ -222,7 +222,7 @@ def _check_dense(reader: Reader, settings: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{what}, which halfbyte does not read: take the float model, or one that is pack-quantized")
 
 
-def _turned_online(transforms: object) -> object:
+def _online_transform(transforms: object) -> object:
     """The first place of transforms that are applied as the model runs, not to the stored weights; None where there is none."""
     groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
     lists = [group.get("apply") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
@@ -279,8 +279,8 @@ def _group_of(name: str, groups: Mapping[str, Mapping[str, Any]], classes: Mappi
     for key, targets in lists.items():
         if any(target == name or (target.startswith("re:") and _matches(target[3:], name)) for target in targets):
             return groups[key]
-    mine = classes.get(name, {"Linear"})
-    return next((groups[key] for key, targets in lists.items() if not mine.isdisjoint(targets)), {})
+    class_names = classes.get(name, {"Linear"})
+    return next((groups[key] for key, targets in lists.items() if not class_names.isdisjoint(targets)), {})
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -55,21 +55,21 @@ def to_config(values: Mapping[str, Value], names: Sequence[str], read: Callable[
     if gguf.read_layers is not None:
         of_layers, numbers = gguf.read_layers(metadata, names)
         config, metadata = config | of_layers, metadata.replace(numbers)
-    for key, (mine, kind, needed) in _keys(architecture).items():
+    for key, (config_key, kind, needed) in _keys(architecture).items():
         if (value := metadata.number(key, kind, needed=needed)) is not None:
-            config[mine] = value
+            config[config_key] = value
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     rotary_dim = metadata.number("rope.dimension_count", needed=False)
     whole = rotary_dim if not family.partial_rotary else None
     config.setdefault("head_dim", whole or config["hidden_size"] // max(1, config["num_attention_heads"]))
     config["vocab_size"] = metadata.number("vocab_size", needed=False) or metadata.token_count
     tokenizer = Metadata(values, "tokenizer.ggml")
-    config |= {mine: tokenizer.number(token, needed=False) for token, mine in _TOKENS.items()}
+    config |= {config_key: tokenizer.number(token, needed=False) for token, config_key in _TOKENS.items()}
     if last := end_tokens(values):
         config["eos_token_id"] = last if len(last) > 1 else last[0]
     config["tie_word_embeddings"] = "output.weight" not in names
-    present = {mine: tensor if "." in tensor else f"{tensor}.bias" for mine, tensor in gguf.biases.items()}
-    config |= {mine: f"blk.0.{tensor}" in names for mine, tensor in present.items()}
+    present = {config_key: tensor if "." in tensor else f"{tensor}.bias" for config_key, tensor in gguf.biases.items()}
+    config |= {config_key: f"blk.0.{tensor}" in names for config_key, tensor in present.items()}
     config |= {**gguf.settings, **gguf.implied(config)}
     if not gguf.sliding_window:
         config["sliding_window"] = None
@@ -85,24 +85,24 @@ def to_config(values: Mapping[str, Value], names: Sequence[str], read: Callable[
 
 def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
     """_KEYS and those of one architecture."""
-    key, mine = architecture.epsilon
-    own: dict[str, tuple[str, type, bool]] = {**_KEYS, key: (mine, float, True)}
-    own |= {key: (mine, float, True) for key, mine in architecture.numbers.items()}
+    key, config_key = architecture.epsilon
+    keys: dict[str, tuple[str, type, bool]] = {**_KEYS, key: (config_key, float, True)}
+    keys |= {key: (config_key, float, True) for key, config_key in architecture.numbers.items()}
     if "expert_feed_forward_length" in (architecture.experts or {}):
-        own["feed_forward_length"] = ("intermediate_size", int, False)  # not where all layers have experts
-    return own | {key: (mine, int, True) for key, mine in architecture.gguf.sizes.items()}
+        keys["feed_forward_length"] = ("intermediate_size", int, False)  # not where all layers have experts
+    return keys | {key: (config_key, int, True) for key, config_key in architecture.gguf.sizes.items()}
 
 
 def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, Any]:
     """The settings of experts in a config.json; `inner` is the file's feed_forward_length."""
     config = dict[str, Any]()
-    for key, mine in (architecture.experts or {}).items():
-        config[mine] = metadata.number(key, needed="count" in key)
+    for key, config_key in (architecture.experts or {}).items():
+        config[config_key] = metadata.number(key, needed="count" in key)
     used = max(1, config.get("num_experts_per_tok", 1))
     # In older files the sizes of experts follow from the tensors only.
-    for mine, size in (("moe_intermediate_size", inner // used), ("shared_expert_intermediate_size", inner)):
-        if mine in config and config[mine] is None:
-            config[mine] = size
+    for config_key, size in (("moe_intermediate_size", inner // used), ("shared_expert_intermediate_size", inner)):
+        if config_key in config and config[config_key] is None:
+            config[config_key] = size
     if (scale := metadata.number("expert_weights_scale", float, needed=False)) not in (None, 0.0, 1.0):
         raise CheckpointError(f"the GGUF file multiplies the weights of experts by {scale}, which {architecture.model} does not")
     every = {"decoder_sparse_step": 1, "mlp_only_layers": []} if "moe_intermediate_size" in config else {}
@@ -113,7 +113,7 @@ def _routed(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:
     """The settings of experts in a config.json where the file has all of them."""
     most = ("expert_count", "expert_used_count", "expert_feed_forward_length")
     experts = (architecture.experts or {}).items()
-    config = {mine: metadata.number(key, needed=key in most) for key, mine in experts}
+    config = {config_key: metadata.number(key, needed=key in most) for key, config_key in experts}
     groups, used = config.pop("n_group") or 1, config.pop("topk_group") or 1
     config = {key: value or 0 for key, value in config.items()} | {"n_group": groups, "topk_group": used}
     normalized, scale = metadata.get("expert_weights_norm") is True, metadata.number("expert_weights_scale", float, needed=False)
@@ -137,8 +137,8 @@ def _rope(
     base = metadata.number("rope.freq_base", float, needed=False) or _ROPE_BASE
     rope = {"rope_type": "default", "rope_theta": base, **_rope_scaling(architecture.gguf, metadata, names, read, base, head_dim)}
     if architecture.family.rope_per_type:  # that of layers with a window is never scaled
-        own = architecture.gguf.local_rope_base
-        local = base if own is None else metadata.number("rope.freq_base_swa", float, needed=False) or own
+        default_base = architecture.gguf.local_rope_base
+        local = base if default_base is None else metadata.number("rope.freq_base_swa", float, needed=False) or default_base
         return {_FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": local}}
     if architecture.family.partial_rotary and rotary_dim:
         rope["partial_rotary_factor"] = rotary_dim / head_dim
@@ -164,7 +164,7 @@ def _rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
-        found = {mine: metadata.number(key, float, needed=False) for key, mine in _YARN.items()}
+        found = {config_key: metadata.number(key, float, needed=False) for key, config_key in _YARN.items()}
         yarn = {"factor": factor, "original_max_position_embeddings": original} | {k: v for k, v in found.items() if v is not None}
         return {"rope_type": "yarn", **gguf.yarn, **yarn}
     raise CheckpointError(f"the GGUF file scales positions in the way {short(kind)}, which halfbyte does not read: use its safetensors")
@@ -199,11 +199,11 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     out: dict[str, Value] = {"general.architecture": name, "general.quantization_version": 2}
     if isinstance(title := config.get("_name_or_path"), str) and title:
         out["general.name"] = title.rstrip("/").rpartition("/")[2]
-    keys = _keys(architecture) | {key: (theirs, int, True) for key, theirs in (architecture.experts or {}).items()}
-    for key, (theirs, kind, needed) in keys.items():
-        value = config.get(theirs, config.get(_ALSO.get(theirs, theirs)))
+    keys = _keys(architecture) | {key: (config_key, int, True) for key, config_key in (architecture.experts or {}).items()}
+    for key, (config_key, kind, needed) in keys.items():
+        value = config.get(config_key, config.get(_ALSO.get(config_key, config_key)))
         if value is None and needed:
-            raise CheckpointError(f"config.json has no {theirs}, which GGUF needs")
+            raise CheckpointError(f"config.json has no {config_key}, which GGUF needs")
         if value is not None:
             out[f"{name}.{key}"] = kind(value)
     if reason := _no_place(architecture, config):
@@ -279,5 +279,5 @@ def _scaled(gguf: GGUF, out: dict[str, Value], rope: Mapping[str, Any], base: fl
             del given["attention_factor"]
         if "mscale" not in gguf.yarn and (odd := next(iter(given), None)):
             raise CheckpointError(f"GGUF has no scaling of positions like yarn with {odd}")
-        out |= {f"{name}.{key}": float(rope[theirs]) for key, theirs in _YARN.items() if rope.get(theirs) is not None}
+        out |= {f"{name}.{key}": float(rope[config_key]) for key, config_key in _YARN.items() if rope.get(config_key) is not None}
     return {}

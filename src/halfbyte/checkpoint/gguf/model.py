@@ -64,7 +64,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
         if convolves(name) and len(entry.shape) == 2:
             shape = (entry.shape[0], 1, entry.shape[1])
         if architecture.gguf.inputs_first and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
-            entries[target] = Entry(Spec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_turned, entry))
+            entries[target] = Entry(Spec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_transposed, entry))
             continue
         spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
         tensor = _Tensor(entry, _factor(file, architecture, name))
@@ -139,10 +139,10 @@ def _stacks(
         if architecture.inputs_first_experts:
             entries |= _transposed(file, target, names, tensors, dtype)
             continue
-        alike = all(part.kind == first.kind for part in parts) and len({tensor.quantized for tensor in tensors}) == 1
-        quantized = tensors[0].quantized if alike else None
+        same_kind = all(part.kind == first.kind for part in parts) and len({tensor.quantized for tensor in tensors}) == 1
+        quantized = tensors[0].quantized if same_kind else None
         spec = Spec(dtype if any(part.blocks for part in parts) else first.spec.dtype, shape)
-        if not alike and any(part.blocks for part in parts):
+        if not same_kind and any(part.blocks for part in parts):
             mixed.append(f"{target} ({', '.join(gguf.kind_name(part.kind) for part in parts)})")
         nbytes = sum(part.place.spec.nbytes for part in parts)
         order = partial(_order, architecture, config, name, shape)
@@ -159,8 +159,8 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
     if len(fitting) < len(parts) or len({part.shape for part in parts}) > 1:
         raise CheckpointError(f"{file.path}: {' and '.join(names)} have no matching biases, or different shapes: the file is damaged")
     (experts, n, k), count = parts[0].shape, len(parts)
-    first, alike = tensors[0].quantized, len({tensor.quantized for tensor in tensors}) == 1
-    quantized = replace(first, transposed=True, floats=first.form == _MXFP4) if first is not None and alike else None
+    first, same_form = tensors[0].quantized, len({tensor.quantized for tensor in tensors}) == 1
+    quantized = replace(first, transposed=True, floats=first.form == _MXFP4) if first is not None and same_form else None
 
     def read(wanted: torch.dtype | None) -> Codes | Tensor:
         values = [tensor.read() for tensor in tensors]
@@ -253,7 +253,7 @@ def _numbers(entry: gguf.Entry) -> Tensor:
     return value
 
 
-def _read_turned(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
+def _read_transposed(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
     return _cast(_numbers(entry).T, dtype)
 
 

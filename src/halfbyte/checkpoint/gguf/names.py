@@ -113,7 +113,7 @@ class Architecture:
     def _tensors(self) -> dict[str, str]:
         """Names of tensors in a layer."""
         family = self.family
-        names = {f"{mine}.{end}": f"{module}.{end}" for mine, module in self.modules.items() for end in ("weight", "bias")}
+        names = {f"{gguf_name}.{end}": f"{module}.{end}" for gguf_name, module in self.modules.items() for end in ("weight", "bias")}
         names |= self.gguf.parameters
         if family.moe is not None and family.moe.correction is not None:
             names["exp_probs_b.bias"] = f"{family.mlp}.{family.moe.correction}"
@@ -164,11 +164,11 @@ class Architecture:
         if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)) and found[2] == self._sparse:
             return tuple(f"blk.{found[1]}.{part}.weight" for part in _WRITTEN_STACKS.get(found[3], ()))
         head, _, end = name.rpartition(".")
-        ends = {theirs: mine for mine, theirs in self.ends.items()}
+        ends = {model_end: gguf_end for gguf_end, model_end in self.ends.items()}
         if head in ends:
             return (f"{ends[head]}.{end}",)
         found = re.fullmatch(rf"{re.escape(self.gguf.layers)}\.(\d+)\.([\w.]+)", name)
-        inner = {theirs: mine for mine, theirs in self._tensors.items()}.get(found[2]) if found else None
+        inner = {model_end: gguf_end for gguf_end, model_end in self._tensors.items()}.get(found[2]) if found else None
         return (f"blk.{found[1]}.{inner}",) if found and inner else ()
 
     def rows(self, name: str, config: Mapping[str, Any], rows: int) -> Tensor | None:

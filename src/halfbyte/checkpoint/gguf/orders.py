@@ -43,5 +43,5 @@ def separate(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
     return torch.cat([part.flatten() for part in torch.arange(rows, device="cpu").view(keys, -1).split(sizes, 1)])
 
 
-# By `GGUF.row_order`.
+# Functions by `GGUF.row_order`.
 ORDERS: dict[str, Order] = {"interleaved": interleaved, "tiled": tiled, "separate": separate}

@@ -217,7 +217,7 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     patterns = _cut(metadata)
-    merges = _pairs(metadata)
+    merges = _merge_halves(metadata)
     whole = metadata.get("tokenizer.ggml.pre") in WHOLE
     backend: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
     steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
@@ -227,7 +227,7 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     return backend
 
 
-def _pairs(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
+def _merge_halves(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
     """The merges, (left, right) each."""
     return [(left, right) for left, _, right in (merge.partition(" ") for merge in _sequence(metadata, "merges"))]
 
@@ -237,7 +237,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata:
-        merges = _pairs(metadata)
+        merges = _merge_halves(metadata)
     else:
         by_order = metadata.get("general.architecture") in _MERGES_BY_INDEX
         merges = _merges(vocabulary, [-i for i in range(len(tokens))] if by_order else _sequence(metadata, "scores"))
@@ -245,7 +245,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
     unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
     backend: Any = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    # As in llama.cpp: one more space before each piece of text, even one that begins with a space.
+    # One more space precedes each piece of text, even one that begins with a space, as in llama.cpp.
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
@@ -272,7 +272,11 @@ def _add_tokens(backend: Any, metadata: Mapping[str, Value], tokens: Sequence[st
         return
     types = [int(kind) for kind in _sequence(metadata, "token_type")]
     for kind, special in ((CONTROL, True), (USER, False)):
-        added = [AddedToken(token, normalized=False, special=special) for token, mine in zip(tokens, types, strict=False) if mine == kind]
+        added = [
+            AddedToken(token, normalized=False, special=special)
+            for token, token_type in zip(tokens, types, strict=False)
+            if token_type == kind
+        ]
         (backend.add_special_tokens if special else backend.add_tokens)(added)
 
 

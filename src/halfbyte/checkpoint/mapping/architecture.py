@@ -213,14 +213,14 @@ def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        mine = deepcopy(converter)
+        copied = deepcopy(converter)
         for name, pattern in sources:
-            mine.add_tensor(target, name, pattern, partial(read, name))
+            copied.add_tensor(target, name, pattern, partial(read, name))
         try:
-            made = mine.convert(target, model=model, config=model.config)
+            converted = copied.convert(target, model=model, config=model.config)
         except Exception as e:
-            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and its like ({_why(e)})") from e
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and others ({_why(e)})") from e
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     # Only the conversion itself knows its results: it is run on tensors without data.
     targets = run(lambda name: torch.empty(files[name].shape, dtype=files[name].dtype, device="meta"))
@@ -235,10 +235,10 @@ def initial(model: Any, name: str) -> Tensor | None:
     allowed = [p for m in model.modules() for p in getattr(m, "_keys_to_ignore_on_load_missing", None) or ()]
     if not any(re.search(pattern, name) for pattern in allowed):
         return None
-    prefix, _, own = name.rpartition(".")
+    prefix, _, tensor_name = name.rpartition(".")
     module: nn.Module = deepcopy(model.get_submodule(prefix)).to_empty(device="cpu")
     model._init_weights(module)
-    return module.get_parameter(own).detach()
+    return module.get_parameter(tensor_name).detach()
 
 
 def _with_special_floats(value: Any) -> Any:

@@ -102,7 +102,7 @@ def check_generation(config: Any, folder: Path) -> None:
             setattr(config, name, None)
         elif value is not None and not is_valid(value):
             raise CheckpointError(
-                f"{name} of {folder / FILE}, or of the config.json beside it, is {wanted}, got {short(value)}: repair or remove it"
+                f"{name} of {folder / FILE}, or of the config.json next to it, is {wanted}, got {short(value)}: repair or remove it"
             )
         elif type(value) is int and wanted == _FACTOR[1]:
             setattr(config, name, float(value))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.mapping.architecture import Step
 from halfbyte.errors import CheckpointError
 from halfbyte.io.tensors import Spec
-from halfbyte.nn.candidates import named_tensors, own_tensors
+from halfbyte.nn.candidates import direct_tensors, named_tensors
 
 # Scales of caches and of activations, which are not used; stacks of experts have the latter behind the name of their weight.
 CACHE_PARTS = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
@@ -49,7 +49,7 @@ def left_out(model: nn.Module, steps: Sequence[Step], unused: Mapping[str, str],
             reasons[name] = f"equal to {first}"
         elif (reason := _why_not(model, name, target, files)) is not None:
             reasons[name] = reason
-        elif any(id(tensor) not in given for _, tensor in own_tensors(_nearest(model, target)[1])):
+        elif any(id(tensor) not in given for _, tensor in direct_tensors(_nearest(model, target)[1])):
             reasons[name] = f"{type(model).__name__} does not use it"  # the plan then raises for what is missing in its place
         else:
             wrong.append(name)
@@ -66,8 +66,8 @@ def left_out(model: nn.Module, steps: Sequence[Step], unused: Mapping[str, str],
 def _why_not(model: nn.Module, name: str, target: str, files: Files) -> str | None:
     """Why a tensor does not matter; None where it does."""
     place, module = _nearest(model, target)
-    own, spec = target.removeprefix(f"{place}."), files.specs()[name]
-    if own in module._non_persistent_buffers_set or _COMPUTED.fullmatch(name) or _is_mask(name, spec):
+    tensor_name, spec = target.removeprefix(f"{place}."), files.specs()[name]
+    if tensor_name in module._non_persistent_buffers_set or _COMPUTED.fullmatch(name) or _is_mask(name, spec):
         return "the model computes it"
     if RUN_TIME.fullmatch(name):
         return "activations and caches are not quantized statically"
@@ -76,7 +76,7 @@ def _why_not(model: nn.Module, name: str, target: str, files: Files) -> str | No
     # A part that this class does not have: another head, a layer beyond the last, a second model.
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or hasattr(module, "base_model_prefix"):
         return f"{type(model).__name__} does not have it"
-    if own == "bias" and not bool(files.read(name).any()):
+    if tensor_name == "bias" and not bool(files.read(name).any()):
         return "a bias of zeros"
     return None
 

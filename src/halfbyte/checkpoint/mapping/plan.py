@@ -124,8 +124,8 @@ def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: 
     names = {(name, id(tensor)) for name, _, tensor in named_tensors(model)}
     moved = {old: f"{old}.weight" for old, _, t in places if (f"{old}.weight", id(views.get(id(t), t))) in names}
     # For weights that the float model has inputs first: whether they become outputs first, which quantized ones are.
-    turned = {old: (moved.get(old, old), id(views[id(t)])) in names for old, _, t in places if id(t) in views}
-    plan.steps = [_turned(step, plan, source, turned) for step in plan.steps]
+    outputs_first = {old: (moved.get(old, old), id(views[id(t)])) in names for old, _, t in places if id(t) in views}
+    plan.steps = [_transposed(step, plan, source, outputs_first) for step in plan.steps]
     plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
     plan.tied = {moved.get(name, name): moved.get(owner, owner) for name, owner in plan.tied.items()}
     return decisions
@@ -137,7 +137,7 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
     places, given = list(named_tensors(model)), plan.given()
     linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
     for name, module, tensor in places:
-        prefix, _, own = name.rpartition(".")
+        prefix, _, tensor_name = name.rpartition(".")
         decision = decisions.get(prefix, decisions.get(name, ""))
         plan.about[name] = kind_of(module), decision if isinstance(decision, str) else "the bias of a quantized weight"
         if name in plan.tied:
@@ -154,7 +154,7 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
         elif (got := given[name]).shape != spec.shape or got.dtype.is_floating_point != spec.dtype.is_floating_point:
             what = f"{name} is {got.dtype} {list(got.shape)} in the files, but config.json makes it {list(spec.shape)} of {spec.dtype}"
             raise CheckpointError(f"{what}: one of them is damaged, or of another model")
-        if isinstance(decision, Format) and own == "weight":
+        if isinstance(decision, Format) and tensor_name == "weight":
             kind = kind_of(module)
             kernel = spec.shape[2:] if kind in CONVOLUTIONS else ()
             shape = codes_shape(kind, spec.shape, decision)
@@ -165,22 +165,22 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
             plan.plain[name] = spec
 
 
-def _turned(step: Step, plan: Plan, source: Source, turned: Mapping[str, bool]) -> Step:
-    """The step, with the last two dimensions swapped in targets that the model has transposed to the files."""
-    others = {}
+def _transposed(step: Step, plan: Plan, source: Source, outputs_first: Mapping[str, bool]) -> Step:
+    """The step, with the last two dimensions swapped in targets that the model has transposed relative to the files."""
+    transposed = {}
     for target, spec in step.targets.items():
-        if (now := turned.get(plan.renamed[target])) is not None and len(spec.shape) > 1:
+        if (now := outputs_first.get(plan.renamed[target])) is not None and len(spec.shape) > 1:
             # Saved from a module that replaced the experts.
             of_module = step.sources[0].endswith(".weight") and not target.endswith(".weight")
             if now != (of_module or source.outputs_first(step.sources[0])):
-                others[target] = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
-    if not others:
+                transposed[target] = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
+    if not transposed:
         return step
 
     def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        return {target: tensor.mT if target in others else tensor for target, tensor in step.run(read).items()}
+        return {target: tensor.mT if target in transposed else tensor for target, tensor in step.run(read).items()}
 
-    return replace(step, targets={**step.targets, **others}, run=run)
+    return replace(step, targets={**step.targets, **transposed}, run=run)
 
 
 def _constant(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
@@ -194,10 +194,10 @@ def _settle_ties(plan: Plan, model: nn.Module, source: Source) -> None:
     for name, module, tensor in list(named_tensors(model)):
         if name not in steps or (other := given.setdefault(id(tensor), name)) == name:
             continue
-        mine, theirs = steps[name].sources, steps[other].sources
-        if len(mine) == len(theirs) == 1 and source.same(mine[0], theirs[0]):
+        first_sources, second_sources = steps[name].sources, steps[other].sources
+        if len(first_sources) == len(second_sources) == 1 and source.same(first_sources[0], second_sources[0]):
             plan.steps.remove(steps[name])
-            plan.unused[mine[0]] = f"equal to {other}, to which it is tied"
+            plan.unused[first_sources[0]] = f"equal to {other}, to which it is tied"
         else:
             setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty_like(tensor)))
 

@@ -71,8 +71,8 @@ class Checkpoint(StoredModel):
         shape[dim] = sum(stop - start for start, stop in ranges)
         tensors = {}
         for part, crc32 in weight.crc32.items():
-            full, mine = f"{name}.{part}", runs[part]
-            tensors[part] = self._read(full, crc32) if mine is None else self._reader.read_part(full, dim, mine)
+            full, run = f"{name}.{part}", runs[part]
+            tensors[part] = self._read(full, crc32) if run is None else self._reader.read_part(full, dim, run)
         return self._checked(name, tuple(shape), tensors)
 
     def part_of_tensor(self, name: str, dim: int, ranges: Ranges) -> Tensor:

@@ -62,7 +62,7 @@ class Staging:
         self.folder = folder
         self._old = old
         self.fresh = fresh
-        self.path = path or (_beside(folder) if fresh else folder / f".halfbyte-{digits}")
+        self.path = path or (_temporary_path(folder) if fresh else folder / f".halfbyte-{digits}")
         self.stem = "model" if fresh else f"model-{digits}"
 
     def commit_folder(self) -> None:
@@ -169,12 +169,12 @@ def _work(target: Path, resume: bool) -> Iterator[Path]:
         if path is not None:
             lock.enter_context(_locked(path))
         while path is None:
-            made = _beside(target)
-            made.mkdir()
+            temporary = _temporary_path(target)
+            temporary.mkdir()
             # Until it is locked, a writer that starts at the same moment takes it for a dead one's and removes it.
             with suppress(FileNotFoundError, CheckpointError):
-                lock.enter_context(_locked(made))
-                path = made if made.is_dir() else None
+                lock.enter_context(_locked(temporary))
+                path = temporary if temporary.is_dir() else None
         try:
             yield path
         except KeyboardInterrupt:
@@ -193,7 +193,7 @@ def _make_parent(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _beside(target: Path) -> Path:
+def _temporary_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")
 
 

@@ -54,11 +54,13 @@ class Module:
         from halfbyte.nn.modules.permuted import PermutedLinear
         from halfbyte.nn.modules.quantized import QuantLinear
 
-        own = None if module.dtype == dtype else module.dtype
-        made = cls(module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear), dtype=own)
+        dtype_of_module = None if module.dtype == dtype else module.dtype
+        module_entry = cls(
+            module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear), dtype=dtype_of_module
+        )
         if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
-            return replace(made, compute=module.compute, activation=module.activation)
-        return made
+            return replace(module_entry, compute=module.compute, activation=module.activation)
+        return module_entry
 
     def to_json(self) -> dict[str, Any]:
         entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
@@ -77,9 +79,9 @@ class Module:
         if dtype is not None and dtype_named(dtype) is None:
             raise FormatError(f"a dtype is one of {', '.join(DTYPES)}, got {short(dtype)}")
         settings = entry.get("compute", "auto"), entry.get("activation", "block")
-        made = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype))
-        check_compute(made.compute, made.activation)
-        return made
+        module_entry = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype))
+        check_compute(module_entry.compute, module_entry.activation)
+        return module_entry
 
 
 def dtype_named(name: object) -> torch.dtype | None:

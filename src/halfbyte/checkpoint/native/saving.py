@@ -23,7 +23,7 @@ from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import Spec
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.candidates import own_tensors
+from halfbyte.nn.candidates import direct_tensors
 from halfbyte.nn.described import CONVOLUTIONS, ORDER, Calibrated
 from halfbyte.nn.modules.conv import QuantConv2d
 from halfbyte.nn.modules.experts import QuantExperts
@@ -38,12 +38,27 @@ GENERATION = "generation_config.json"
 
 
 def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes `model` to the folder `dir`: quantized weights in canonical order, everything else in its state_dict unchanged.
+    """Save a model to a folder: quantized weights in canonical order, everything else in its state_dict unchanged.
 
     The config of a transformers model is saved too, so that `load` can build it again; for any other model, `load` must be passed the
-    model, and for a network on int8 codes the float one. A halfbyte checkpoint in `dir` is replaced in one step and remains unchanged
-    on failure: raises CheckpointError (disk full, no permission, the folder holds another model), ArgumentError (a tensor without
-    data, a model between `prepare_qat_` and `convert_qat_`). A model card, README.md, is written where nobody else's is.
+    model, and for a network on int8 codes the float one. A halfbyte checkpoint in `dir` is replaced in one step and remains unchanged on
+    failure. A model card, README.md, is written where nobody else's is.
+
+    Args:
+        model: A quantized model.
+        dir: The folder.
+        shard_bytes: The most bytes of a file.
+
+    Returns:
+        None.
+
+    Raises:
+        CheckpointError: The disk is full, a permission is missing, or the folder holds another model.
+        ArgumentError: A tensor has no data, or the model is between `prepare_qat_` and `convert_qat_`.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> hb.save(model, folder / "model")
     """
     check_type(model, nn.Module, "save takes a model, a torch.nn.Module", "pass the model that holds it")
     check_not_in_training(model, "call convert_qat_ first, or keep the state of the training with torch.save(model.state_dict(), file)")
@@ -71,7 +86,7 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
                 tied[f"{dot}weight"] = owner
             if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
                 settings[owner] = (module.compute, module.activation)
-        for name, tensor in own_tensors(module):
+        for name, tensor in direct_tensors(module):
             if tensor.is_meta:
                 raise ArgumentError(f"{dot}{name} has no data (it is on the meta device): load the model before saving it")
             owner = seen.setdefault(id(tensor), f"{dot}{name}")

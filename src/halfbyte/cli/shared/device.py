@@ -63,7 +63,7 @@ def waking(device: str) -> Iterator[None]:
     if torch.device(device).type != "cuda":
         yield
         return
-    from halfbyte.dispatch.gpu import triton_trouble
+    from halfbyte.dispatch.gpu import why_no_triton
 
     def wake() -> None:
         from halfbyte.kernels.gpu.runtime import tape
@@ -71,7 +71,7 @@ def waking(device: str) -> Iterator[None]:
         with torch.cuda.device(device):
             tape.why_not_replayed(torch.device(device))
 
-    if triton_trouble() is not None:
+    if why_no_triton() is not None:
         yield
         return
     with ThreadPoolExecutor(1) as other:

@@ -56,7 +56,7 @@ def open_model(args: argparse.Namespace, path: Path, name: str, format: str | No
 
         config = None if format is None else Config(format)
     try:
-        return _open_own(args, path, config)
+        return _open_native(args, path, config)
     except UnsupportedError as e:
         if not args.quiet:
             print(f"transformers runs {name}, as halfbyte's own decoder does not: {e}", file=sys.stderr)
@@ -67,7 +67,7 @@ def open_model(args: argparse.Namespace, path: Path, name: str, format: str | No
     return Opened(model, tokenizer, text.weight_bytes(model), most, _Cached(model))
 
 
-def _open_own(args: argparse.Namespace, path: Path, config: Config | None) -> Opened:
+def _open_native(args: argparse.Namespace, path: Path, config: Config | None) -> Opened:
     from halfbyte.language.model import LanguageModel
 
     if args.device == "cpu" and args.dtype not in (None, "float32"):
@@ -75,7 +75,7 @@ def _open_own(args: argparse.Namespace, path: Path, config: Config | None) -> Op
     model = LanguageModel.open(path, format=config, device=args.device, dtype=asked_dtype(args))
     for note in () if args.quiet else model.notes:
         print(note, file=sys.stderr)
-    return Opened(_Own(model), _Encoder(model), model.spec.nbytes, model.spec.max_positions, _Own(model, int8=True))
+    return Opened(_Native(model), _Encoder(model), model.spec.nbytes, model.spec.max_positions, _Native(model, int8=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Logits:
     logits: Tensor
 
 
-class _Own:
+class _Native:
     """A model without transformers."""
 
     def __init__(self, model: LanguageModel, *, int8: bool = False) -> None:

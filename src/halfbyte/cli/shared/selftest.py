@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import env, ops
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
@@ -113,7 +113,7 @@ def run(checks: Sequence[Check]) -> Iterator[Result]:
 @contextmanager
 def _compiling(checks: Sequence[Check]) -> Iterator[None]:
     """A context that compiles the kernels of some checks for the current GPU; they can run only after it ends."""
-    if not checks or triton_trouble() is not None or env.tune():
+    if not checks or why_no_triton() is not None or env.tune():
         yield
         return
     from halfbyte.kernels.gpu.runtime import launch
@@ -128,11 +128,14 @@ def checks() -> list[Check]:
     """All tests; `run()` takes from milliseconds to seconds each, depending on what must be compiled."""
     kinds = {"quantize": _quantize, "layout": _layout, "dequantize": _dequantize, "embedding": _embedding, "linear": _linear}
     channelwise = [name for name in FORMATS if (fmt := as_format(name)).zero == "none" and not isinstance(fmt.block, int)]
-    pairs = [*itertools.product(kinds.items(), FORMATS), *((("qlinear", _qlinear), name) for name in channelwise)]
-    pairs += [*((("grouped_linear", _grouped_linear), name) for name in _THOROUGH), *((("conv2d", _conv2d), name) for name in _CONVOLVED)]
-    pairs += [(("qconv2d", _qconv2d), name) for name in channelwise]
+    kinds_and_formats = [*itertools.product(kinds.items(), FORMATS), *((("qlinear", _qlinear), name) for name in channelwise)]
+    kinds_and_formats += [
+        *((("grouped_linear", _grouped_linear), name) for name in _THOROUGH),
+        *((("conv2d", _conv2d), name) for name in _CONVOLVED),
+    ]
+    kinds_and_formats += [(("qconv2d", _qconv2d), name) for name in channelwise]
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    return [Check(op, name, device, cases) for device in devices for (op, cases), name in pairs]
+    return [Check(op, name, device, cases) for device in devices for (op, cases), name in kinds_and_formats]
 
 
 def _dtypes(codes: Codes, device: str) -> tuple[torch.dtype, ...]:
@@ -144,10 +147,10 @@ def _quantize(codes: Codes, device: str) -> Iterator[Case]:
     weight = torch.randn(_N, _K, generator=torch.Generator().manual_seed(3))
     for dtype in _dtypes(codes, device):
         w = weight.to(dtype)
-        yield Case(f"from {dtype}", partial(ops.quantize, w.to(device), codes.format), partial(_quantized_alike, w))
+        yield Case(f"from {dtype}", partial(ops.quantize, w.to(device), codes.format), partial(_quantized_equally, w))
 
 
-def _quantized_alike(weight: Tensor, found: Codes) -> Tensor:
+def _quantized_equally(weight: Tensor, found: Codes) -> Tensor:
     return _same_codes(absmax(weight, found.format), found)
 
 
@@ -255,7 +258,7 @@ def _right_codes(expected: Any, found: Tensor) -> Tensor:
 
 
 def _convolutions(codes: Codes) -> Iterator[tuple[str, Tensor, Codes, int, Tensor]]:
-    """Of 3 x 3 taps, one of them depthwise: its name, images, weight, groups and bias."""
+    """Convolutions with 3 x 3 taps, one of them depthwise: name, images, weight, groups and bias."""
     generator = torch.Generator().manual_seed(5)
     for name, channels, groups in (("3 x 3", 40, 1), ("depthwise", 24, 24)):
         weight = torch.randn(24, channels // groups, 3, 3, generator=generator)

@@ -95,7 +95,7 @@ _HALF_ROTARY = (("partial_rotary_factor", 0.5),)
 _GEMMA2_DEFAULTS = ("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)
 _SCALED_ROPE = ("rope_scaling", "")  # by values that only transformers has, where config.json does not say
 
-# By the name of the family's package in transformers.models.
+# Families by the name of their package in transformers.models.
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", **_RELU2, gguf=GGUF("arcee", row_order="interleaved", settings={**gguf.NO_BIASES, "hidden_act": "relu2"})),
     "cohere": Family(

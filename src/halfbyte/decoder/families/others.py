@@ -76,7 +76,7 @@ _LFM2_GGUF: dict[str, Any] = {
     "read_layers": gguf.convolution_layers,
 }
 
-# By the name of the family's package in transformers.models.
+# Families by the name of their package in transformers.models.
 OTHERS: dict[str, Family] = {
     "apertus": Family(
         "Apertus",

@@ -125,12 +125,12 @@ _create_new_module = _lora._create_new_module
 
 def _create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
     lora_config._register_custom_module({QuantLinear: QuantLoraLinear, QuantEmbedding: QuantLoraEmbedding})
-    made: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
-    return made
+    adapter: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
+    return adapter
 
 
 def _including(include: Any) -> Any:
-    """Of `_maybe_include_all_linear_layers`: quantized layers too, all but the head; targets that could not be trained are refused."""
+    """Replace `_maybe_include_all_linear_layers`: quantized layers too, all but the head; targets that could not be trained are refused."""
 
     @wraps(include)
     def included(peft_config: Any, model: Any) -> Any:
@@ -204,7 +204,7 @@ def _in_words(init: Any) -> Any:
 
 
 def _knowing_sizes(features: Any) -> Any:
-    """Of `_get_in_out_features`, which warns of classes that it does not know."""
+    """Replace `_get_in_out_features`, which warns of classes that it does not know."""
 
     @wraps(features)
     def sizes_of(module: nn.Module) -> tuple[int | None, int | None]:

@@ -53,28 +53,29 @@ def register() -> None:
 
 def rebind(function: Any, decorate: Callable[[Any], Any]) -> None:
     """Decorates a function of peft in each of its modules that has imported it; those imported later get it from the first."""
-    decorated, own_name = decorate(function), str(function.__name__)
+    decorated, function_name = decorate(function), str(function.__name__)
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "peft" and vars(module).get(own_name) is function:
-            setattr(module, own_name, decorated)
+        if name.partition(".")[0] == "peft" and vars(module).get(function_name) is function:
+            setattr(module, function_name, decorated)
 
 
 def _float_copies(update: Any) -> Any:
-    """Of `ModulesToSaveWrapper.update`: the copy of a module that is trained is float."""
+    """Replace `ModulesToSaveWrapper.update`: the copy of a module that is trained is float."""
 
     @wraps(update)
     def updated(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         is_new = adapter_name not in self.modules_to_save
         update(self, adapter_name, *args, **kwargs)
         if is_new and any(isinstance(module, QuantModule) for module in self.original_module.modules()):
-            made = trainable_form(self.modules_to_save[adapter_name])
-            self.modules_to_save[adapter_name] = made.requires_grad_(adapter_name in self.active_adapters)
+            trainable = trainable_form(self.modules_to_save[adapter_name])
+            self.modules_to_save[adapter_name] = trainable.requires_grad_(adapter_name in self.active_adapters)
 
     return updated
 
 
 def _replaced_tokens(forward: Any) -> Any:
-    """Of `TrainableTokensLayer.forward_adapters`: a quantized layer computes all tokens, and those that are trained are computed again."""
+    """Replace `TrainableTokensLayer.forward_adapters`: a quantized layer computes all tokens, and those that are trained are computed
+    again."""
 
     @wraps(forward)
     def forward_adapters(self: Any, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ def _with_columns(y: Tensor, x: Tensor, rows: Tensor, tokens: Tensor, base: Quan
 
 
 def _unmerged_tokens(merge: Any) -> Any:
-    """Of `TrainableTokensLayer.merge`: refused, as rows of a quantized weight cannot be set."""
+    """Replace `TrainableTokensLayer.merge`: refused, as rows of a quantized weight cannot be set."""
 
     @wraps(merge)
     def merged(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +121,8 @@ def _unmerged_tokens(merge: Any) -> Any:
 
 
 def _with_quantized(tied_names: Any) -> Any:
-    """Of `_get_module_names_tied_with_embedding`: quantized layers that share the embedding's weight, which transformers does not tie."""
+    """Replace `_get_module_names_tied_with_embedding`: quantized layers that share the embedding's weight, which transformers does not
+    tie."""
 
     @wraps(tied_names)
     def names_of(model: Any) -> list[str]:
@@ -145,7 +147,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _with_checkpointing(prepare: Any) -> Any:
-    """Of `prepare_model_for_kbit_training`: gradient checkpointing is enabled, as for the methods that peft knows."""
+    """Replace `prepare_model_for_kbit_training`: gradient checkpointing is enabled, as for the methods that peft knows."""
 
     @wraps(prepare)
     def prepared(

@@ -33,16 +33,30 @@ def load_gguf(
     mesh: DeviceMesh | None = None,
     half_scales: bool = False,
 ) -> tuple[nn.Module, Any]:
-    """(model, tokenizer) from a GGUF file, with the codes and scales of the file.
+    """Load a model and its tokenizer from a GGUF file, with the codes and scales of the file.
 
-    dtype        of the model's computation; by default that of the file's unquantized matrices, or else float32
-    format       to which a floating-point file is quantized; see `load`
-    mesh         of processes that share the model; see `load`
-    half_scales  round scales and offsets to float16 where they would be float32, as those of K-quants: by at most 2^-11 of each. That takes
-                 less memory and time (docs/engineering/other-files.md); the command line does it
+    The tokenizer is one of transformers, or None where the file has none.
 
-    The tokenizer is one of transformers, or None where the file has none. Raises CheckpointError for a file that is damaged, truncated, or
-    holds a model of an unsupported architecture.
+    Args:
+        path: The file.
+        device: As for `load`.
+        dtype: Of the model's computation; by default that of the file's unquantized matrices, or else float32.
+        format: To which a floating-point file is quantized; see `load`.
+        mesh: Of processes that share the model; see `load`.
+        half_scales: Round scales and offsets to float16 where they would be float32, as those of K-quants: by at most 2^-11 of each. That
+            takes less memory and time (docs/engineering/other-files.md); the command line does it.
+
+    Returns:
+        (model, tokenizer); the tokenizer is one of transformers, or None where the file has none.
+
+    Raises:
+        CheckpointError: The file is damaged, truncated, or holds a model of an unsupported architecture.
+
+    Example:
+        >>> hb.load_gguf(folder / "missing.gguf")
+        Traceback (most recent call last):
+        ...
+        halfbyte.errors.CheckpointError: ...
     """
     if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
         raise ArgumentError(f"a model computes in float32, bfloat16 or float16, got {dtype!r}: pass dtype=torch.bfloat16")

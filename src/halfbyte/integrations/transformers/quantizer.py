@@ -68,15 +68,22 @@ _REMEDY = "use the transformers that saved them, and their config.json"
 class HalfbyteConfig(QuantizationConfigMixin):
     """The `quantization_config` of `from_pretrained`: the arguments of `Config`, or a Config.
 
-    calibration  as for `quantize_`. With it the float model is loaded whole, and quantized then
-    device       an attribute: where weights are quantized and packed as they are read, a GPU to which the rest of the model is moved then;
-                 None: where transformers has read them to
-    modules      the quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs
+    Attributes:
+        format: The format of all layers, or a Config.
+        calibration: As for `quantize_`. With it the float model is loaded whole, and quantized then.
+        settings: The other arguments of Config.
+        device: An attribute: where weights are quantized and packed as they are read, a GPU to which the rest of the model is moved then;
+            None: where transformers has read them to.
+        modules: The quantized modules of a loaded model: filled by `from_pretrained`, and all that a saved model needs.
+
+    Example:
+        >>> hb.HalfbyteConfig("q4_0", compute="float").to_dict()["quant_method"]
+        'halfbyte'
     """
 
     def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
         if isinstance(format, Config) and settings:
-            raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} beside it: use dataclasses.replace")
+            raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} in addition: use dataclasses.replace")
         self.quant_method = METHOD  # type: ignore[assignment]
         config = format if isinstance(format, Config) else Config(format, **settings)
         self.config: Config | None
@@ -87,16 +94,16 @@ class HalfbyteConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it is invalid."""
-        made = cls.of(parse(config_dict))
-        return (made, kwargs) if return_unused_kwargs else made
+        config = cls.of(parse(config_dict))
+        return (config, kwargs) if return_unused_kwargs else config
 
     @classmethod
     def of(cls, modules: dict[str, Module]) -> HalfbyteConfig:
         """The config of a model with these quantized modules."""
-        made = cls.__new__(cls)
-        made.quant_method = METHOD  # type: ignore[assignment]
-        made.config, made.calibration, made.device, made.modules = None, None, None, modules
-        return made
+        instance = cls.__new__(cls)
+        instance.quant_method = METHOD  # type: ignore[assignment]
+        instance.config, instance.calibration, instance.device, instance.modules = None, None, None, modules
+        return instance
 
     def to_dict(self) -> dict[str, Any]:
         return describe(self.modules)
@@ -354,10 +361,10 @@ class HalfbyteQuantizer(HfQuantizer):
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
             settings = config.config or config.modules[name]
             module = model.get_submodule(place)
-            made = quantized_module(module, packed, dtype, settings.compute, settings.activation, error)
-            if isinstance(made, QuantLinear) and (order := getattr(module, ORDER, None)) is not None:
-                made = PermutedLinear(made, order)
-            model.set_submodule(place, made)
+            quantized = quantized_module(module, packed, dtype, settings.compute, settings.activation, error)
+            if isinstance(quantized, QuantLinear) and (order := getattr(module, ORDER, None)) is not None:
+                quantized = PermutedLinear(quantized, order)
+            model.set_submodule(place, quantized)
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
 
     # Saving
@@ -406,7 +413,7 @@ class HalfbyteQuantizer(HfQuantizer):
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
         _untie(model)
         model.hf_quantizer = self
-        _own_config(model).quantization_config = self.quantization_config
+        _copied_config(model).quantization_config = self.quantization_config
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dequantize_(model, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -460,15 +467,15 @@ class _Quantize(ConversionOps):
         return left
 
 
-def _own_config(model: Any) -> Any:
+def _copied_config(model: Any) -> Any:
     """The model's config after it was replaced by a copy, in all its modules: other models may be built from the same object."""
     shared = model.config
-    own = copy(shared)
+    copied = copy(shared)
     hidden = [module.float_module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     for module in (*model.modules(), *hidden):
         for name in [name for name, value in vars(module).items() if value is shared]:
-            setattr(module, name, own)
-    return own
+            setattr(module, name, copied)
+    return copied
 
 
 def _is_new(weight: Tensor) -> bool:

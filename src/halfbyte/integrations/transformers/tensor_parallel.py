@@ -85,9 +85,9 @@ def check_asks(model: Any, *, asks: bool) -> None:
 
 def take_over(plan: dict[str, str]) -> dict[str, str]:
     """Takes over a plan from transformers; returns the plan for transformers, with which it cuts nothing."""
-    mine = dict(plan)
+    base_plan = dict(plan)
     plan.update(dict.fromkeys(plan, "replicate"))
-    return mine
+    return base_plan
 
 
 def share_(model: Any, plan: dict[str, str]) -> None:

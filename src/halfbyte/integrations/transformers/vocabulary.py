@@ -47,8 +47,8 @@ def _in_float(model: Any, old: QuantModule) -> nn.Module:
     names = dequantize_(model, lambda module: module.packed.data.data_ptr() == weight)
     tie_again(model)
     add_notes(model, [f"{' and '.join(names)} became float: {'their' if len(names) > 1 else 'its'} vocabulary was resized"])
-    made: nn.Module = model.get_submodule(place)
-    return made
+    float_module: nn.Module = model.get_submodule(place)
+    return float_module
 
 
 _model: Any = PreTrainedModel

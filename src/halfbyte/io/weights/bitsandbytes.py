@@ -105,7 +105,7 @@ def read_four(parts: Mapping[str, Tensor], state: State, dtype: torch.dtype, whe
     out = torch.empty(count, dtype=dtype, device="cpu")
     for first in range(0, count, _CHUNK):
         last = min(count, first + _CHUNK)
-        pairs = packed[first // 2 : (last + 1) // 2]
-        nibbles = torch.stack((pairs >> 4, pairs & 15), dim=1).flatten()[: last - first]
+        code_pairs = packed[first // 2 : (last + 1) // 2]
+        nibbles = torch.stack((code_pairs >> 4, code_pairs & 15), dim=1).flatten()[: last - first]
         out[first:last] = table[nibbles.int()] * absmax[torch.arange(first, last, device="cpu") // state.block]
     return out.reshape(state.shape)

@@ -33,14 +33,14 @@ def read(weight: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: to
     if not out.numel():
         return out
     numbers = numbers.reshape(-1, -(-n // rows_of), -(-k // columns_of))
-    matrices, made = weight.reshape(-1, n, k), out.view(-1, n, k)
+    matrices, outputs = weight.reshape(-1, n, k), out.view(-1, n, k)
     step = max(1, _CHUNK // max(1, k))
     for i in range(len(matrices)):
         per_row = numbers[i if len(numbers) > 1 else 0]
         for first in range(0, n, step):
             last = min(n, first + step)
-            mine = per_row[torch.arange(first, last, device="cpu") // rows_of]
-            made[i, first:last] = matrices[i, first:last].float() * mine.repeat_interleave(columns_of, dim=1)[:, :k]
+            row_scales = per_row[torch.arange(first, last, device="cpu") // rows_of]
+            outputs[i, first:last] = matrices[i, first:last].float() * row_scales.repeat_interleave(columns_of, dim=1)[:, :k]
     return out
 
 

@@ -29,11 +29,11 @@ _CHUNK = 1 << 20  # weights that are multiplied at a time
 
 def format_of(scale: Tensor, zero: Tensor, bits: int, group: int | None) -> Format:
     """The format that holds codes with these scales and zeros."""
-    held, block = (8 if bits == 8 else 4), group or "channel"
-    if not bool(((zero == zero.round()) & (zero >= 0) & (zero < 1 << held)).all()):
-        return Format(held, block, "offset", torch.float32)  # type: ignore[arg-type]
-    middle = bool((zero == zero_points.middle(held)).all())
-    return Format(held, block, "none" if middle else "point", scale.dtype)  # type: ignore[arg-type]
+    packed_bits, block = (8 if bits == 8 else 4), group or "channel"
+    if not bool(((zero == zero.round()) & (zero >= 0) & (zero < 1 << packed_bits)).all()):
+        return Format(packed_bits, block, "offset", torch.float32)  # type: ignore[arg-type]
+    middle = bool((zero == zero_points.middle(packed_bits)).all())
+    return Format(packed_bits, block, "none" if middle else "point", scale.dtype)  # type: ignore[arg-type]
 
 
 def read(parts: Mapping[str, Tensor], bits: int, group: int | None, shape: tuple[int, int], where: str) -> Codes:
@@ -61,8 +61,8 @@ def read_floats(
     scale, zero = (zero_points.take(parts, name, zero_points.SCALES, (1, columns), where).float() for name in ("scale", "zero"))
     out = torch.empty(rows, columns, dtype=dtype, device="cpu")
     step = max(1, _CHUNK // max(1, columns))
-    for made, some in zip(out.split(step), values.split(step), strict=True):
-        made.copy_((some - zero) * scale)
+    for target, some in zip(out.split(step), values.split(step), strict=True):
+        target.copy_((some - zero) * scale)
     return out.reshape(shape)
 
 

@@ -1,6 +1,6 @@
 """The ceilings of this machine, measured: what memory delivers and what the arithmetic units can do.
 
-A kernel's time is judged against these, taken beside it: shared and virtual machines drift.
+A kernel's time is judged against these, measured in the same run: shared and virtual machines drift.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.machine import machine
 from halfbyte.memory import in_huge_pages
 
-_CHAINS = 12  # independent accumulators: more than latency times units on the CPUs at hand
-_TILE_CHAINS = 4
+_ACCUMULATORS = 12  # independent accumulators: more than latency times units on the CPUs at hand
+_TILE_ACCUMULATORS = 4
 _AHEAD = 8192
 _PIECE = 1 << 20
 _LEAST_BUFFER, _MOST_BUFFER = 1 << 28, 1 << 30
@@ -62,10 +62,10 @@ def _build_arithmetic(module: Module, isa: ISA, name: str) -> None:
     buffer, out = PROBE.load(args, "buffer", "ptr"), PROBE.load(args, "out", "ptr") + thread * 64
     if name == "dots":
         weights = buffer.load(isa.quads, 0, 64) & 15
-        sums = [f.variable(isa.start(f, f.value(isa.ints, 0), 4)) for _ in range(_CHAINS)]
+        sums = [f.variable(isa.start(f, f.value(isa.ints, 0), 4)) for _ in range(_ACCUMULATORS)]
     else:
         x, y = buffer.load(isa.floats, 0, 64), buffer.load(isa.floats, 64, 64)
-        sums = [f.variable(f.value(isa.floats, 0.0)) for _ in range(_CHAINS)]
+        sums = [f.variable(f.value(isa.floats, 0.0)) for _ in range(_ACCUMULATORS)]
     for _ in f.loop(PROBE.load(args, "size")):
         for i, total in enumerate(sums):
             if name == "fmas":
@@ -81,7 +81,7 @@ def _build_tile_products(module: Module, isa: AMXTiles) -> None:
     f = module.function("dots", ["ptr", "i64", "i64"])
     isa.configure(f, [Register(COLUMN_BYTES, ROWS)] * 8)
     for _ in f.loop(PROBE.load(f.parameters[0], "size")):
-        for total in range(_TILE_CHAINS):
+        for total in range(_TILE_ACCUMULATORS):
             isa.tile_product(f, total, 6, 7)
     isa.release(f)
 
@@ -124,10 +124,10 @@ def _rate(phase: str, threads: int, operations: int) -> float:
 def dot_peak(threads: int) -> float:
     """Operations per second (a multiplication and an addition are two) of the integer dot products that int8 compute uses."""
     if current().matrix is not None:
-        return _rate("dots", threads, _TILE_CHAINS * 2 * ROWS * COLUMN_BYTES * ROWS)
-    return _rate("dots", threads, _CHAINS * 2 * current().lane_products * current().lanes)
+        return _rate("dots", threads, _TILE_ACCUMULATORS * 2 * ROWS * COLUMN_BYTES * ROWS)
+    return _rate("dots", threads, _ACCUMULATORS * 2 * current().lane_products * current().lanes)
 
 
 def fma_peak(threads: int) -> float:
     """Operations per second of float32 fused multiply-adds."""
-    return _rate("fmas", threads, _CHAINS * 2 * current().lanes)
+    return _rate("fmas", threads, _ACCUMULATORS * 2 * current().lanes)

@@ -1,4 +1,4 @@
-"""Programs: calls of kernels for tensors of fixed sizes, made once and run as one call (`chain.py`), again and again.
+"""Programs: calls of kernels for tensors of fixed sizes, made once and run as one call (`step_sequence.py`), again and again.
 
 What lies between the steps shares one block of memory: each result takes the first gap that is large enough, and its place is free after
 the last step that reads it. So a small network stays in the caches, which memory taken anew at each step would pass through.
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.conv.planned import ConvCall
 from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.layouts.base import round_up
 
 _ALIGNED = 64
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     threads  that are worth waking for it
     nbytes   of what it makes
     inputs   where in the block the addresses of the tensors go that it reads; `out`, `scratch`: of what it makes, and of memory for it
-    shared   bytes of such memory, and for `each` thread beside
+    shared   bytes of scratch memory that threads share; `each`: bytes more per thread
     kept     what the block points to
     """
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: float) -> Step:
-    """Of a convolution of codes, which nobody else calls by the same block."""
+    """The step of a convolution of codes; its argument block must not be used by other calls."""
     pack_call(call.buffer, CALL, 0, 0, 0, 0, weights.data_ptr(), table.data_ptr(), 0, 0, low, high)
     batch, channels, height, width = call.out_shape
     size, each = batch * channels * height * width, call.memory // call.threads
@@ -57,7 +57,7 @@ def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: 
 
 
 def linear_step(kernel: LinearKernel, m: int, weights: Tensor, table: Tensor, low: float, high: float) -> Step:
-    """Of a linear layer of codes."""
+    """The step of a linear layer of codes."""
     threads, geo = kernel.threads(m, runtime.threads()), kernel.geometry
     buffer, scratch = kernel.arguments(m, threads)
     pack_call(buffer, CALL, 0, 0, geo.k, 0, weights.data_ptr(), table.data_ptr(), 0, 0, low, high)
@@ -85,7 +85,7 @@ class Program:
         scratch = max(one.step.shared + threads * one.step.each for one in wired)
         self._memory = torch.empty(size + scratch + _ALIGNED, dtype=torch.uint8, device="cpu")
         base = round_up(self._memory.data_ptr(), _ALIGNED)
-        # Of what is brought and of what is given: where its address goes.
+        # Offsets in the blocks at which the addresses of inputs and outputs are written.
         self._open: dict[int, list[tuple[Buffer, int]]] = {i: [] for i in range(brought)}
         self._open |= {brought + i: [] for i, one in enumerate(wired) if one.given}
         blocks = []
@@ -105,7 +105,7 @@ class Program:
                         _pack(block, offset, base + places[value])
             blocks += both
         self._kept = [one.step.kept for one in wired]
-        self._chain = Chain(blocks, threads)
+        self._sequence = StepSequence(blocks, threads)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: those that the call brings, then those that are given, in order of their steps, to be filled."""
@@ -113,7 +113,7 @@ class Program:
             address = tensor.data_ptr()
             for block, offset in places:
                 _pack(block, offset, address)
-        self._chain.run()
+        self._sequence.run()
 
 
 def _places(wired: Sequence[Wired], brought: int) -> tuple[dict[int, int], int]:

@@ -39,10 +39,16 @@ _Folds = dict[tuple[object, ...], list[Fold]]  # key: the structure of the layer
 class Calibration:
     """The calibration data of methods that use activations, and their options.
 
-    tokens   int64 [n, t]: n passages of t tokens each, as `calibration_tokens` returns; in all at least 32, better tens of thousands
-    batch    passages that run at a time
-    device   where the layers run; None: where they are
-    gptq, awq   options of these methods
+    Attributes:
+        tokens: int64 [n, t]: n passages of t tokens each, as `calibration_tokens` returns; in all at least 32, better tens of thousands.
+        batch: Passages that run at a time.
+        device: Where the layers run; None: where they are.
+        gptq: Options of these methods.
+        awq: See `gptq`.
+
+    Example:
+        >>> hb.Calibration(torch.zeros(4, 32, dtype=torch.int64), batch=2).batch
+        2
     """
 
     tokens: Tensor
@@ -92,9 +98,20 @@ def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[
 
 
 def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: int = 512) -> Tensor:
-    """Token ids int64 [n, length] of at most `passages` passages, spread evenly over a text; shorter ones if the text is short.
+    """Tokenize passages that are spread evenly over a text, for calibration.
 
-    tokenizer  a transformers tokenizer, or any callable that takes a text and returns its "input_ids"
+    Args:
+        tokenizer: a transformers tokenizer, or any callable that takes a text and returns its "input_ids".
+        text: The text; passages of a short one are shorter.
+        passages: The most passages.
+        length: Tokens of a passage.
+
+    Returns:
+        Token ids int64 [n, length] of at most `passages` passages.
+
+    Example:
+        >>> hb.calibration_tokens(lambda text: {"input_ids": list(text.encode())}, "halfbyte " * 20, passages=2, length=16).shape
+        torch.Size([2, 16])
     """
     check_type(text, str, "calibration_tokens takes (tokenizer, text), the text a string", "pass the tokenizer first")
     if not callable(tokenizer):
@@ -162,8 +179,8 @@ def calibrate(
     runs = Runs(model, calibration.tokens, calibration.batch, calibration.device)
     folds: _Folds = {}
     for i, prefix, block, names in runs.blocks(formats, copy, progress):
-        mine = {name: formats[f"{prefix}.{name}"] for name in names}
-        yield from _quantize_layer(runs, i, block, prefix, mine, method, calibration, folds) if mine else ()
+        layer_formats = {name: formats[f"{prefix}.{name}"] for name in names}
+        yield from _quantize_layer(runs, i, block, prefix, layer_formats, method, calibration, folds) if layer_formats else ()
     for name, moments in runs.outside(formats).items():
         linear = runs.in_float32(copy(name, model.get_submodule(name)))
         yield _quantize(linear, name, formats[name], method, moments, calibration)

@@ -122,9 +122,9 @@ def is_attention(module: nn.Module) -> bool:
 
 def _linear(weight: Any, bias: Any) -> nn.Linear:
     n, k = weight.shape
-    made = nn.Linear(k, n, bias=False, device="meta")
-    made.weight, made.bias = weight, bias
-    return made
+    linear = nn.Linear(k, n, bias=False, device="meta")
+    linear.weight, linear.bias = weight, bias
+    return linear
 
 
 def _added(mask: Tensor, q: Tensor) -> Tensor:

@@ -17,10 +17,19 @@ from halfbyte.ops.conv import functions as conv
 class QuantConv2d(QuantModule):
     """A convolution like nn.Conv2d, with a quantized weight. Its output is channels_last where its input is, else contiguous.
 
-    packed      the weight, [out_channels, in_channels / groups, Kh, Kw]
-    like        the nn.Conv2d or QuantConv2d that it replaces: stride, padding, dilation and bias are copied from it. The bias stays in
-                floating point, frozen
-    compute, activation   see `conv2d`
+    Args:
+        packed: The weight, [out_channels, in_channels / groups, Kh, Kw].
+        like: The nn.Conv2d or QuantConv2d that it replaces: stride, padding, dilation and bias are copied from it. The bias stays in
+            floating point, frozen.
+        compute: See `conv2d`.
+        activation: See `compute`.
+        dtype: Of the float weight that it replaces.
+        error: As in QuantModule.
+
+    Example:
+        >>> layer = hb.quantize_(nn.Sequential(nn.Conv2d(32, 8, 3)), "int8_channel")[0]
+        >>> type(layer).__name__, layer(torch.randn(1, 32, 5, 5)).shape
+        ('QuantConv2d', torch.Size([1, 8, 3, 3]))
     """
 
     kind = "Conv2d"
@@ -92,7 +101,21 @@ class QuantConv2d(QuantModule):
 
 
 class QuantConv1d(QuantConv2d):
-    """A convolution like nn.Conv1d: [B, C, L] or [C, L] -> [B, Co, Lo] or [Co, Lo]."""
+    """A convolution like nn.Conv1d: [B, C, L] or [C, L] -> [B, Co, Lo] or [Co, Lo].
+
+    Args:
+        packed: The weight, from `pack_conv` with a kernel (Kw,).
+        like: The nn.Conv1d whose settings and bias it takes.
+        compute: See `conv2d`.
+        activation: See `conv2d`.
+        dtype: Of the float weight that it replaces.
+        error: As in QuantModule.
+
+    Example:
+        >>> layer = hb.quantize_(nn.Sequential(nn.Conv1d(32, 8, 3)), "int8_channel")[0]
+        >>> type(layer).__name__, layer(torch.randn(1, 32, 5)).shape
+        ('QuantConv1d', torch.Size([1, 8, 3]))
+    """
 
     kind = "Conv1d"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfbyte.nn.modules.attention import PARTS, Attention, is_attention
 from halfbyte.nn.modules.experts import MixtureOfExperts, StackedExperts, stacks, why_not
 from halfbyte.nn.modules.quantized import QuantModule
-from halfbyte.nn.modules.transposed import Conv1DLinear, is_conv1d, turned
+from halfbyte.nn.modules.transposed import Conv1DLinear, is_conv1d, transposed_parameter
 
 Wanted = Callable[[str], bool]
 Place = MixtureOfExperts | Conv1DLinear | Attention
@@ -28,7 +28,7 @@ def expand_(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: 
     """
     modules = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     places: Places = {}
-    made: dict[int, Place] = {}
+    expanded_places: dict[int, Place] = {}
     selves = tuple(f"{name}." if name else "" for name, module in model.named_modules() if hasattr(module, "save_pretrained"))
     views: dict[int, nn.Parameter] = {}
     elsewhere = {id(p) for m in model.modules() if not is_conv1d(m) for p in m.parameters(recurse=False)}
@@ -36,17 +36,17 @@ def expand_(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: 
         if is_conv1d(module) and wanted(name):
             if type(weight := module.weight) is not nn.Parameter or id(weight) in elsewhere:
                 continue
-            if id(module) not in made:
-                made[id(module)] = Conv1DLinear(module, views.setdefault(id(weight), turned(weight)))
+            if id(module) not in expanded_places:
+                expanded_places[id(module)] = Conv1DLinear(module, views.setdefault(id(weight), transposed_parameter(weight)))
         elif stacks(module) and why_not(module) is None and any(wanted(f"{name}.{stack}") for stack in stacks(module)):
-            if id(module) not in made:
-                made[id(module)] = MixtureOfExperts(module)
+            if id(module) not in expanded_places:
+                expanded_places[id(module)] = MixtureOfExperts(module)
         elif attention and is_attention(module) and not name.startswith(selves) and any(wanted(f"{name}.{part}") for part in PARTS):
-            if id(module) not in made:
-                made[id(module)] = Attention(cast(nn.MultiheadAttention, module))
+            if id(module) not in expanded_places:
+                expanded_places[id(module)] = Attention(cast(nn.MultiheadAttention, module))
         else:
             continue
-        places[name] = made[id(module)]
+        places[name] = expanded_places[id(module)]
     for name, place in places.items():
         model.set_submodule(name, place)
     return places

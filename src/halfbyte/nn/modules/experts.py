@@ -21,9 +21,9 @@ from halfbyte import ops
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.quantized import PART, QuantModule, has_hooks, why_not_hooks
-from halfbyte.nn.modules.transposed import turned
+from halfbyte.nn.modules.transposed import transposed_parameter
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.experts import MOST_PAIRS, Clamped, Mixture
+from halfbyte.ops.transformer.experts import MAX_ROUTED_ROWS, Clamped, Mixture
 from halfbyte.ops.transformer.experts import why_not as why_not_one_call
 from halfbyte.ops.transformer.layers import Weight
 
@@ -42,8 +42,8 @@ class Gated(NamedTuple):
 
     def are(self, other: Gated) -> bool:
         """Whether these are the same tensors and settings."""
-        pairs = zip((*self.gate_up, *self.down), (*other.gate_up, *other.down), strict=True)
-        return all(a is b for a, b in pairs) and self.clamped == other.clamped
+        weights = zip((*self.gate_up, *self.down), (*other.gate_up, *other.down), strict=True)
+        return all(a is b for a, b in weights) and self.clamped == other.clamped
 
 
 class StackedExperts(nn.Module):
@@ -58,7 +58,7 @@ class StackedExperts(nn.Module):
         self.transposed = transposed
 
     def forward(self, x: Tensor, expert_ids: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As `halfbyte.grouped_linear`, expert by expert."""
+        """`halfbyte.grouped_linear`, expert by expert."""
         rows = x if x.dim() > expert_ids.dim() else x.unsqueeze(1).expand(*expert_ids.shape, -1)
         y = rows.new_empty((*expert_ids.shape, self.weight.shape[1]))
         for e in expert_ids.unique().tolist():
@@ -72,8 +72,17 @@ class StackedExperts(nn.Module):
 class QuantExperts(QuantModule):
     """Linear layers of experts with quantized weights.
 
-    packed      [E, N, K]
-    compute, activation   see QuantLinear; on GPUs `halfbyte.grouped_linear`
+    Args:
+        packed: [E, N, K].
+        compute: See QuantLinear; on GPUs `halfbyte.grouped_linear`.
+        activation: See `compute`.
+        dtype: Of the float weights that they replace.
+        error: As in QuantModule.
+
+    Example:
+        >>> experts = hb.QuantExperts(hb.pack(hb.quantize(torch.randn(4, 8, 32), "q8_0")))
+        >>> experts.packed.shape
+        (4, 8, 32)
     """
 
     kind = "Experts"
@@ -108,7 +117,7 @@ class MixtureOfExperts(nn.Module):
 
     The activation between them is computed by the float module, which is kept, but not as a child that torch would see.
 
-    few_in_one_call   whether few rows may take one call on a CPU, which rounds otherwise than the steps that it replaces
+    few_in_one_call   whether one native call may compute few rows on a CPU, which rounds differently from the steps that it replaces
     """
 
     few_in_one_call = False
@@ -123,7 +132,7 @@ class MixtureOfExperts(nn.Module):
             self.add_module(name, child)
         for name, parameter in module.named_parameters(recurse=False):
             if name in stacks(module):
-                self.add_module(name, StackedExperts(turned(parameter) if self.transposed else parameter, self.transposed))
+                self.add_module(name, StackedExperts(transposed_parameter(parameter) if self.transposed else parameter, self.transposed))
             else:
                 self.register_parameter(name, parameter)
         self.train(module.training)
@@ -173,10 +182,10 @@ class MixtureOfExperts(nn.Module):
         stacks = self.gated()
         if isinstance(stacks, str):
             return None
-        made = _mixtures.get(self)
-        if made is None or not stacks.are(made[0]):
-            made = _mixtures[self] = stacks, None if why_not_one_call(stacks.gate_up, stacks.down) is not None else Mixture(*stacks)
-        return made[1]
+        mixture = _mixtures.get(self)
+        if mixture is None or not stacks.are(mixture[0]):
+            mixture = _mixtures[self] = stacks, None if why_not_one_call(stacks.gate_up, stacks.down) is not None else Mixture(*stacks)
+        return mixture[1]
 
     def _bias(self, stack: str) -> Tensor | None:
         return self.get_parameter(f"{stack}_bias") if self.biased else None
@@ -189,7 +198,7 @@ class MixtureOfExperts(nn.Module):
 
     def release(self) -> None:
         """Removes the float module's parameters."""
-        for name in _own(self._float[0]):
+        for name in _parameter_names(self._float[0]):
             self._float[0].register_parameter(name, None)
 
     def collapsed(self) -> nn.Module:
@@ -210,7 +219,7 @@ _mixtures: WeakKeyDictionary[nn.Module, tuple[Gated, Mixture | None]] = WeakKeyD
 
 def _few(x: Tensor, ids: Tensor, weights: Tensor) -> bool:
     """Whether there are few enough rows for one call on a CPU, and no gradients or tensor subclasses are involved."""
-    few = x.is_cpu and 0 < ids.numel() <= MOST_PAIRS and x.dim() == 2
+    few = x.is_cpu and 0 < ids.numel() <= MAX_ROUTED_ROWS and x.dim() == 2
     return few and not torch.is_grad_enabled() and all(map(plain, (x, ids, weights)))
 
 
@@ -227,11 +236,11 @@ def stacks(module: Any) -> tuple[str, ...]:
 
 def stack_before(name: str, names: Iterable[str]) -> str | None:
     """The name of the up projections of the same experts as the down projections `name` ("….down_proj"), if it is among `names`."""
-    prefix, _, own = name.rpartition(".")
-    return next((n for n in names if own == _DOWN and n in (f"{prefix}.gate_up_proj", f"{prefix}.up_proj")), None)
+    prefix, _, last_part = name.rpartition(".")
+    return next((n for n in names if last_part == _DOWN and n in (f"{prefix}.gate_up_proj", f"{prefix}.up_proj")), None)
 
 
-def _own(module: Any) -> tuple[str, ...]:
+def _parameter_names(module: Any) -> tuple[str, ...]:
     """The names of the parameters of a module of experts: its `stacks` and their biases, if any."""
     weights = stacks(module)
     return (*weights, *(f"{name}_bias" for name in weights)) if module.has_bias else weights
@@ -243,7 +252,7 @@ def why_not(module: Any) -> str | None:
         "its experts have norms": getattr(module, "has_post_expert_norm", False),
         "its experts are on several devices": getattr(module, "_is_expert_parallel", False),
     }
-    own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
-    reasons |= {"it has other tensors than two stacks of weights and their biases": own != set(_own(module))}
+    direct_names = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    reasons |= {"it has other tensors than two stacks of weights and their biases": direct_names != set(_parameter_names(module))}
     reasons |= {f"{type(module).__name__} has a forward of its own": "forward" in vars(module)}
     return next((reason for reason, holds in reasons.items() if holds), None) or why_not_hooks(module)

@@ -1,4 +1,5 @@
-"""`packed_check`, the buffer beside a packed weight by which bytes are recognized that other code has computed with, such as averages."""
+"""`packed_check`, the buffer stored with a packed weight by which bytes are recognized that other code has computed with, such as
+averages."""
 
 from __future__ import annotations
 

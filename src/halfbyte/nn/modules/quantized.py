@@ -92,12 +92,18 @@ def guard(device: torch.device | str = "cpu") -> Tensor:
 class QuantModule(nn.Module):
     """Base of the quantized modules: the packed weight, its representation in buffers and state_dict, and `.to`.
 
-    packed  the weight: [N, K], that of a convolution, or those of experts
-    dtype   of the float weight that it replaces; follows `.to(dtype)`, which does not change the packed bytes
-    error   ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known
-    kind    the kind of the float module, such as "Linear"
-    dimensions   how many the weight has, unless it is a convolution's
-    transposed   whether the float module keeps its weight inputs first; see transposed.py
+    Args:
+        packed: The weight: [N, K], that of a convolution, or those of experts.
+        dtype: Of the float weight that it replaces; follows `.to(dtype)`, which does not change the packed bytes.
+        error: ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known.
+        kind: The kind of the float module, such as "Linear".
+        dimensions: How many the weight has, unless it is a convolution's.
+        transposed: Whether the float module keeps its weight inputs first; see transposed.py.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> isinstance(model[0], hb.QuantModule)
+        True
     """
 
     kind: ClassVar[str]
@@ -237,8 +243,8 @@ class QuantModule(nn.Module):
         found = {name: state_dict[key] for name, key in names.items() if key in state_dict}
         given, whole = state_dict.get(f"{prefix}weight"), f"{prefix}weight"
         guarded = isinstance(given, Tensor) and given.shape == guard().shape
-        mine = {*names.values(), *([whole] if guarded else ())}
-        unexpected_keys[:] = [key for key in unexpected_keys if key not in mine]
+        expected = {*names.values(), *([whole] if guarded else ())}
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in expected]
         if len(found) < len(names):
             if not found and given is not None and not guarded:
                 what = f"{whole} is in floating point there, and this module takes {fmt} codes"
@@ -259,10 +265,18 @@ class QuantModule(nn.Module):
 class QuantLinear(QuantModule):
     """y = x W^T + bias, as nn.Linear, with a quantized W.
 
-    packed      W, [out_features, in_features]
-    bias        [out_features] or None; kept in floating point, frozen
-    compute     "float": W is dequantized in registers. "int8": x is quantized on the fly. "auto": the faster for the format
-    activation  how "int8" quantizes x: per "block" or "row" of it, with an offset or without
+    Args:
+        packed: W, [out_features, in_features].
+        bias: [out_features] or None; kept in floating point, frozen.
+        compute: "float": W is dequantized in registers. "int8": x is quantized on the fly. "auto": the faster for the format.
+        activation: How "int8" quantizes x: per "block" or "row" of it, with an offset or without.
+        dtype: Of the float weight that it replaces.
+        error: As in QuantModule.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> hb.QuantLinear(packed)(torch.randn(2, 32)).shape
+        torch.Size([2, 8])
     """
 
     kind = "Linear"
@@ -318,7 +332,17 @@ class DerivedLinear(QuantLinear):
 class QuantEmbedding(QuantModule):
     """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype.
 
-    embed_scale   a factor of the rows, if any (see scaled.py)
+    Args:
+        packed: The weight [N, K].
+        padding_idx: As in nn.Embedding.
+        embed_scale: a factor of the rows, if any (see scaled.py).
+        dtype: Of the rows.
+        error: As in QuantModule.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> hb.QuantEmbedding(packed)(torch.tensor([1])).shape
+        torch.Size([1, 32])
     """
 
     kind = "Embedding"
@@ -350,7 +374,16 @@ class QuantEmbedding(QuantModule):
 class QuantEmbeddingBag(QuantModule):
     """Sums, means or maxima of rows of a quantized weight, as nn.EmbeddingBag.
 
-    like   the module whose settings it takes
+    Args:
+        packed: The weight [N, K].
+        like: The module whose settings it takes.
+        dtype: Of the results.
+        error: As in QuantModule.
+
+    Example:
+        >>> packed = hb.pack(hb.quantize(torch.randn(8, 32), "q8_0"))
+        >>> hb.QuantEmbeddingBag(packed, nn.EmbeddingBag(8, 32))(torch.tensor([[0, 1]])).shape
+        torch.Size([1, 32])
     """
 
     kind = "EmbeddingBag"

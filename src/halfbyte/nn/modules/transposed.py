@@ -45,7 +45,7 @@ def is_transposed(module: nn.Module) -> bool:
     return is_conv1d(module) or getattr(module, TRANSPOSED, False)
 
 
-def turned(parameter: Tensor) -> nn.Parameter:
+def transposed_parameter(parameter: Tensor) -> nn.Parameter:
     """A view of a parameter with its last two dimensions exchanged."""
     return nn.Parameter(parameter.detach().mT, requires_grad=parameter.requires_grad)
 
@@ -57,7 +57,7 @@ def conv1d(weight: Tensor, bias: Tensor | None) -> nn.Module:
     n, k = weight.shape
     form: Any = pytorch_utils.Conv1D
     with torch.device("meta"):
-        made: nn.Module = form(n, k)
-    made.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
-    made.bias = bias  # type: ignore[assignment]
-    return made
+        module: nn.Module = form(n, k)
+    module.weight = nn.Parameter(weight.detach().T.contiguous(), requires_grad=weight.requires_grad)
+    module.bias = bias  # type: ignore[assignment]
+    return module

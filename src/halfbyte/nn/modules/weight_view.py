@@ -327,10 +327,10 @@ def repacked(packed: AnyPacked, device: torch.device) -> AnyPacked:
 
 def with_codes(packed: AnyPacked, codes: Codes) -> AnyPacked:
     """A weight with other codes, in place of `packed`."""
-    wanted, made = codes.to(packed.device).tensors(), _loaded.get(packed.data)
-    if made is None or not all(torch.equal(tensor, wanted[name]) for name, tensor in ops.unpack(made).tensors().items()):
-        made = _loaded.put(packed.data, pack_like(packed, codes, packed.device))
-    return made
+    wanted, loaded = codes.to(packed.device).tensors(), _loaded.get(packed.data)
+    if loaded is None or not all(torch.equal(tensor, wanted[name]) for name, tensor in ops.unpack(loaded).tensors().items()):
+        loaded = _loaded.put(packed.data, pack_like(packed, codes, packed.device))
+    return loaded
 
 
 def pack_like(packed: AnyPacked, codes: Codes, device: torch.device) -> AnyPacked:

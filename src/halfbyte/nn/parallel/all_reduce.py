@@ -30,7 +30,7 @@ class _Shared:
 
     group: weakref.ref[Any]
     buffer: Tensor | None
-    trouble: str | None
+    failure: str | None
 
 
 _SHARED: dict[str, _Shared] = {}
@@ -51,7 +51,7 @@ def prepare(group: str, device: str) -> str:
     known = _SHARED.get(group)
     if known is None or known.group() is not there:
         known = _SHARED[group] = _Shared(weakref.ref(there), *_share(there))
-    return f"NCCL: {known.trouble}" if known.trouble else f"one-shot all-reduce up to {LARGEST >> 10} KB, NCCL above"
+    return f"NCCL: {known.failure}" if known.failure else f"one-shot all-reduce up to {LARGEST >> 10} KB, NCCL above"
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
@@ -71,11 +71,11 @@ def _sum(x: Tensor, group: str) -> Tensor:
     wide = x.float() if x.dtype == torch.float16 else x  # the kernel supports float32 and bfloat16
     if buffer is None or not 0 < wide.nbytes <= LARGEST or wide.nbytes % 4 or wide.dtype not in (torch.float32, torch.bfloat16):
         return _large(x, group)
-    mine = wide.contiguous()
-    if mine.data_ptr() % _ALIGNED:
-        mine = mine.clone()
-    there = buffer[: mine.nbytes].view(mine.dtype).view(mine.shape)
-    total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy.default(there, mine, "sum", group)
+    summands = wide.contiguous()
+    if summands.data_ptr() % _ALIGNED:
+        summands = summands.clone()
+    there = buffer[: summands.nbytes].view(summands.dtype).view(summands.shape)
+    total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy.default(there, summands, "sum", group)
     return total.to(x.dtype)
 
 
@@ -93,14 +93,14 @@ def _share(group: Any) -> tuple[Tensor | None, str | None]:
     places: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(places, (socket.gethostname(), here, _lacking()), group=group)
     hosts, devices, lacking = ({place[i] for place in places} for i in range(3))
-    if trouble := next(filter(None, lacking), None):
-        return None, trouble
+    if failure := next(filter(None, lacking), None):
+        return None, failure
     if len(hosts) > 1:
         return None, "the processes are on several hosts"
     # Where each process sees only its own GPU, torch fails below.
     if len(devices) == len(places) and not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
         return None, "the GPUs cannot access each other's memory"
-    buffer, trouble = None, None
+    buffer, failure = None, None
     try:
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -108,8 +108,8 @@ def _share(group: Any) -> tuple[Tensor | None, str | None]:
             buffer = symmetric.empty(LARGEST, dtype=torch.uint8, device=torch.device("cuda", here))
         symmetric.rendezvous(buffer, group.group_name)
     except (RuntimeError, ImportError, AttributeError) as error:
-        trouble = f"torch cannot share memory between these GPUs ({' '.join(str(error).split())[:200]})"
-    torch.distributed.all_gather_object(places, trouble, group=group)
+        failure = f"torch cannot share memory between these GPUs ({' '.join(str(error).split())[:200]})"
+    torch.distributed.all_gather_object(places, failure, group=group)
     first = next(filter(None, places), None)
     return (buffer, None) if first is None else (None, first)
 

@@ -88,7 +88,7 @@ class Part:
     bias: bool = False
 
     @property
-    def mine(self) -> Ranges:
+    def rank_slices(self) -> Ranges:
         return self.cut.parts[self.processes.rank]
 
 
@@ -110,30 +110,42 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, *, exact: bool = False) -> nn.Module:
-    """Reduces each weight of `model` that a plan cuts to the part of this process, in place, and returns `model`.
+    """Shard the weights of a model over the processes of a mesh, in place: each keeps its part.
 
     Every process of `mesh` calls it with the same model, and then computes with the same inputs. Weights may be quantized or in floating
     point; `load(folder, mesh=mesh)` does the same without a whole model in memory.
 
-    mesh  torch's DeviceMesh of one dimension, or with one called "tp"
-    plan  pattern of module names -> style, such as {"*.up_proj": "colwise", "*.down_proj": "rowwise"}; see `nn/parallel/plan.py`. By
-          default the model's own, which transformers' models have
-    exact  cut only rows: no sums across processes, each output is computed as on one device, and more data is sent
+    `parallel_report(model)` tells how each module was cut. The model is frozen: gradients do not cross processes.
 
-    `parallel_report(model)` tells how each module was cut. The model is frozen: gradients do not cross processes. Raises ArgumentError
-    for a mesh or plan that does not fit, UnsupportedError for an unknown style; then nothing has changed.
+    Args:
+        model: The same model in every process.
+        mesh: torch's DeviceMesh of one dimension, or with one called "tp".
+        plan: pattern of module names -> style, such as {"*.up_proj": "colwise", "*.down_proj": "rowwise"}; see `nn/parallel/plan.py`. By
+            default the model's own, which transformers' models have.
+        exact: Cut only rows: no sums across processes, each output is computed as on one device, and more data is sent.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: The mesh or the plan does not fit. Nothing has changed then.
+        UnsupportedError: A style is unknown. Nothing has changed then.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> model = hb.parallelize_(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": "colwise"})
     """
     processes = Processes.of(mesh)
     if any(isinstance(module, FusedLinear) for module in model.modules()):
         raise ArgumentError("the model computes some layers together: call parallelize_ first, then fuse_")
     if is_parallel(model):
         raise ArgumentError("the model is distributed over processes already: load it again")
-    made = make_plan(model, holders(model), plan, processes.count, device=processes.device, exact=exact)
+    sharding = make_plan(model, holders(model), plan, processes.count, device=processes.device, exact=exact)
     modules = dict(model.named_modules(remove_duplicate=False))
     before = bytes_of_holders(model)
-    parts = parts_of_plan(modules, made, processes)
-    shrink_all_({name: modules[name] for name in made.cuts if name in before}, parts)
-    attach_(model, made, parts, before)
+    parts = parts_of_plan(modules, sharding, processes)
+    shrink_all_({name: modules[name] for name in sharding.cuts if name in before}, parts)
+    attach_(model, sharding, parts, before)
     return model
 
 
@@ -159,20 +171,20 @@ def shrink_(module: nn.Module, part: Part, moved: dict[int, Any]) -> None:
 
     moved  weights that have been cut, by the id of the originals: modules that share a weight also share its part
     """
-    cut, mine = part.cut, part.mine
+    cut, rank_slices = part.cut, part.rank_slices
     any_module: Any = module
     weight: Any = module.packed.data if isinstance(module, QuantModule) else any_module.weight
     if isinstance(module, QuantModule):
         if id(weight) not in moved:
-            moved[id(weight)] = pack_like(module.packed, take(module.codes(), cut.dim, mine), module.packed.device)
+            moved[id(weight)] = pack_like(module.packed, take(module.codes(), cut.dim, rank_slices), module.packed.device)
         module._set_packed(moved[id(weight)])
     else:
         if id(weight) not in moved:
-            moved[id(weight)] = nn.Parameter(narrowed(weight, cut.dim, mine), requires_grad=False)
+            moved[id(weight)] = nn.Parameter(narrowed(weight, cut.dim, rank_slices), requires_grad=False)
         any_module.weight = moved[id(weight)]
     if part.bias:
         if cut.along == "outputs":
-            any_module.bias = nn.Parameter(narrowed(any_module.bias, 0, mine), requires_grad=False)
+            any_module.bias = nn.Parameter(narrowed(any_module.bias, 0, rank_slices), requires_grad=False)
         elif part.processes.rank > 0:
             any_module.bias = None
     n, k = any_module.weight.shape[-2:]
@@ -226,7 +238,11 @@ def _forward(module: Any, x: Tensor, *others: Any) -> Tensor:
         case "gather":
             x = _gather(x, cut.sizes, processes)
         case "split":
-            x = torch.cat([x[..., a:b] for a, b in part.mine], -1) if len(part.mine) > 1 else x[..., part.mine[0][0] : part.mine[0][1]]
+            x = (
+                torch.cat([x[..., a:b] for a, b in part.rank_slices], -1)
+                if len(part.rank_slices) > 1
+                else x[..., part.rank_slices[0][0] : part.rank_slices[0][1]]
+            )
         case "":
             pass
         case _:
@@ -259,14 +275,14 @@ def linear_added(linear: QuantLinear, x: Tensor, residual: Tensor) -> Tensor:
 
 def _look_up(module: Any, part: Part, ids: Tensor) -> Tensor:
     """Rows of a distributed embedding: each process gives those that it has, and zeros for the others."""
-    ((start, stop),) = part.mine
+    ((start, stop),) = part.rank_slices
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
         least, most = (int(bound) for bound in torch.aminmax(ids))
         if least < 0 or most >= part.size:  # raised in every process, so that none waits for another
             raise ArgumentError(f"embedding ids lie in 0 … {part.size - 1}, got {least} … {most}")
-    mine = (ids >= start) & (ids < stop)
+    in_range = (ids >= start) & (ids < stop)
     rows: Tensor = type(module).forward(module, (ids - start).clamp(0, stop - start - 1))
-    rows = rows.masked_fill(~mine.unsqueeze(-1), 0.0)
+    rows = rows.masked_fill(~in_range.unsqueeze(-1), 0.0)
     return _reduce(rows.masked_fill(((ids < 0) | (ids >= part.size)).unsqueeze(-1), torch.nan), part.processes)
 
 
@@ -314,7 +330,7 @@ class ParallelRow:
 
 @dataclass(frozen=True, slots=True)
 class ParallelReport:
-    """This process's part of each weight. `str()` is a table, one line for all layers that are cut alike.
+    """This process's part of each weight. `str()` is a table, one line for all layers with the same sharding.
 
     sums  how parts of sums are added across processes
     """
@@ -328,11 +344,11 @@ class ParallelReport:
         return {"rank": self.rank, "count": self.count, "sums": self.sums, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        alike: dict[tuple[str, ...], list[ParallelRow]] = {}
+        by_form: dict[tuple[str, ...], list[ParallelRow]] = {}
         for row in self.rows:
-            alike.setdefault((without_numbers(row.name), row.how, row.why), []).append(row)
+            by_form.setdefault((without_numbers(row.name), row.how, row.why), []).append(row)
         lines = [("weight", "", "here", "", "whole", "here")]
-        for (name, how, why), rows in alike.items():
+        for (name, how, why), rows in by_form.items():
             sizes = size_text(sum(row.before for row in rows)), size_text(sum(row.after for row in rows))
             lines.append((name, f"{len(rows)} times" if len(rows) > 1 else "", how, why, *sizes))
         before, after = (size_text(sum(getattr(row, key) for row in self.rows)) for key in ("before", "after"))
@@ -341,7 +357,22 @@ class ParallelReport:
 
 
 def parallel_report(model: nn.Module) -> ParallelReport:
-    """This process's parts of a distributed model. Raises ArgumentError for a model that is not distributed."""
+    """Return this process's parts of a distributed model.
+
+    Args:
+        model: Distributed by `parallelize_` or `load`.
+
+    Returns:
+        The report; `str()` is a table.
+
+    Raises:
+        ArgumentError: The model is not distributed.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> model = hb.parallelize_(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": "colwise"})
+        >>> report = hb.parallel_report(model)
+    """
     found = getattr(model, _REPORT, None)
     if not isinstance(found, ParallelReport):
         raise ArgumentError("the model is not distributed over processes: use parallelize_, or load it with mesh=")

@@ -38,8 +38,8 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
 _EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 # Styles without effect on a model that is not trained and whose parameters are plain tensors.
-_NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
-STYLES = ("colwise", "rowwise", *_GATHERED, *_SPLIT, "packed_colwise", *_EMBEDDING, "moe_tp_experts", *_NOTHING)
+_NO_EFFECT = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
+STYLES = ("colwise", "rowwise", *_GATHERED, *_SPLIT, "packed_colwise", *_EMBEDDING, "moe_tp_experts", *_NO_EFFECT)
 _TILE = 64  # rows or columns: parts of fewer would leave tiles of the kernels half empty
 _NOT_NAMED = "the plan does not name it"
 
@@ -142,7 +142,7 @@ def without_numbers(name: str) -> str:
 
 def _styles(model: nn.Module, patterns: Mapping[str, str] | None) -> dict[str, str]:
     """The style of each module and parameter that a plan names."""
-    own = patterns is None
+    is_default = patterns is None
     given: Any = getattr(model, "tp_plan", None) if patterns is None else patterns
     if not given:
         raise ArgumentError(f'{type(model).__name__} has no tp_plan, which says what is cut: pass plan={{"*.up_proj": "colwise", …}}')
@@ -154,7 +154,7 @@ def _styles(model: nn.Module, patterns: Mapping[str, str] | None) -> dict[str, s
             styles[name] = style
     if unknown := next((name for name, style in styles.items() if style not in STYLES), None):
         raise UnsupportedError(f"the plan's style for {unknown} is one of {', '.join(STYLES)}, got {styles[unknown]!r}: pass another plan")
-    if not own:
+    if not is_default:
         for pattern in given:
             if not any(fnmatchcase(name, pattern) or without_numbers(name) == pattern for name in names):
                 close = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or ["none"]
@@ -170,14 +170,14 @@ class _Planner:
     ) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.found, self.styles, self.count, self.device, self.exact = found, styles, count, device, exact
-        self.made = Plan()
+        self.result = Plan()
 
     def plan(self) -> Plan:
         families: dict[str, list[Holder]] = defaultdict(list)
         for name, holder in self.found.items():
             style, parent = self.styles.get(name, ""), self.modules.get(name.rpartition(".")[0])
             if isinstance(parent, MixtureOfExperts) and parent.biased:
-                self.made.kept[name] = "its experts have biases"
+                self.result.kept[name] = "its experts have biases"
             elif style in ("colwise", "packed_colwise", "rowwise"):
                 families[name.rpartition(".")[0]].append(holder)
             elif style in (*_GATHERED, *_EMBEDDING):
@@ -185,11 +185,11 @@ class _Planner:
             elif style in _SPLIT:
                 self._split(holder)
             else:
-                self.made.kept[name] = "the plan keeps it whole" if style else _NOT_NAMED
+                self.result.kept[name] = "the plan keeps it whole" if style else _NOT_NAMED
         for whole, family in families.items():
             self._family(whole, family)
         self._tie()
-        return self.made
+        return self.result
 
     # Modules that hand parts to each other
 
@@ -199,8 +199,8 @@ class _Planner:
         heads = _heads(self.modules[parent]) if any(_leaf(holder).startswith("q") for holder in producers) else None
         if not producers or not takers:
             reason: str | None = "what it is connected to is in another module"
-        elif own := [name for name, _ in self.modules[parent].named_parameters(recurse=False) if f"{parent}.{name}" in self.styles]:
-            reason = f"{parent}.{own[0]} would have to be cut like it"
+        elif direct := [name for name, _ in self.modules[parent].named_parameters(recurse=False) if f"{parent}.{name}" in self.styles]:
+            reason = f"{parent}.{direct[0]} would have to be cut like it"
         else:
             reason = self._attention(parent, producers, takers, *heads) if heads else self._gated(parent, producers, takers)
         if reason is not None:
@@ -219,13 +219,13 @@ class _Planner:
             return f"{heads} heads are fewer than {self.count} processes"
         if packed or heads % kv_heads or any(size % grouped[name] for name, size in sizes.items()):
             return f"its outputs are not those of {heads} heads"
-        mine, keys = _spread_heads(heads, kv_heads, self.count)
+        query_heads, keys = _spread_heads(heads, kv_heads, self.count)
         for holder in producers:
             of = grouped[holder.name]
-            self._cut(holder, Cut("outputs", _scaled(mine if of == heads else keys, sizes[holder.name] // of)))
+            self._cut(holder, Cut("outputs", _scaled(query_heads if of == heads else keys, sizes[holder.name] // of)))
         for holder in takers:
-            self._take(holder, _scaled(mine, sizes[holder.name] // heads), "blocks reach from one head into the next")
-        self.made.groups[parent] = tuple((b - a) // (d - c) for (a, b), (c, d) in zip(mine, keys, strict=True))
+            self._take(holder, _scaled(query_heads, sizes[holder.name] // heads), "blocks reach from one head into the next")
+        self.result.groups[parent] = tuple((b - a) // (d - c) for (a, b), (c, d) in zip(query_heads, keys, strict=True))
         return None
 
     def _gated(self, parent: str, producers: Sequence[Holder], takers: Sequence[Holder]) -> str | None:
@@ -258,7 +258,7 @@ class _Planner:
         if reason is None:
             self._cut(holder, Cut("inputs", parts, after="" if experts else "reduce"))
             if experts:
-                self.made.cuts[parent] = Cut("outputs", (), after="reduce")
+                self.result.cuts[parent] = Cut("outputs", (), after="reduce")
             return
         sizes = tuple(sum(stop - start for start, stop in part) for part in parts)
         rows = self._even(holder)
@@ -267,7 +267,7 @@ class _Planner:
         cut = Cut("outputs", rows, "gather", "" if experts or whole else "gather", sizes, reason)
         self._cut(holder, cut)
         if experts and not whole:
-            self.made.cuts[parent] = Cut("outputs", rows, after="gather")
+            self.result.cuts[parent] = Cut("outputs", rows, after="gather")
 
     # Modules on their own
 
@@ -276,7 +276,7 @@ class _Planner:
         rows = self._even(holder)
         if rows is None or holder.kind == "Experts":
             short = f"{holder.shape[-2]} outputs are fewer than {self.count} processes"
-            self.made.kept[holder.name] = why or short
+            self.result.kept[holder.name] = why or short
         elif holder.kind == "Embedding":
             self._cut(holder, Cut("outputs", rows, "look up", "reduce"))
         else:
@@ -297,8 +297,8 @@ class _Planner:
         return None if n < self.count else tuple((run,) for run in spread(n, self.count, _tile(n, self.count)))
 
     def _cut(self, holder: Holder, cut: Cut) -> None:
-        self.made.cuts[holder.name] = cut
-        self.made.kept.pop(holder.name, None)
+        self.result.cuts[holder.name] = cut
+        self.result.kept.pop(holder.name, None)
 
     def _whole(self, holder: Holder) -> str | None:
         """The reason why a part of the inputs and columns would not give a partial sum of the same result; None if it would."""
@@ -319,7 +319,7 @@ class _Planner:
         for holder in self.found.values():
             sharing[holder.weight].append(holder)
         for family in sharing.values():
-            cuts = [self.made.cuts.get(holder.name) for holder in family]
+            cuts = [self.result.cuts.get(holder.name) for holder in family]
             if len(family) == 1 or not any(cuts):
                 continue
             alone = all(cut is None or (cut.along == "outputs" and cut.after and cut.before in ("", "look up")) for cut in cuts)
@@ -351,12 +351,12 @@ def _spread_heads(heads: int, kv_heads: int, count: int) -> tuple[list[tuple[int
     if kv_heads >= count:
         keys = spread(kv_heads, count)
         return [(a * group, b * group) for a, b in keys], keys
-    mine, shared = [], []
+    cut_heads, shared = [], []
     for key, (first, last) in enumerate(spread(count, kv_heads)):
         for start, stop in spread(group, last - first):
-            mine.append((key * group + start, key * group + stop))
+            cut_heads.append((key * group + start, key * group + stop))
             shared.append((key, key + 1))
-    return mine, shared
+    return cut_heads, shared
 
 
 def _scaled(runs: Sequence[tuple[int, int]], size: int) -> tuple[Ranges, ...]:

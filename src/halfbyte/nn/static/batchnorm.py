@@ -18,14 +18,26 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 def fold_batch_norms_(model: nn.Module) -> nn.Module:
-    """Folds each BatchNorm of `model` that follows a Conv1d, Conv2d or Linear into it, in place, and returns `model`.
+    """Fold each BatchNorm that follows a Conv1d, Conv2d or Linear into it, in place.
 
     The norm becomes nn.Identity, which `report(model)` mentions. Only pairs are folded where nothing else reads the layer's result and both
     are used once, so in evaluation the model computes the same. A norm behind a Linear is taken for one of its features; one of the rows of
     [batch, rows, features] is told apart only where there are more or fewer rows than features. Call it before `quantize_`, and before
     passing a model to `load`.
 
-    Raises ArgumentError for a model in training mode or prepared by `prepare_qat_`, UnsupportedError for one that torch.fx cannot trace.
+    Args:
+        model: In evaluation mode.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: The model is in training mode, or prepared by `prepare_qat_`.
+        UnsupportedError: torch.fx cannot trace the model.
+
+    Example:
+        >>> hb.fold_batch_norms_(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval())[1]
+        Identity()
     """
     if model.training:
         raise ArgumentError("batch norms are folded as they are in evaluation: call model.eval() first")
@@ -47,11 +59,11 @@ def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]
     graphs   of `model`, one for each way in which it is called: a pair is folded if it is one in each graph that has either of them
     """
     modules = dict(model.named_modules())
-    pairs = [_pairs(graph, modules) for graph in graphs]
+    foldable = [_foldable(graph, modules) for graph in graphs]
     used = [{str(node.target) for node in graph.nodes if node.op == "call_module"} | _read(graph) for graph in graphs]
     folded = []
-    for names in dict.fromkeys(pair for of_graph in pairs for pair in of_graph):
-        if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(pairs, used, strict=True)):
+    for names in dict.fromkeys(pair for of_graph in foldable for pair in of_graph):
+        if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(foldable, used, strict=True)):
             before, after = (modules[name] for name in names)
             fuse = fuse_linear_bn_eval if isinstance(before, nn.Linear) else fuse_conv_bn_eval
             model.set_submodule(names[0], fuse(before, after))
@@ -65,7 +77,7 @@ def _read(graph: fx.Graph) -> set[str]:
     return {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
 
 
-def _pairs(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+def _foldable(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
     """The names (layer, norm) of the pairs that can be folded as far as one graph shows."""
     used = [node.target for node in graph.nodes if node.op == "call_module"] + list(_read(graph))
     found = []

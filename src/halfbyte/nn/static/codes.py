@@ -99,50 +99,50 @@ def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, obser
     Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
     traced, folded = _traced(model)
-    watcher = _Watcher(traced, observer, {layer for layer, _ in folded})
+    range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded})
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
             image = _image_of(batch)
             if image.is_floating_point():  # others may be ids
                 check_floats(image, "calibration takes images")
-            watcher.run(image)
-    if not watcher.seen:
+            range_observer.run(image)
+    if not range_observer.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
-    return _Rewriter(traced, watcher.scales(), weights).result(notes)
+    return _Rewriter(traced, range_observer.scales(), weights).result(notes)
 
 
-def rebuilt(model: nn.Module, made_from: Calibrated) -> fx.GraphModule:
-    """The network on codes that `made_from` belongs to, from the float model (on the meta device, if you like); its weights are 0."""
+def rebuilt(model: nn.Module, calibration_record: Calibrated) -> fx.GraphModule:
+    """Build the int8 network of a calibration record from the float model, which may be on the meta device; its weights are 0."""
     traced, _ = _traced(model)
-    if odd := made_from.scales.keys() - {node.name for node in traced.graph.nodes}:
+    if odd := calibration_record.scales.keys() - {node.name for node in traced.graph.nodes}:
         raise ArgumentError(
             f"{type(model).__name__} has no result {min(odd)}, which the network on codes has: pass the model it was made of"
         )
 
     def zeros(name: str, layer: _Layer) -> LayerWeight | str:
-        if name in made_from.floats:
+        if name in calibration_record.floats:
             return ""
         bias = None if layer.bias is None else torch.zeros(layer.bias.shape, dtype=layer.bias.dtype, device="cpu")
         weight = torch.zeros(layer.weight.shape, dtype=torch.float32, device="cpu")
         codes = quantize_weight(kind_of(layer), weight, as_format("int8_channel"), "absmax", name)
         return LayerWeight(pack_weight(layer, codes, "cpu"), bias)
 
-    made = _Rewriter(traced, made_from.scales, zeros).result(())
-    made.meta[_META] = made_from
-    return made
+    network = _Rewriter(traced, calibration_record.scales, zeros).result(())
+    network.meta[_META] = calibration_record
+    return network
 
 
-def replace_(model: nn.Module, made: fx.GraphModule) -> None:
-    """Turns the object `model` into the network `made`, so that existing references to it now refer to the network on codes."""
-    keep_hooks(model, made)
+def replace_(model: nn.Module, network: fx.GraphModule) -> None:
+    """Turns the object `model` into the network `network`, so that existing references to it now refer to the network on codes."""
+    keep_hooks(model, network)
     try:
-        model.__class__ = made.__class__
+        model.__class__ = network.__class__
     except TypeError as e:
         raise UnsupportedError(
             f"a {type(model).__name__} cannot become another module in place ({e}): wrap it, nn.Sequential(module)"
         ) from e
-    model.__dict__ = made.__dict__
+    model.__dict__ = network.__dict__
 
 
 def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
@@ -163,8 +163,8 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
         if node.op == "call_function" and node.kwargs.get("out") is not None:
             raise UnsupportedError(f"{node.name} writes into other memory (out=), which codes do not share: write y = torch.add(x, y)")
         if _writes_its_input(node, modules):  # who reads the input behind it reads what it wrote
-            behind = {user for user in _first(node).users if user > node}
-            _first(node).replace_all_uses_with(node, behind.__contains__)
+            later_users = {user for user in _first(node).users if user > node}
+            _first(node).replace_all_uses_with(node, later_users.__contains__)
         _make_module(node, traced)
     traced.recompile()
     return traced, folded
@@ -231,7 +231,7 @@ def _image_of(batch: Any) -> Tensor:
     return image
 
 
-class _Watcher(fx.Interpreter):
+class _RangeObserver(fx.Interpreter):
     """Runs the network and remembers, of each tensor, what its range is chosen from."""
 
     def __init__(self, traced: fx.GraphModule, observer: Observer, folded: Set[str]) -> None:
@@ -239,7 +239,7 @@ class _Watcher(fx.Interpreter):
         self.extra_traceback = False  # errors stay one sentence
         self.observer, self.folded = observer, folded
         self.modules = dict(traced.named_modules())
-        self.boundless: set[str] = set()
+        self.non_finite: set[str] = set()
         self.dtype = _dtype(traced)
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
@@ -259,11 +259,11 @@ class _Watcher(fx.Interpreter):
         if isinstance(value, Tensor) and value.dtype in FLOATS and value.numel() and n.op != "output":
             low, high = (float(end) for end in torch.aminmax(value))
             if value.dtype != self.dtype:  # that of all results that codes stand for
-                self.boundless.add(n.name)
+                self.non_finite.add(n.name)
             if not -_LARGEST < low <= high < _LARGEST:
                 if n.op == "placeholder":
                     raise ArgumentError(f"the calibration images hold numbers from {low} to {high}: pass those that the network meets")
-                self.boundless.add(n.name)
+                self.non_finite.add(n.name)
             before = self.seen.get(n.name, (low, high))
             self.seen[n.name] = min(low, before[0]), max(high, before[1])
             if self.observer != "minmax":
@@ -280,7 +280,7 @@ class _Watcher(fx.Interpreter):
         return {node: value.clone() for node, value in read if value.untyped_storage().data_ptr() == written}
 
     def scales(self) -> dict[str, Scale]:
-        return {name: self._scale(name) for name in self.seen if name not in self.boundless}
+        return {name: self._scale(name) for name in self.seen if name not in self.non_finite}
 
     def _scale(self, name: str) -> Scale:
         low, high = self.seen[name]
@@ -328,9 +328,9 @@ class _Rewriter:
         for node in self.traced.graph.nodes:
             self._node(node)
         self._restore_formats()
-        made = IntegerNetwork(self.root, self.graph, type(self.traced).__name__)
-        made.meta[_META] = Calibrated(dict(self.scales), tuple(self.floats), (*notes, *self.notes))
-        return made.eval()
+        network = IntegerNetwork(self.root, self.graph, type(self.traced).__name__)
+        network.meta[_META] = Calibrated(dict(self.scales), tuple(self.floats), (*notes, *self.notes))
+        return network.eval()
 
     def _restore_formats(self) -> None:
         """Gives what leaves the integer layers, which give channels_last, the memory format of torch."""
@@ -387,9 +387,9 @@ class _Rewriter:
                 make, reason = None, f": {weight}"
             given = module, weight
         if make is not None:
-            made, scale, covers = make(node, given)
+            replacement, scale, covers = make(node, given)
             for covered in (node, *covers):
-                self.codes_of[covered] = made, scale
+                self.codes_of[covered] = replacement, scale
             return
         if node.op not in ("placeholder", "output", "get_attr"):
             what = type(module).__name__ if module is not None else getattr(node.target, "__name__", node.target)
@@ -419,7 +419,7 @@ class _Rewriter:
         return None
 
     def _activation(self, node: fx.Node) -> tuple[Scale, tuple[int, int], list[fx.Node]]:
-        """The scale and the clamp of a layer's result, with the ReLU behind it where nobody else reads the result."""
+        """The scale and the clamp of a layer's result, with the ReLU behind it where the result has no other reader."""
         users = list(node.users)
         if len(users) == 1 and users[0].name in self.scales:
             module = module_of(users[0], self.modules)
@@ -432,8 +432,8 @@ class _Rewriter:
         (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
         form = IntegerLinear if isinstance(module, nn.Linear) else IntegerConv1d if isinstance(module, nn.Conv1d) else IntegerConv2d
         window = None if isinstance(module, nn.Linear) else conv.module_window(module)
-        made = form(weight.packed, weight.bias, source, result, clamp, window, dtype=module.weight.dtype, error=weight.error)
-        return self._call(node, made, x), result, covers
+        integer_layer = form(weight.packed, weight.bias, source, result, clamp, window, dtype=module.weight.dtype, error=weight.error)
+        return self._call(node, integer_layer, x), result, covers
 
     def _add(self, node: fx.Node, _: None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         (a, scale_a), (b, scale_b) = (self._codes(n) for n in node.args if isinstance(n, fx.Node))

@@ -201,12 +201,12 @@ def _in_order(packed: AnyPacked) -> AnyPacked:
     return gpu_tiles.in_order(packed) if isinstance(packed, Packed) else packed
 
 
-_made = 0
+_updates = 0
 
 
-def weights_made() -> int:
+def weight_updates() -> int:
     """How many times any layer on codes was given a weight or bias in this process. Programs made at another count may be out of date."""
-    return _made
+    return _updates
 
 
 class IntegerModule(QuantModule):
@@ -249,8 +249,8 @@ class IntegerModule(QuantModule):
         return type(self)(packed, self.bias, self.source, self.result, self.clamp, self.window, dtype=dtype, error=error)
 
     def refresh(self) -> None:
-        global _made  # noqa: PLW0603
-        _made += 1
+        global _updates  # noqa: PLW0603
+        _updates += 1
         scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
         table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]

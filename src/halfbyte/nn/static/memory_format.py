@@ -70,13 +70,15 @@ class Formats:
         sizes = (node.op == "call_method" and node.target in _SIZES) or (node.target is getattr and node.args[1] == "shape")
         return sizes or self.gives(node) or self.passes(node) or self._reads_any(node)
 
-    def chained(self) -> int:
+    def channels_last_count(self) -> int:
         """How many convolutions take what another one left in channels_last."""
         return sum(self.gives(node) and not self.free.isdisjoint(node.all_input_nodes) for node in self.graph.nodes)
 
     def writes_shared(self) -> bool:
         """Whether a node may write to memory that another node reads too, which a copy in another memory format would not show."""
-        return any(self._writes(node) and not self._owns(node.all_input_nodes[0]) for node in self.graph.nodes if node.all_input_nodes)
+        return any(
+            self._writes(node) and not self._has_one_reader(node.all_input_nodes[0]) for node in self.graph.nodes if node.all_input_nodes
+        )
 
     def _writes(self, node: fx.Node) -> bool:
         if node.op == "call_method":
@@ -84,7 +86,7 @@ class Formats:
         in_place = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or node.target in _WRITES
         return in_place or getattr(module_of(node, self.modules), "inplace", False) is True
 
-    def _owns(self, node: fx.Node) -> bool:
+    def _has_one_reader(self, node: fx.Node) -> bool:
         """Whether the memory of a node's result is read by one other node alone."""
         while len(node.users) == 1 and (self._is_view(node) or self._writes(node)) and node.all_input_nodes:
             node = node.all_input_nodes[0]

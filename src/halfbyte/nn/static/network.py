@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import Addition
-from halfbyte.nn.static.integer import IntegerConv2d, IntegerModule, Requantize, weights_made
+from halfbyte.nn.static.integer import IntegerConv2d, IntegerModule, Requantize, weight_updates
 from halfbyte.nn.static.traced import Inner, copy_node, module_of
 from halfbyte.ops.library import plain
 from halfbyte.quantizers.check import check_dense
@@ -35,8 +35,8 @@ class IntegerNetwork(fx.GraphModule):
 
     def recompile(self) -> Any:
         code = super().recompile()
-        made: Any = type(self)  # each GraphModule is the only one of its class
-        made.node_by_node, made.forward = made.forward, _forward
+        cls: Any = type(self)  # each GraphModule is the only one of its class
+        cls.node_by_node, cls.forward = cls.forward, _forward
         return code
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -45,9 +45,9 @@ class IntegerNetwork(fx.GraphModule):
 
 def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], meta: dict[str, Any]) -> IntegerNetwork:
     plain = make(*arguments)
-    made = IntegerNetwork(plain, plain.graph, type(plain).__name__)
-    made.meta = meta
-    return made.eval()
+    network = IntegerNetwork(plain, plain.graph, type(plain).__name__)
+    network.meta = meta
+    return network.eval()
 
 
 def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
@@ -100,7 +100,7 @@ class _Kept:
     def _weights(self) -> tuple[int, list[int]]:
         """A value that changes with the weights and biases; each layer looks for other ones."""
         addresses = [layer.packed.data.data_ptr() for layer in self.layers if layer.current_table() is not None]
-        return weights_made(), addresses
+        return weight_updates(), addresses
 
     def has_gradient(self, x: Tensor) -> bool:
         """Whether gradients flow to x, or to a parameter of what runs in floating point."""
@@ -171,7 +171,7 @@ class _Added(nn.Module):
 
 
 def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
-    """The graph in which a convolution whose result is added to others and read by nobody else does so itself."""
+    """The graph in which a convolution whose result is added to others and has no other reader adds it itself."""
     modules, place = dict(network.named_modules(remove_duplicate=False)), {node: i for i, node in enumerate(network.graph.nodes)}
     added: dict[fx.Node, fx.Node] = {}  # convolutions, by the additions
     for node in network.graph.nodes:
@@ -179,7 +179,7 @@ def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
         found = [n for n in both if len(n.users) == 1 and type(modules.get(str(n.target))) is IntegerConv2d]
         if len(set(both)) == 2 and found:
             added[node] = max(found, key=place.__getitem__)
-    root, graph, made = dict[str, Any](), fx.Graph(), dict[fx.Node, fx.Node]()
+    root, graph, copies = dict[str, Any](), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in network.graph.nodes:
         if node in added.values():
             continue
@@ -187,9 +187,9 @@ def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
             conv, (first, second) = added[node], _sources(node)
             root[str(node.target)] = _Added(modules[str(conv.target)], modules[str(node.target)], conv is first)
             other = second if conv is first else first
-            made[node] = graph.call_module(str(node.target), (made[_sources(conv)[0]], made[other]))
+            copies[node] = graph.call_module(str(node.target), (copies[_sources(conv)[0]], copies[other]))
             continue
-        made[node] = copy_node(node, network, graph, root, made.__getitem__)
+        copies[node] = copy_node(node, network, graph, root, copies.__getitem__)
     return fx.GraphModule(root, graph, type(network).__name__)
 
 
@@ -201,16 +201,16 @@ class _Writer:
         self.modules = dict(network.named_modules(remove_duplicate=False))
         self.root: dict[str, Any] = {}
         self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
         self.pending: dict[fx.Node, Step | None] = {}  # what becomes the next program; None: its input as it lies in memory
 
     def result(self) -> fx.GraphModule:
         for node in self.network.graph.nodes:
-            if (step := self._step(node)) is not None or self._moves_nothing(node):
+            if (step := self._step(node)) is not None or self._is_free_view(node):
                 self.pending[node] = step
                 continue
             self._flush()
-            self.made[node] = copy_node(node, self.network, self.graph, self.root, self.made.__getitem__)
+            self.copies[node] = copy_node(node, self.network, self.graph, self.root, self.copies.__getitem__)
         return fx.GraphModule(self.root, self.graph, type(self.network).__name__)
 
     def _step(self, node: fx.Node) -> Step | None:
@@ -219,7 +219,7 @@ class _Writer:
             return None
         return step_of(*(self.seen[source] for source in _sources(node)))  # type: ignore[no-any-return]
 
-    def _moves_nothing(self, node: fx.Node) -> bool:
+    def _is_free_view(self, node: fx.Node) -> bool:
         """Whether it is a view, of another shape, of the result of a pending step."""
         if not isinstance(self.modules.get(str(node.target)), nn.Flatten) or _sources(node)[0] not in self.pending:
             return False
@@ -241,11 +241,11 @@ class _Writer:
         program = _ProgramModule(inputs, steps, memory_of, outputs, self.seen)
         name = f"program_{len(self.graph.nodes)}"
         self.root[name] = program
-        call = self.graph.call_module(name, tuple(self.made[source] for source in inputs))
+        call = self.graph.call_module(name, tuple(self.copies[source] for source in inputs))
         for i, node in enumerate(outputs):
-            self.made[node] = self.graph.call_function(operator.getitem, (call, i))
+            self.copies[node] = self.graph.call_function(operator.getitem, (call, i))
         for view in views:
-            self.made[view] = self.graph.call_function(torch.reshape, (self.made[memory_of[view]], tuple(self.seen[view].shape)))
+            self.copies[view] = self.graph.call_function(torch.reshape, (self.copies[memory_of[view]], tuple(self.seen[view].shape)))
 
     @staticmethod
     def _is_read_later(node: fx.Node, pending: dict[fx.Node, Any]) -> bool:
@@ -283,6 +283,6 @@ class _ProgramModule(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         if [(t.shape, t.stride()) for t in tensors] != self._inputs:
             raise _OtherSizes
-        made = [torch.empty_strided(size, stride, dtype=dtype, device="cpu") for size, stride, dtype in self._outputs]
-        self._program((*tensors, *made))
-        return made
+        outputs = [torch.empty_strided(size, stride, dtype=dtype, device="cpu") for size, stride, dtype in self._outputs]
+        self._program((*tensors, *outputs))
+        return outputs

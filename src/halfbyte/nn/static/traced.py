@@ -130,8 +130,8 @@ def replace(node: fx.Node, by: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, Any], made: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A node of `module`'s graph in another graph, where `made` gives its arguments; what it calls or reads is added to `root`."""
+def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, Any], copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A node of `module`'s graph in another graph, where `copy_of` gives its arguments; what it calls or reads is added to `root`."""
     if node.op in ("call_module", "get_attr"):
         root[str(node.target)] = operator.attrgetter(str(node.target))(module)
-    return graph.node_copy(node, made)
+    return graph.node_copy(node, copy_of)

@@ -25,20 +25,31 @@ SCALES = ("dynamic", "learned")
 
 
 def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str = "dynamic") -> nn.Module:
-    """Lets each module that `quantize_` with this config would replace compute with its quantized and dequantized weight, in place;
-    returns `model`.
+    """Insert fake quantization into each module that `quantize_` with this config would replace, in place.
 
     The float weights remain, under their names, and are what an optimizer updates. Gradients pass the rounding unchanged (the
     straight-through estimator), except for weights beyond the ends of their grid, which get none (`ops/fake_quantize.py`).
 
-    config   as for `quantize_`. With compute="int8" activations are rounded as `activation` says, otherwise not. Methods with
-             calibration and activations="static" are not supported
-    scales   "dynamic": computed from the weights at each step, by `config.method`. "learned": parameters `weight_scale`, initialized by
-             the method and trained with the weights (LSQ); zeros are not trained
+    Fold batch norms before (`fold_batch_norms_`). Experts and EmbeddingBags stay in floating point, which `report(model)` notes; so does a
+    module whose weight its format cannot hold, unless the config is strict or it is the only one.
 
-    Fold batch norms before (`fold_batch_norms_`). Experts and EmbeddingBags stay in floating point, which `report(model)` notes; so does
-    a module whose weight its format cannot hold, unless the config is strict or it is the only one. Raises ArgumentError or FormatError as
-    `quantize_` does; then nothing has changed.
+    Args:
+        model: The float model.
+        config: As for `quantize_`. With compute="int8" activations are rounded as `activation` says, otherwise not. Methods with
+            calibration and activations="static" are not supported.
+        scales: "dynamic": computed from the weights at each step, by `config.method`. "learned": parameters `weight_scale`, initialized by
+            the method and trained with the weights (LSQ); zeros are not trained.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: As for `quantize_`. Nothing has changed then.
+        FormatError: As for `quantize_`. Nothing has changed then.
+
+    Example:
+        >>> model = hb.prepare_qat_(nn.Sequential(nn.Linear(32, 4)), "q8_0")
+        >>> model(torch.randn(2, 32)).sum().backward()
     """
     config = as_config(config)
     _check(model, config, scales)
@@ -64,12 +75,24 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
 
 
 def convert_qat_(model: nn.Module) -> nn.Module:
-    """Replaces each module that `prepare_qat_` prepared by its quantized form, in place, and returns `model`. The codes are those with
-    which it currently computes.
+    """Replace each module that `prepare_qat_` prepared by its quantized form, with the codes with which it computes, in place.
 
     A module whose trained weight its format cannot hold becomes a float module again, and `report(model)` says why, unless the config is
-    strict or it is the only one: then it is a FormatError. Raises ArgumentError where there is no such module, or a weight is NaN or
-    infinite; then nothing has changed.
+    strict or it is the only one.
+
+    Args:
+        model: Prepared by `prepare_qat_`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: There is no prepared module, or a weight is NaN or infinite. Nothing has changed then.
+        FormatError: A weight does not fit its format, and the config is strict or it is the only one.
+
+    Example:
+        >>> type(hb.convert_qat_(hb.prepare_qat_(nn.Sequential(nn.Linear(32, 4)), "q8_0"))[0]).__name__
+        'QuantLinear'
     """
     config = getattr(model, CONFIG_ATTRIBUTE, None)
     formats = {name: m.target.format for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FakeQuantized)}
@@ -88,8 +111,8 @@ def convert_qat_(model: nn.Module) -> nn.Module:
         if isinstance(module, FakeQuantized):
             restore_(module)
     add_kept(model, kept)
-    for tell in finished:
-        tell(model)
+    for finish in finished:
+        finish(model)
     return model
 
 

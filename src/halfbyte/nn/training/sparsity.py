@@ -39,17 +39,29 @@ def prune_(
     skip: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Sets weights of the Linear layers of `model`, by magnitude also of its convolutions, to 0, in place; returns `model`.
-
-    sparsity     "n:m": of m neighbours along K at most n are kept, such as "2:4"; or the fraction that becomes 0, such as 0.5
-    method       "magnitude"; or, with calibration, "wanda" or "sparsegpt" (`quantizers/sparse.py`), one decoder layer after the other
-    calibration  token ids [passages, tokens] or a Calibration, as for `quantize_`; of its options, "sparsegpt" uses GPTQ's damping
-    skip         patterns of module names that are not pruned, as in Config
-    progress     called with (decoder layers done, all of them, name)
+    """Set weights of the Linear layers of a model to 0, by magnitude also those of its convolutions, in place.
 
     The weights stay in floating point: call `quantize_` afterwards; it gives zeros a code that means 0, in all formats except those with
     offsets. Embeddings, experts and weights that modules share are not pruned. The notes of `report(model)` give the number of zeros.
-    Raises ArgumentError as `quantize_` does; then nothing has changed.
+
+    Args:
+        model: The float model.
+        sparsity: "n:m": of m neighbours along K at most n are kept, such as "2:4"; or the fraction that becomes 0, such as 0.5.
+        method: "magnitude"; or, with calibration, "wanda" or "sparsegpt" (`quantizers/sparse.py`), one decoder layer after the other.
+        calibration: Token ids [passages, tokens] or a Calibration, as for `quantize_`; of its options, "sparsegpt" uses GPTQ's damping.
+        skip: patterns of module names that are not pruned, as in Config.
+        progress: Called with (decoder layers done, all of them, name).
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: As for `quantize_`. Nothing has changed then.
+
+    Example:
+        >>> model = hb.prune_(nn.Sequential(nn.Linear(32, 4)), "2:4")
+        >>> int((model[0].weight == 0).sum())
+        64
     """
     wanted = as_sparsity(sparsity)
     if method not in SPARSE_METHODS:
@@ -62,12 +74,24 @@ def prune_(
 
 
 def drop_zeros_(model: nn.Module, sparse: bool = True) -> nn.Module:
-    """Packs the 2:4 sparse weights among those of QuantLinear and QuantEmbedding again: without their zeros, or with them if not `sparse`;
-    in place, and returns `model`. No code changes.
+    """Pack the 2:4 sparse weights of QuantLinear and QuantEmbedding modules again, without their zeros, in place. No code changes.
 
     CPUs leave zeros out by themselves; Hopper GPUs are told to by this, as it makes many rows slower (docs/engineering/sparsity.md). What
-    is asked for counts on other devices, too, once the model is there; it is not saved. Call it before `fuse_`, or else ArgumentError is
-    raised.
+    is asked for counts on other devices, too, once the model is there; it is not saved. Call it before `fuse_`.
+
+    Args:
+        model: A quantized model.
+        sparse: False: with their zeros.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: The model was fused.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> model = hb.drop_zeros_(model)
     """
     check_type(model, nn.Module, "drop_zeros_ takes a model, a torch.nn.Module", "for codes there is pack(codes, device, sparse=True)")
     if any(isinstance(module, FusedLinear) for module in model.modules()):
@@ -138,8 +162,8 @@ def _by_inputs(
         weight.data = prune(weight, wanted, method, moments, damping=calibration.gptq.damping, name=f"{name}.weight")
         pruned[name] = weight.data.to(runs.home)
 
-    for i, prefix, block, mine in runs.blocks(names, lambda _, layer: deepcopy(layer), progress):
-        for name, moments in runs.measure(i, block, mine).items():
+    for i, prefix, block, layer_names in runs.blocks(names, lambda _, layer: deepcopy(layer), progress):
+        for name, moments in runs.measure(i, block, layer_names).items():
             shrink(block.get_submodule(name), f"{prefix}.{name}", moments.second)
     for name, moments in runs.outside(names).items():
         shrink(runs.in_float32(deepcopy(model.get_submodule(name))), name, moments.second)

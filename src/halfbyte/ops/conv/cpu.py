@@ -26,14 +26,14 @@ from halfbyte.ops.conv.images import (
     check_codes,
     check_conv2d,
     check_one_scale,
+    empty_result,
     from_numbers,
-    nothing,
     out_shape,
 )
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.conv.planned import ConvCall, OwnWeights, PlannedConv
+    from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, RearrangedWeights
     from halfbyte.kernels.cpu.steps import Step
 
 _CPU = torch.device("cpu")
@@ -69,9 +69,9 @@ def table(rows: Tensor, sizes: Filter) -> Tensor:
     if sizes.depthwise:
         return rows.unsqueeze(0)
     groups, _, padded = _table_shape(sizes)
-    made = torch.zeros(groups, 3, padded, dtype=torch.float32, device="cpu")
-    made[:, :, : sizes.out // groups] = rows.view(3, groups, -1).transpose(0, 1)
-    return made
+    padded_table = torch.zeros(groups, 3, padded, dtype=torch.float32, device="cpu")
+    padded_table[:, :, : sizes.out // groups] = rows.view(3, groups, -1).transpose(0, 1)
+    return padded_table
 
 
 def _table_shape(sizes: Filter) -> tuple[int, int, int]:
@@ -87,12 +87,12 @@ def _packed_bytes(sizes: Filter) -> int:
 
 
 def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
-    made, form = _forms_of(weight), "integer taps" if integer else "taps"
-    kept = made.get(form)
+    forms, form = _forms_of(weight), "integer taps" if integer else "taps"
+    kept = forms.get(form)
     if kept is None:
         from halfbyte.kernels.cpu.conv.depthwise import taps
 
-        kept = made[form] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
+        kept = forms[form] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
     return kept
 
 
@@ -106,7 +106,7 @@ class _Plan(NamedTuple):
     weight_bytes: int
     table_shape: tuple[int, int, int]
     kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply
-    other: OwnWeights | None  # where that is faster
+    other: RearrangedWeights | None  # where that is faster
 
 
 _plans = Bounded[tuple[Any, ...], _Plan](4096)
@@ -155,21 +155,21 @@ def _check_weight(weight: Tensor, plan: _Plan) -> None:
 def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[Callable[..., Tensor], Tensor]:
     """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
     if plan.other is not None:
-        made = _forms_of(weight)
-        if plan.other.form not in made:
+        forms = _forms_of(weight)
+        if plan.other.form not in forms:
             layout = convolution.CANONICAL if plan.sizes.depthwise else cpu_tiles.NAME
-            made[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight)))
-        if (form := made[plan.other.form]) is not None:
+            forms[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight)))
+        if (form := forms[plan.other.form]) is not None:
             return plan.other, form
     assert plan.kernel is not None
     if plan.sizes.depthwise:
         return plan.kernel, _taps_of(weight, plan.sizes, integer=integer)
     if weight.data_ptr() % 64 == 0 and weight.is_contiguous():
         return plan.kernel, weight
-    made = _forms_of(weight)
-    if made.get("aligned") is None:
-        made["aligned"] = aligned(weight)
-    return plan.kernel, cast(Tensor, made["aligned"])
+    forms = _forms_of(weight)
+    if forms.get("aligned") is None:
+        forms["aligned"] = aligned(weight)
+    return plan.kernel, cast(Tensor, forms["aligned"])
 
 
 def conv2d(
@@ -191,7 +191,7 @@ def conv2d(
     _check_weight(weight, plan)
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     if plan.kernel is None:
-        return nothing(x, bias, residual, plan.out_shape, low, high)
+        return empty_result(x, bias, residual, plan.out_shape, low, high)
     residual = None if residual is None else channels_last(residual)
     if x.stride() != plan.strides:
         x = channels_last(x)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.bounded import ByTensor
-from halfbyte.dispatch.gpu import compute_of, triton_trouble
+from halfbyte.dispatch.gpu import compute_of, why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.gpu.runtime.launch import current_recording, output
@@ -36,8 +36,8 @@ from halfbyte.ops.conv.images import (
     check_codes,
     check_conv2d,
     check_one_scale,
+    empty_result,
     from_numbers,
-    nothing,
     out_shape,
 )
 from halfbyte.ops.replay import key_of, replayed, tapes
@@ -65,11 +65,11 @@ def table(rows: Tensor, sums: Tensor, sizes: Filter, in_zero: int) -> Tensor:
     the image; and in_zero * sum (its bits) of each tap, for kernels that read 0 there."""
     shape = _table_shape(sizes)
     groups, n = shape[0], sizes.out // shape[0]
-    made = torch.zeros(shape, device=rows.device, dtype=torch.float32)
-    made[:, :3, :n] = rows.view(3, groups, n).transpose(0, 1)
-    made[:, 3].view(torch.int8).fill_(in_zero)
-    made[:, 4:, :n] = (sums * in_zero).view(torch.float32).view(groups, n, sizes.taps).transpose(1, 2)
-    return made
+    padded_table = torch.zeros(shape, device=rows.device, dtype=torch.float32)
+    padded_table[:, :3, :n] = rows.view(3, groups, n).transpose(0, 1)
+    padded_table[:, 3].view(torch.int8).fill_(in_zero)
+    padded_table[:, 4:, :n] = (sums * in_zero).view(torch.float32).view(groups, n, sizes.taps).transpose(1, 2)
+    return padded_table
 
 
 def _table_shape(sizes: Filter) -> tuple[int, int, int]:
@@ -164,7 +164,7 @@ def _conv2d(
         check_one_scale(plan.sizes)
     check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
-        return nothing(x, bias, residual, plan.shape, low, high), None
+        return empty_result(x, bias, residual, plan.shape, low, high), None
     given: _Operands = x, weight, bias, residual
     if bias is not None:
         bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
@@ -175,9 +175,9 @@ def _conv2d(
         settings = str(plan.sizes.matrix_format), plan.sizes.out, plan.sizes.k, wanted, scaling, low, high
         y = _image(cuda.linear(_pixels(x, plan, 0), weight, bias, residual, *settings), plan)
         return y, _linear_replay(settings) if plan.window == Window() else None
-    if (trouble := triton_trouble()) is not None:
+    if (reason := why_no_triton()) is not None:
         if integers:
-            raise UnsupportedError(f"compute='int8' needs Triton: {trouble}, or use compute='float'")
+            raise UnsupportedError(f"compute='int8' needs Triton: {reason}, or use compute='float'")
         return _plain(x, weight, bias, residual, plan, low, high), None
     with cuda.on(x):
         return _multiply(given, plan, Epilogue(bias, residual, low, high), wanted, activation)
@@ -194,7 +194,7 @@ def _linear_replay(settings: tuple[Any, ...]) -> _Replay:
 
 
 def _beats_linear(plan: _Plan, x: Tensor) -> bool:
-    if triton_trouble() is not None:
+    if why_no_triton() is not None:
         return False
     from halfbyte.dispatch.gpu_conv import beats_linear
     from halfbyte.kernels.gpu.conv.tile import Convolution
@@ -341,8 +341,8 @@ def _qconv2d(
     check_codes(x)
     plan = _fitting(x, weight, format, filter_numbers, window_numbers)
     check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
-    apart = 0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)
-    if addition is not None and (apart or long_sums.overflows(plan.sizes.k) or addition.other.shape != plan.shape):
+    separate = 0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)
+    if addition is not None and (separate or long_sums.overflows(plan.sizes.k) or addition.other.shape != plan.shape):
         codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
         return elementwise.combine(*addition.of(codes)), None
     if 0 in plan.shape:
@@ -356,8 +356,8 @@ def _qconv2d(
         layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
         unpacked = convolution.unpack(PackedConv(plan.sizes, layout, weight))
         return long_sums.qconv2d(x, unpacked, plan.sizes, plan.window, table, in_zero, low, high), None
-    if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"qconv2d needs Triton: {trouble}, or use the CPU")
+    if (reason := why_no_triton()) is not None:
+        raise UnsupportedError(f"qconv2d needs Triton: {reason}, or use the CPU")
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
     from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
     from halfbyte.kernels.gpu.conv.tile import Convolution

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Combination
 from halfbyte.ops import cuda
@@ -56,8 +56,8 @@ def _combine(
         from halfbyte.kernels.cpu.conv import elementwise as cpu
 
         return cpu.combine(a, how, b)
-    if (trouble := triton_trouble()) is not None:
-        raise UnsupportedError(f"combine needs Triton: {trouble}, or use the CPU")
+    if (reason := why_no_triton()) is not None:
+        raise UnsupportedError(f"combine needs Triton: {reason}, or use the CPU")
     from halfbyte.kernels.gpu.conv import elementwise as gpu
 
     with cuda.on(a):
@@ -68,8 +68,8 @@ def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step |
     """`combine` of tensors on the CPU of the sizes and strides of a and b, as a step of a program; None where it is none."""
     from halfbyte.kernels.cpu.conv import elementwise as cpu
 
-    alike = b is None or (b.shape, b.stride()) == (a.shape, a.stride())
-    return cpu.step(a, how, b) if a.numel() and _is_dense(a) and alike else None
+    same_layout = b is None or (b.shape, b.stride()) == (a.shape, a.stride())
+    return cpu.step(a, how, b) if a.numel() and _is_dense(a) and same_layout else None
 
 
 def _is_dense(a: Tensor) -> bool:

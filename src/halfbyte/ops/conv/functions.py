@@ -42,10 +42,27 @@ _Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
 
 def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Codes:
-    """Quantize the weight of a convolution, [Co, Ci/groups, Kh, Kw] or [Co, Ci/groups, Kw].
+    """Quantize the weight of a convolution.
 
     Blocks run along the channels of one tap (kernel position), so codes have the shape [Co, Kh*Kw, Ci/groups]; in formats with one scale
-    per channel or tensor, [Co, Kh*Kw*Ci/groups]. `method` and errors as for `quantize`.
+    per channel or tensor, [Co, Kh*Kw*Ci/groups].
+
+    Args:
+        weight: [Co, Ci/groups, Kh, Kw] or [Co, Ci/groups, Kw].
+        format: The format, or its name.
+        method: As for `quantize`.
+        name: The tensor's name in error messages.
+
+    Returns:
+        The codes, for `pack_conv`.
+
+    Raises:
+        ArgumentError: As for `quantize`.
+        FormatError: As for `quantize`.
+
+    Example:
+        >>> hb.quantize_conv(torch.randn(8, 32, 3, 3), "q8_0").shape
+        (8, 9, 32)
     """
     fmt = as_format(format)
     check_weight(weight, name)
@@ -53,9 +70,21 @@ def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", 
 
 
 def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.device | str = "cpu") -> PackedConv:
-    """Arrange the codes of a convolution's weight for the kernels of `device`; `unpack` is the exact inverse.
+    """Arrange the codes of a convolution's weight in the byte order of a device's kernels; `unpack` is the exact inverse.
 
-    kernel_size   (Kh, Kw) or (Kw,); one number for a square kernel
+    Args:
+        codes: From `quantize_conv`.
+        kernel_size: (Kh, Kw) or (Kw,); one number for a square kernel.
+        groups: Groups of the convolution.
+        device: "cpu" or "cuda".
+
+    Returns:
+        The packed weight, on the device.
+
+    Example:
+        >>> packed = hb.pack_conv(hb.quantize_conv(torch.randn(8, 32, 3, 3), "q8_0"), 3)
+        >>> packed.sizes.kernel
+        (3, 3)
     """
     check_type(codes, Codes, "pack_conv takes Codes", "pass what quantize_conv(weight, format) gives")
     kernel: Any = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
@@ -84,20 +113,35 @@ def conv2d(
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """The convolution of x [B, C, H, W] (or [C, H, W]), + bias + residual, clamped -> [B, Co, Ho, Wo] in x's dtype, channels_last where x
-    is, else contiguous.
+    """Convolve images with a quantized weight, add bias and residual, and clamp. The output is channels_last where x is, else contiguous.
 
-    packed      the weight, from `pack_conv`, with the number of groups
-    padding     one number, (height, width), ((top, bottom), (left, right)), "valid" or "same" (stride 1)
-    residual    [B, Co, Ho, Wo] in x's dtype, added before the clamp
-    compute     "float": weights become floating point in registers; "int8": patches of x are quantized on the fly and integers are
-                multiplied; "auto": the faster one. Depthwise convolutions are always "float".
-    activation  scales under "int8": as in `linear`, one for each block of a patch or per patch ("row"); or one per image of the batch
-                ("image"), which is then quantized once: faster, and less exact where an image's values differ much in size. This requires
-                weights with one scale per channel or tensor and no zero
-    clamp       (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6
+    Gradients flow to x, bias and residual; the weight is frozen.
 
-    x is float32, bfloat16 or float16. Gradients flow to x, bias and residual; the weight is frozen.
+    Args:
+        x: [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16.
+        packed: The weight, from `pack_conv`, with the number of groups.
+        bias: [Co] or None.
+        stride: One number, or (height, width).
+        padding: One number, (height, width), ((top, bottom), (left, right)), "valid" or "same" (stride 1).
+        dilation: One number, or (height, width).
+        residual: [B, Co, Ho, Wo] in x's dtype, added before the clamp.
+        compute: "float": weights become floating point in registers; "int8": patches of x are quantized on the fly and integers are
+            multiplied; "auto": the faster one. Depthwise convolutions are always "float".
+        activation: Scales under "int8": as in `linear`, one for each block of a patch or per patch ("row"); or one per image of the batch
+            ("image"), which is then quantized once: faster, and less exact where an image's values differ much in size. This requires
+            weights with one scale per channel or tensor and no zero.
+        clamp: (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6.
+
+    Returns:
+        [B, Co, Ho, Wo] (or [Co, Ho, Wo]) in x's dtype.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or settings do not fit.
+
+    Example:
+        >>> packed = hb.pack_conv(hb.quantize_conv(torch.randn(8, 32, 3, 3), "q8_0"), 3)
+        >>> hb.conv2d(torch.randn(1, 32, 6, 6), packed, padding="same").shape
+        torch.Size([1, 8, 6, 6])
     """
     settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
     y = conv2d_channels_last(x, packed, bias, stride, padding, dilation, **settings)
@@ -150,7 +194,28 @@ def conv1d(
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """x [B, C, L] (or [C, L]) -> [B, Co, Lo], contiguous: `conv2d` of an image of height 1, with a kernel (1, Kw)."""
+    """Convolve sequences with a quantized weight: `conv2d` of images of height 1, with a kernel (1, Kw).
+
+    Args:
+        x: [B, C, L] or [C, L].
+        packed: The weight, from `pack_conv` with a kernel (Kw,).
+        bias: As in `conv2d`.
+        stride: Of the kernel.
+        padding: As in `conv2d`.
+        dilation: Of the kernel.
+        residual: [B, Co, Lo], added before the clamp.
+        compute: As in `conv2d`.
+        activation: As in `conv2d`.
+        clamp: As in `conv2d`.
+
+    Returns:
+        [B, Co, Lo] (or [Co, Lo]) in x's dtype, contiguous.
+
+    Example:
+        >>> packed = hb.pack_conv(hb.quantize_conv(torch.randn(8, 32, 3), "q8_0"), (3,))
+        >>> hb.conv1d(torch.randn(1, 32, 10), packed).shape
+        torch.Size([1, 8, 8])
+    """
     settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
     return in_memory_format_of(conv1d_channels_last(x, packed, bias, stride, padding, dilation, **settings), None)
 
@@ -199,8 +264,30 @@ def qconv2d(
     out_zero: int,
     clamp: tuple[int, int] | None = None,
 ) -> Tensor:
-    """int8 [B, C, H, W] -> int8 [B, Co, Ho, Wo] with requantization fused, as `qlinear` of each patch; channels_last where x is, else
-    contiguous. x is padded with `in_zero`, the code of 0. `clamp` is in output codes: (out_zero, 127) is ReLU; None is (-128, 127)."""
+    """Convolve int8 images, with requantization fused: `qlinear` of each patch. The output is channels_last where x is, else contiguous.
+
+    Args:
+        x: int8 [B, C, H, W]; padded with `in_zero`, the code of 0.
+        packed: The weight, from `pack_conv`.
+        bias: [Co] in floating point, or None.
+        stride: As in `conv2d`.
+        padding: As in `conv2d`.
+        dilation: As in `conv2d`.
+        in_scale: Scale of the input.
+        in_zero: Zero point of the input.
+        out_scale: Scale of the output.
+        out_zero: Zero point of the output.
+        clamp: (low, high) in output codes; (out_zero, 127) is ReLU; None is (-128, 127).
+
+    Returns:
+        int8 [B, Co, Ho, Wo].
+
+    Example:
+        >>> packed = hb.pack_conv(hb.quantize_conv(torch.randn(8, 32, 3, 3), "int8_channel"), 3)
+        >>> scales = {"in_scale": 0.1, "in_zero": 0, "out_scale": 0.5, "out_zero": 3}
+        >>> hb.qconv2d(torch.zeros(1, 32, 5, 5, dtype=torch.int8), packed, **scales).shape
+        torch.Size([1, 8, 3, 3])
+    """
     try:
         low, high = code_range(clamp)
         table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)

@@ -16,7 +16,7 @@ from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.ops import checks
 from halfbyte.ops.checks import check_bias, check_clamp, check_residual
-from halfbyte.ops.tensors import sum_of_nothing
+from halfbyte.ops.tensors import empty_sum
 
 ACTIVATIONS = (*checks.ACTIVATIONS, "image")
 Shape = tuple[int, int, int, int]
@@ -70,9 +70,9 @@ def check_codes(x: Tensor) -> None:
         raise ArgumentError(f"qconv2d takes int8 images, got {x.dtype}: quantize them first")
 
 
-def nothing(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> Tensor:
+def empty_result(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> Tensor:
     """`conv2d` where a size is 0: bias and residual only."""
-    total = sum_of_nothing(x, shape, None if bias is None else bias.view(1, -1, 1, 1), residual)
+    total = empty_sum(x, shape, None if bias is None else bias.view(1, -1, 1, 1), residual)
     return channels_last(total.clamp_(low, high).to(x.dtype))
 
 

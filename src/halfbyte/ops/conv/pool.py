@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.kernels.problem import Window
 from halfbyte.ops import cuda
 from halfbyte.ops.conv.images import channels_last, in_memory_format_of
@@ -51,7 +51,7 @@ class Pooling(NamedTuple):
 
 def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
     """What `pool` does to images; None where torch does it."""
-    if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and (triton_trouble() is not None or x.shape[1:].numel() >= _LARGEST)):
+    if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and (why_no_triton() is not None or x.shape[1:].numel() >= _LARGEST)):
         return None
     if isinstance(pool, nn.MaxPool2d):
         kernel, stride, padding, dilation = map(_pair, (pool.kernel_size, pool.stride or pool.kernel_size, pool.padding, pool.dilation))
@@ -78,6 +78,6 @@ def largest(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
 @functools.lru_cache(maxsize=_KEPT)
 def _pooling(shape: torch.Size, *settings: Any) -> Pooling:
     """A pool of largest codes, whose settings torch also checks."""
-    made = nn.functional.max_pool2d(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *settings)
+    pooled = nn.functional.max_pool2d(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *settings)
     kernel, stride, (down, right), dilation = settings[:4]
-    return Pooling(kernel, Window(stride, (down, down, right, right), dilation), tuple(made.shape[2:]))
+    return Pooling(kernel, Window(stride, (down, down, right, right), dilation), tuple(pooled.shape[2:]))

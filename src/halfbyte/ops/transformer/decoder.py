@@ -169,7 +169,7 @@ class FeedForward(Protocol):
 
     @property
     def most_rows(self) -> int | None:
-        """That are better computed in one call than otherwise; None: there may be any number of them."""
+        """The largest number of rows for which one native call is faster; None: no limit."""
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
@@ -228,15 +228,15 @@ class MLP(NamedTuple):
         return None
 
     def why_not(self) -> str | None:
-        from halfbyte.kernels.cpu import chain
+        from halfbyte.kernels.cpu import step_sequence
         from halfbyte.layouts.cpu_tiles import PANEL
 
         if (reason := why_not_packed([self.gate_up.packed, self.down_proj.packed])) is not None:
             return reason
         if self.inner_width % PANEL:
             return f"{self.inner_width} gates are not whole panels of {PANEL}"
-        if self.activation not in chain.GATES:
-            return f"its activation is {self.activation}, not {' or '.join(chain.GATES)}"
+        if self.activation not in step_sequence.GATES:
+            return f"its activation is {self.activation}, not {' or '.join(step_sequence.GATES)}"
         if self.residual_norm is not None:
             return _NORMED_SUM
         if self.layer_scale is not None and self.post_norm is None:
@@ -289,15 +289,15 @@ class PerLayerInput(NamedTuple):
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
-        from halfbyte.kernels.cpu import chain
+        from halfbyte.kernels.cpu import step_sequence
         from halfbyte.layouts.cpu_tiles import PANEL
 
         if (reason := why_not_packed([self.gate.packed, self.projection.packed])) is not None:
             return reason
         if self.width % PANEL:
             return f"a layer's own input of {self.width} elements is not whole panels of {PANEL}"
-        if self.activation not in chain.GATES:
-            return f"its activation is {self.activation}, not {' or '.join(chain.GATES)}"
+        if self.activation not in step_sequence.GATES:
+            return f"its activation is {self.activation}, not {' or '.join(step_sequence.GATES)}"
         return _why_not_added(self.post_norm, 1.0)
 
     def check(self, k: int) -> None:
@@ -450,7 +450,7 @@ def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: P
 
 
 def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
-    """By the addresses of its tensors."""
+    """The layer by the addresses of its tensors."""
     from halfbyte.kernels.cpu.transformer import halves
 
     shift = 0

@@ -64,5 +64,5 @@ def ids_fit(ids: Sequence[Tensor], tables: int) -> bool:
     if len(ids) != tables or ids[0].dim() != 2:
         return False
     batch, tokens = ids[0].shape
-    alike = all(one.dtype == torch.int64 and one.is_cpu and one.dim() == 2 and one.shape[1] == tokens for one in ids)
-    return alike and all(len(one) in (1, batch) for one in ids)
+    same_kind = all(one.dtype == torch.int64 and one.is_cpu and one.dim() == 2 and one.shape[1] == tokens for one in ids)
+    return same_kind and all(len(one) in (1, batch) for one in ids)

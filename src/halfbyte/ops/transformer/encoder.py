@@ -1,4 +1,4 @@
-"""Whole encoder layers of BERT and its like, for whole sequences, in one call on a CPU."""
+"""Whole encoder layers (BERT and others) for whole sequences in one native call on a CPU."""
 
 from __future__ import annotations
 

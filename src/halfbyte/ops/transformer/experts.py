@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import experts as kernel
     from halfbyte.kernels.cpu.transformer import halves
 
-MOST_PAIRS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
+MAX_ROUTED_ROWS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -130,7 +130,7 @@ class Experts(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        return max(1, MOST_PAIRS // self.top_k)
+        return max(1, MAX_ROUTED_ROWS // self.top_k)
 
     def why_not(self) -> str | None:
         """Why `DecoderLayer` does not support these weights; None if it does."""
@@ -165,9 +165,9 @@ class Experts(NamedTuple):
         from halfbyte.kernels.cpu.transformer import experts
 
         rows = [self.router, *([] if self.shared_expert is None or self.shared_expert.gate is None else [self.shared_expert.gate])]
-        alike = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
-        router, *gates = map(tensors.same if alike else tensors.of, rows)
-        kind = kind_of(self.router.dtype) if alike else "f32"
+        same_dtype = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
+        router, *gates = map(tensors.same if same_dtype else tensors.of, rows)
+        kind = kind_of(self.router.dtype) if same_dtype else "f32"
         correction = 0
         if self.scores:
             none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
@@ -217,9 +217,9 @@ def check_stacks(gate_up: Weight, down: Weight) -> None:
         (experts, _, k), inner = shapes[0], shapes[0][1] // 2
         fits = shapes == [(experts, 2 * inner, k), (experts, k, inner)]
     biases = [weight.bias for weight in (gate_up, down)]
-    pairs = [(bias, shape[:2]) for bias, shape in zip(biases, shapes, strict=True) if bias is not None]
+    biases_and_shapes = [(bias, shape[:2]) for bias, shape in zip(biases, shapes, strict=True) if bias is not None]
     device = gate_up.packed.device
-    if not fits or any(bias.shape != shape or bias.device != device for bias, shape in pairs):
+    if not fits or any(bias.shape != shape or bias.device != device for bias, shape in biases_and_shapes):
         got = f"{shapes} and {[None if bias is None else list(bias.shape) for bias in biases]}"
         where = place(device.type)
         raise ArgumentError(f"experts have stacks [E, 2 I, K] and [E, K, I] and biases [E, 2 I] and [E, K] on {where}, got {got}")

@@ -14,7 +14,7 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.chain import Product
+    from halfbyte.kernels.cpu.step_sequence import Product
 
 
 class Weight(NamedTuple):
@@ -34,12 +34,12 @@ class LayerNorm(NamedTuple):
     eps: float
 
 
-# What layers gave in 16 bits, as it was in float32: so that layers called one by one compute the same as those in one call.
+# Unrounded float32 outputs of layers that returned 16 bits, so that layers called one by one compute the same as in one native call.
 _exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def exactly(x: Tensor) -> Tensor:
-    """x in float32, contiguous: if a layer gave it, and nobody has changed it, as it was before it was rounded."""
+    """x in float32, contiguous; the unrounded values if x is an unchanged output of a layer."""
     exact = _exact.get(x) if x.dtype != torch.float32 else None
     return x.float().contiguous() if exact is None or not torch.equal(exact.to(x.dtype), x) else exact
 
@@ -80,7 +80,7 @@ class Addresses:
     def product(self, weight: Weight, *, gelu: bool = False) -> Product:
         """The product of float32 activations and this weight, followed by GELU if `gelu`; of stacked weights that of the first."""
         from halfbyte.dispatch.cpu import kernel_for
-        from halfbyte.kernels.cpu.chain import Product
+        from halfbyte.kernels.cpu.step_sequence import Product
 
         n, k = weight.packed.shape[-2:]
         sparse = weight.packed.layout == cpu_tiles.SPARSE
@@ -92,7 +92,8 @@ class Addresses:
         return Product(kernel, weight.packed.data.data_ptr(), bias)
 
     def _of_many(self, biases: Tensor) -> int:
-        """As `of`, for those of all experts, which are too many to be copied for each token: not unless torch counts a change."""
+        """`of` for the biases of all experts: copied only when torch's version counters change, as copying them per token costs too
+        much."""
         address = self.of(biases)
         if self._copies and self._copies[-1][0].data_ptr() == address and not biases.is_inference():
             copy, source = self._copies.pop()

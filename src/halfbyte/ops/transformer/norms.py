@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from halfbyte.machine import Gpu
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
-_library.define("normed(Tensor x, Tensor norm, float eps, bool plus_one, bool centred, Tensor? shift) -> Tensor")
+_library.define("normed(Tensor x, Tensor norm, float eps, bool unit_offset, bool centred, Tensor? shift) -> Tensor")
 _library.define(
-    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool plus_one, Tensor? then, float then_eps, Tensor? scale) "
+    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool unit_offset, Tensor? then, float then_eps, Tensor? scale) "
     "-> (Tensor, Tensor)"
 )
 
@@ -38,7 +38,7 @@ def add_normed(
     x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
-    (plus_one). x, residual and results [..., K] of one dtype. scale: one number, by which h is multiplied before it is rounded. No
+    (unit_offset). x, residual and results [..., K] of one dtype. scale: one number, by which h is multiplied before it is rounded. No
     gradients. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     weight, eps, _ = rms_parts(then)
@@ -69,7 +69,7 @@ def norm_in_torch(x: Tensor, norm: Norm) -> Tensor:
 
 
 def wide_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Of float32 x, not rounded."""
+    """The norm of float32 x, not rounded."""
     weight = norm.weight.float() + 1 if norm.unit_offset else norm.weight.float()
     if norm.layer_norm:
         x = x - x.mean(-1, keepdim=True)
@@ -78,7 +78,7 @@ def wide_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
-    """By a kernel, where it supports that."""
+    """Compute the norm by a GPU kernel where one supports it, else in torch."""
     from halfbyte.machine import gpu
     from halfbyte.ops.cuda import on
     from halfbyte.ops.replay import replayed
@@ -106,10 +106,10 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
 
 def why_not_norm(k: int, here: Gpu) -> str | None:
     """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/transformer/norm.py`."""
-    from halfbyte.dispatch.gpu import triton_trouble
+    from halfbyte.dispatch.gpu import why_no_triton
 
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    if (reason := why_no_triton()) is not None:
+        return reason
     from halfbyte.kernels.gpu.transformer import norm
 
     if here.backend != "cuda":
@@ -139,16 +139,16 @@ def _add_normed(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     then: Tensor | None,
     then_eps: float,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """In torch's operations."""
     _check_added(x, residual, weight, then, scale)
-    wide = wide_norm(x.float(), Norm(weight, eps, plus_one)) + residual.float()
+    wide = wide_norm(x.float(), Norm(weight, eps, unit_offset)) + residual.float()
     h = (wide if scale is None else wide * scale.float()).to(x.dtype)
-    return h, h.new_empty(0) if then is None else norm_in_torch(h, Norm(then, then_eps, plus_one))
+    return h, h.new_empty(0) if then is None else norm_in_torch(h, Norm(then, then_eps, unit_offset))
 
 
 def _add_normed_cuda(
@@ -156,7 +156,7 @@ def _add_normed_cuda(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     then: Tensor | None,
     then_eps: float,
     scale: Tensor | None,
@@ -168,7 +168,7 @@ def _add_normed_cuda(
     _check_added(x, residual, weight, then, scale)
     here, k = gpu(x.get_device()), x.shape[-1]
     if not x.numel() or why_not_norm(k, here) is not None:
-        return _add_normed(x, residual, weight, eps, plus_one, then, then_eps, scale)
+        return _add_normed(x, residual, weight, eps, unit_offset, then, then_eps, scale)
     from halfbyte.kernels.gpu.transformer import norm as kernel
 
     z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
@@ -176,12 +176,12 @@ def _add_normed_cuda(
 
     def steps() -> list[Tensor]:
         h, *second = (output(torch.empty_like(z)) for _ in range(1 if then is None else 2))
-        following = None if then is None else ((then, then_eps, plus_one), second[0])
-        kernel.launch_added(here, z, (weight, eps, plus_one), added, h, following, scale)
+        following = None if then is None else ((then, then_eps, unit_offset), second[0])
+        kernel.launch_added(here, z, (weight, eps, unit_offset), added, h, following, scale)
         return [h, *second]
 
     with on(x):
-        h, *second = replayed(steps, (z, weight, added, then, scale), "add_normed", eps, plus_one, then_eps)
+        h, *second = replayed(steps, (z, weight, added, then, scale), "add_normed", eps, unit_offset, then_eps)
     return h.view(x.shape), second[0].view(x.shape) if second else h.new_empty(0)
 
 
@@ -190,7 +190,7 @@ def _add_normed_fake(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     then: Tensor | None,
     then_eps: float,
     scale: Tensor | None,

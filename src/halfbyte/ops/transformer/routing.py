@@ -21,18 +21,18 @@ from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.library import OPS
 from halfbyte.ops.tensors import aligned
+from halfbyte.ops.transformer.decode_ops import activated_in_torch
 from halfbyte.ops.transformer.decoder import Norm
-from halfbyte.ops.transformer.decoding import activated_in_torch
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import norm_in_torch, why_not_norm
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "add_experts(Tensor x, Tensor norm, float eps, bool plus_one, Tensor router, Tensor? bias, int chosen, bool normalized, "
+    "add_experts(Tensor x, Tensor norm, float eps, bool unit_offset, Tensor router, Tensor? bias, int chosen, bool normalized, "
     "str scores, Tensor? correction, float factor, Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, "
-    "str down_format, Tensor? down_bias, int inner, float[]? clamped, Tensor? own, Tensor? own_up, str own_up_format, "
-    "Tensor? own_up_bias, Tensor? own_down, str own_down_format, Tensor? own_down_bias, int own_inner, str compute, "
+    "str down_format, Tensor? down_bias, int inner, float[]? clamped, Tensor? shared_gate, Tensor? shared_up, str shared_up_format, "
+    "Tensor? shared_up_bias, Tensor? shared_down, str shared_down_format, Tensor? shared_down_bias, int shared_inner, str compute, "
     "str activation) -> Tensor"
 )
 
@@ -47,11 +47,11 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     stacks = *_parts(half.gate_up), *_parts(half.down_proj)
     inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
     shared = half.shared_expert
-    own: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
+    shared_gate: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
     if shared is not None:
-        own = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
+        shared_gate = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
     how = half.gate_up.compute, half.gate_up.activation
-    return OPS.add_experts.default(x, *half.pre_norm[:3], *router, *stacks, inner, clamped, *own, *how)  # type: ignore[no-any-return]
+    return OPS.add_experts.default(x, *half.pre_norm[:3], *router, *stacks, inner, clamped, *shared_gate, *how)  # type: ignore[no-any-return]
 
 
 def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
@@ -79,12 +79,12 @@ def _why_not(experts: int) -> str | None:
 
 
 class _Arguments(NamedTuple):
-    """Of the op."""
+    """The arguments of `halfbyte::add_experts`."""
 
     x: Tensor
     norm: Tensor
     eps: float
-    plus_one: bool
+    unit_offset: bool
     router: Tensor
     bias: Tensor | None
     chosen: int
@@ -100,31 +100,31 @@ class _Arguments(NamedTuple):
     down_bias: Tensor | None
     inner: int
     clamped: list[float] | None
-    own: Tensor | None  # the gate of the expert that all tokens share, if it has one, and its weights, if there is one
-    own_up: Tensor | None
-    own_up_format: str
-    own_up_bias: Tensor | None
-    own_down: Tensor | None
-    own_down_format: str
-    own_down_bias: Tensor | None
-    own_inner: int
+    shared_gate: Tensor | None  # the gate of the expert that all tokens share, if it has one, and its weights, if there is one
+    shared_up: Tensor | None
+    shared_up_format: str
+    shared_up_bias: Tensor | None
+    shared_down: Tensor | None
+    shared_down_format: str
+    shared_down_bias: Tensor | None
+    shared_inner: int
     compute: str  # of all products, as in `ops.linear`
     activation: str
 
     @property
     def before(self) -> Norm:
-        return Norm(self.norm, self.eps, self.plus_one)
+        return Norm(self.norm, self.eps, self.unit_offset)
 
     def check(self) -> None:
         """Raises ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
         x, router = self.x, self.router
         fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
         fits = fits and x.device == router.device == self.norm.device
-        for part, shape in ((self.bias, router.shape[:1]), (self.correction, router.shape[:1]), (self.own, router.shape[1:])):
+        for part, shape in ((self.bias, router.shape[:1]), (self.correction, router.shape[:1]), (self.shared_gate, router.shape[1:])):
             if part is not None:
                 fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
         if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
-            tensors = x, self.norm, router, self.bias, self.correction, self.own
+            tensors = x, self.norm, router, self.bias, self.correction, self.shared_gate
             got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
             raise ArgumentError(
                 "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias and a correction [E] and a gate [K] of what is "
@@ -168,14 +168,14 @@ class _Arguments(NamedTuple):
     def of_shared(self, z: Tensor) -> Tensor:
         """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
         k = z.shape[1]
-        up = self.own_up, self.own_up_bias, self.own_up_format, 2 * self.own_inner, k
+        up = self.shared_up, self.shared_up_bias, self.shared_up_format, 2 * self.shared_inner, k
         if self.compute == "float":
             inner = OPS.normed_linear.default(z, None, 0.0, False, *up, "silu", True, 1.0)
         else:
             weight, bias, *sizes = up
             both = OPS.linear.default(z, weight, bias, None, *sizes, self.compute, self.activation, None, None)
             inner = activated_in_torch(both, "silu", 1.0, gated=True)
-        down = self.own_down, self.own_down_bias, None, self.own_down_format, k, self.own_inner
+        down = self.shared_down, self.shared_down_bias, None, self.shared_down_format, k, self.shared_inner
         y: Tensor = OPS.linear.default(inner, *down, self.compute, self.activation, None, None)
         return y
 
@@ -191,8 +191,8 @@ def _add_experts(*args: Any) -> Tensor:
     ids, weights = a.chosen_of(logits)
     y = a.product(a.gated(a.product(z, ids, down=False)).to(z.dtype), ids, down=True)
     total = (y.float() * weights.unsqueeze(-1)).sum(1)
-    if a.own_up is not None:
-        gate = 1.0 if a.own is None else torch.sigmoid(z.float() @ a.own.float()).unsqueeze(-1)
+    if a.shared_up is not None:
+        gate = 1.0 if a.shared_gate is None else torch.sigmoid(z.float() @ a.shared_gate.float()).unsqueeze(-1)
         total += gate * a.of_shared(z).float()
     return (a.x + total.view(a.x.shape)).to(a.x.dtype)
 
@@ -208,15 +208,17 @@ def _add_experts_cuda(*args: Any) -> Tensor:
     from halfbyte.kernels.gpu.transformer import gates
 
     x = a.x.contiguous().view(-1, k)
-    m, pairs = len(x), len(x) * a.chosen
-    z, out, inner = output(torch.empty_like(x)), output(torch.empty_like(x)), output(x.new_empty(pairs, a.inner))
+    m, routed_rows = len(x), len(x) * a.chosen
+    z, out, inner = output(torch.empty_like(x)), output(torch.empty_like(x)), output(x.new_empty(routed_rows, a.inner))
     logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
     ids = output(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
-    problem = Problem("grouped_linear", pairs, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
+    problem = Problem("grouped_linear", routed_rows, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
     with on(x):
-        own = None if a.own is None else (a.own.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
-        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), own)
-        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.plus_one), router, z, logits)
+        shared_gate = (
+            None if a.shared_gate is None else (a.shared_gate.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
+        )
+        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), shared_gate)
+        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.unit_offset), router, z, logits)
         correction = None if a.correction is None else a.correction.contiguous()
         choice = routing.Choice(a.normalized, a.scores, correction, a.factor)
         routing.launch_choice(here, logits, ids, weights, choice)
@@ -227,12 +229,12 @@ def _add_experts_cuda(*args: Any) -> Tensor:
             check_bytes(a.gate_up, nbytes, x.device, f"{a.gate_up_format} of shape [{experts}, {2 * a.inner}, {k}]")
             grouped.launch(problem, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
         elif a.clamped is None:
-            gates.launch(here, a.product(z, ids, down=False).view(pairs, -1), inner)
+            gates.launch(here, a.product(z, ids, down=False).view(routed_rows, -1), inner)
         else:
-            gates.launch_clamped(here, a.product(z, ids, down=False).view(pairs, -1), inner, *a.clamped)
+            gates.launch_clamped(here, a.product(z, ids, down=False).view(routed_rows, -1), inner, *a.clamped)
         y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
-        shared = None if a.own_up is None else (None if own is None else own[1], a.of_shared(z))
-        routing.launch_sum(here, y.view(pairs, k), weights, x, out, shared)
+        shared = None if a.shared_up is None else (None if shared_gate is None else shared_gate[1], a.of_shared(z))
+        routing.launch_sum(here, y.view(routed_rows, k), weights, x, out, shared)
     return out.view(a.x.shape)
 
 

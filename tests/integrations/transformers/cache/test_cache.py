@@ -56,33 +56,33 @@ def test_layers_do_what_those_of_transformers_do() -> None:
     """With windows and without: keys and values as their codes mean them, however the cache is changed."""
     settings = {"num_hidden_layers": 2, "hidden_size": 80, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 8}
     config = MistralConfig(**settings, layer_types=["full_attention", "sliding_attention"])
-    mine, theirs = halfbyte.Int8Cache(config), DynamicCache(config=config)
-    assert [type(layer).__name__ for layer in mine.layers] == ["Int8Layer", "Int8SlidingLayer"]
+    actual, reference = halfbyte.Int8Cache(config), DynamicCache(config=config)
+    assert [type(layer).__name__ for layer in actual.layers] == ["Int8Layer", "Int8SlidingLayer"]
     generator = torch.Generator().manual_seed(2)
 
     def both(batch: int, tokens: int) -> None:
         for i in range(2):
             k, v = torch.randn(2, batch, 1, tokens, 40, generator=generator).to(torch.bfloat16)
-            found, expected = mine.update(k, v, i), theirs.update(meant(k), meant(v), i)
+            found, expected = actual.update(k, v, i), reference.update(meant(k), meant(v), i)
             assert all(map(torch.equal, found, expected))
             assert found[0].dtype == torch.bfloat16
-            assert mine.layers[i].keys.dtype == torch.int8
-            assert mine.get_seq_length(i) == theirs.get_seq_length(i)
-            assert mine.get_mask_sizes(3, i) == theirs.get_mask_sizes(3, i)
+            assert actual.layers[i].keys.dtype == torch.int8
+            assert actual.get_seq_length(i) == reference.get_seq_length(i)
+            assert actual.get_mask_sizes(3, i) == reference.get_mask_sizes(3, i)
 
     both(2, 5)
-    for cache in (mine, theirs):
+    for cache in (actual, reference):
         cache.crop(-2)
     both(2, 1)
-    for cache in (mine, theirs):
+    for cache in (actual, reference):
         cache.batch_repeat_interleave(2)
     both(4, 6)
-    for cache in (mine, theirs):
+    for cache in (actual, reference):
         cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
     both(4, 1)
-    for cache in (mine, theirs):
+    for cache in (actual, reference):
         cache.batch_select_indices(torch.tensor([1, 2]))
     both(2, 1)
-    for cache in (mine, theirs):
+    for cache in (actual, reference):
         cache.reset()
     both(3, 2)

@@ -15,11 +15,11 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from optimized_models import beside, close, layer_calls
+from optimized_models import close, layer_calls, model_pair
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
-from halfbyte.integrations.transformers.decoder import decoding_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize import forwards
 from halfbyte.integrations.transformers.optimize.explain_model import explain_model
@@ -33,9 +33,9 @@ SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "p
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16
 FULL = ["full_attention"] * 2
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
-OWN_KIND = "gemma4, inputs of layers' own"
+PER_LAYER_KIND = "gemma4, inputs of layers' own"
 GEMMA4 = {**SIZES, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
-OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
+PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99}
 
 
 def gemma4(**more: Any) -> Any:
@@ -53,7 +53,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gemma2 without a cap": partial(transformers.Gemma2Config, **SIZES, attn_logit_softcapping=None),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES | {"num_key_value_heads": 1, "head_dim": 256}, query_pre_attn_scalar=100),
     "gemma4": lambda: gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
-    OWN_KIND: lambda: gemma4(**OWN, num_kv_shared_layers=1, use_double_wide_mlp=True),
+    PER_LAYER_KIND: lambda: gemma4(**PER_LAYER, num_kv_shared_layers=1, use_double_wide_mlp=True),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1, mlp_bias=True),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
@@ -97,7 +97,7 @@ def pair(kind: str, layer_types: list[str] | None = None, **how: Any) -> tuple[A
             torch.nn.init.normal_(tensor, 0.5, 0.3)
     assert model.config._attn_implementation == ("eager" if kind in EAGER else "sdpa")
     quantize_(model, Config("q4_0", **{"compute": "float", "skip": ["lm_head", "model.embed_tokens"]} | how))
-    return beside(model)
+    return model_pair(model)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ SHARED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 WIDTHS_OF_WINDOWS = (4, 1, 1, 5, 1, 1, 30, 1, 70, 1)
 
 
-@pytest.mark.parametrize("more", [{}, {**OWN, "num_kv_shared_layers": 3}], ids=["plain", "shared"])
+@pytest.mark.parametrize("more", [{}, {**PER_LAYER, "num_kv_shared_layers": 3}], ids=["plain", "shared"])
 def test_windows_of_heads_of_other_sizes(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, calls: list[bool]) -> None:
     """Gemma 4: with padding, with a cache in 8 bits and with none; of the last tokens alone; with layers that take transformers' steps."""
     sizes = {"num_hidden_layers": 6, "layer_types": SHARED, "sliding_window": 7, **more}
@@ -159,8 +159,8 @@ def test_windows_of_heads_of_other_sizes(more: dict[str, Any], monkeypatch: pyte
     for seen in (None, mask):
         found = [logits(model, DynamicCache(config=model.config), WIDTHS_OF_WINDOWS, seen, 2) for model in (short, plain)]
         assert close(*found)
-    mine, theirs = (logits(model, Int8Cache(plain.config), WIDTHS_OF_WINDOWS) for model in (short, plain))
-    assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())  # as below
+    actual, expected = (logits(model, Int8Cache(plain.config), WIDTHS_OF_WINDOWS) for model in (short, plain))
+    assert float((actual - expected).norm()) <= 1e-2 * float(expected.norm())  # as below
     assert calls == [True] * (3 * 6 * len(WIDTHS_OF_WINDOWS))
     calls.clear()
     for keep in (0, 1, 3):
@@ -178,18 +178,18 @@ def test_windows_of_heads_of_other_sizes(more: dict[str, Any], monkeypatch: pyte
         calls.clear()
         handle = short.model.layers[index].mlp.down_proj.register_forward_hook(lambda *_: None)
         for make in (partial(DynamicCache, config=plain.config), partial(Int8Cache, plain.config)):
-            mine, theirs = (logits(model, make(), (5, 1, 9, 1)) for model in (short, plain))
-            assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
+            actual, expected = (logits(model, make(), (5, 1, 9, 1)) for model in (short, plain))
+            assert float((actual - expected).norm()) <= 1e-2 * float(expected.norm())
         handle.remove()
         assert calls == [layer != index for _ in range(8) for layer in range(6)]
 
 
 def test_inputs_that_are_given(calls: list[bool]) -> None:
     """As a model with images gives them, whose layers have Gemma 4's as the text's."""
-    plain, short = pair(OWN_KIND)
-    x, own = torch.randn(2, 9, 48), torch.randn(2, 9, 2, 32)
+    plain, short = pair(PER_LAYER_KIND)
+    x, per_layer_input = torch.randn(2, 9, 48), torch.randn(2, 9, 2, 32)
     with torch.no_grad():
-        assert close(*(model.model(inputs_embeds=x, per_layer_inputs=own).last_hidden_state for model in (short, plain)))
+        assert close(*(model.model(inputs_embeds=x, per_layer_inputs=per_layer_input).last_hidden_state for model in (short, plain)))
     assert calls == [True] * 2
 
 
@@ -205,14 +205,14 @@ def test_experts_of_gemma4_are_left() -> None:
 def test_a_cache_without_layers(calls: list[bool]) -> None:
     """As hybrids have it in older versions of transformers."""
 
-    class Own:
+    class Empty:
         def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             return keys, values
 
     plain, short = pair("granite")
     x, at = torch.randn(1, 3, 96), torch.arange(3)[None]
     rotary = plain.model.rotary_emb(x, at)
-    found = [model.model.layers[0](x, position_ids=at, past_key_values=Own(), position_embeddings=rotary) for model in (short, plain)]
+    found = [model.model.layers[0](x, position_ids=at, past_key_values=Empty(), position_embeddings=rotary) for model in (short, plain)]
     assert torch.equal(*found)
     assert not any(calls)
 
@@ -247,14 +247,14 @@ def test_of_hybrids_layers_with_attention(more: dict[str, Any], reason: str | No
     ids = torch.randint(3, 99, (1, 9), generator=torch.Generator().manual_seed(1))
     kept = [transformers.DynamicCache(config=config) for _ in range(2)]
     for piece in (ids, ids[:, :1], ids[:, 1:2]):
-        mine, theirs = (model(piece, past_key_values=cache).logits for model, cache in zip((short, plain), kept, strict=True))
-        assert close(mine, theirs)
+        actual, expected = (model(piece, past_key_values=cache).logits for model, cache in zip((short, plain), kept, strict=True))
+        assert close(actual, expected)
 
 
 def test_layers_that_read_others_keys_with_static_caches(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of static caches take transformers' steps, and so do the layers that read them."""
     monkeypatch.setitem(
-        KINDS, "gemma4", lambda: gemma4(**OWN, num_hidden_layers=6, layer_types=SHARED, sliding_window=7, num_kv_shared_layers=3)
+        KINDS, "gemma4", lambda: gemma4(**PER_LAYER, num_hidden_layers=6, layer_types=SHARED, sliding_window=7, num_kv_shared_layers=3)
     )
     plain, short = pair("gemma4", SHARED)
     assert close(*(logits(model, StaticCache(config=plain.config, max_cache_len=64), (5, 1, 30, 1, 1)) for model in (short, plain)))
@@ -273,10 +273,10 @@ def test_padding_and_several_sequences(kind: str, calls: list[bool]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_8_bits(kind: str, calls: list[bool]) -> None:
     plain, short = pair(kind)
-    mine, theirs = (logits(model, Int8Cache(plain.config), (13, 1, 30, 1)) for model in (short, plain))
+    actual, expected = (logits(model, Int8Cache(plain.config), (13, 1, 30, 1)) for model in (short, plain))
     assert calls == [True] * 8
     # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
-    assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
+    assert float((actual - expected).norm()) <= 1e-2 * float(expected.norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,17 +284,17 @@ def test_the_same_text(kind: str) -> None:
     plain, short = pair(kind, skip=[])
     ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2))
     how = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    mine, theirs = (model.generate(ids, **how) for model in (short, plain))
-    assert torch.equal(mine, theirs)
+    actual, expected = (model.generate(ids, **how) for model in (short, plain))
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_integers(kind: str, calls: list[bool]) -> None:
     """Quantized activations: a code that flips where one is just between two moves an output by 1/127 of the largest times a weight."""
     plain, short = pair(kind, compute="int8")
-    mine, theirs = (logits(model, DynamicCache(config=model.config), (13, 1, 4)) for model in (short, plain))
+    actual, expected = (logits(model, DynamicCache(config=model.config), (13, 1, 4)) for model in (short, plain))
     assert calls == [True] * 6
-    assert float((mine - theirs).norm()) <= 0.02 * float(theirs.norm())
+    assert float((actual - expected).norm()) <= 0.02 * float(expected.norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -305,7 +305,7 @@ def test_what_gpus_leave_to_transformers(kind: str, monkeypatch: pytest.MonkeyPa
     if reason is None:  # `test_decoding.py` has these
         return
     assert explain_model(short, "sm_90").groups[0].reason == reason
-    monkeypatch.setattr(decoding_gpu, "DEVICES", ("cpu",))  # as if that were one
+    monkeypatch.setattr(decode_gpu, "DEVICES", ("cpu",))  # as if that were one
     caches = [StaticCache(config=plain.config, max_cache_len=20) for _ in range(2)]
     assert torch.equal(*(logits(model, cache, (5, 1, 1)) for model, cache in zip((short, plain), caches, strict=True)))
 
@@ -408,9 +408,9 @@ def test_what_changes_is_seen(calls: list[bool]) -> None:
         ("gemma3", lambda layer: layer.self_attn.q_norm.weight.data.mul_(3)),
         ("olmo2", lambda layer: setattr(layer.self_attn, "q_norm", copy.deepcopy(layer.self_attn.k_norm))),
         ("gemma4", lambda layer: layer.layer_scalar.mul_(0.5)),
-        (OWN_KIND, lambda layer: setattr(layer, "layer_scalar", layer.layer_scalar * 3)),
-        (OWN_KIND, lambda layer: setattr(layer.post_per_layer_input_norm, "eps", 0.5)),
-        (OWN_KIND, lambda layer: layer.post_per_layer_input_norm.weight.data.mul_(3)),
+        (PER_LAYER_KIND, lambda layer: setattr(layer, "layer_scalar", layer.layer_scalar * 3)),
+        (PER_LAYER_KIND, lambda layer: setattr(layer.post_per_layer_input_norm, "eps", 0.5)),
+        (PER_LAYER_KIND, lambda layer: layer.post_per_layer_input_norm.weight.data.mul_(3)),
     ):
         models = pair(kind)
         if kind == "olmo2":
@@ -431,7 +431,7 @@ def test_what_goes_the_long_way(calls: list[bool]) -> None:
     both = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     earlier = both.tril()
     with torch.no_grad():
-        for kind, mask, taken in ((kind, *of_mask) for kind in ("gemma3", OWN_KIND) for of_mask in ((both, False), (earlier, True))):
+        for kind, mask, taken in ((kind, *of_mask) for kind in ("gemma3", PER_LAYER_KIND) for of_mask in ((both, False), (earlier, True))):
             plain, short = pair(kind)
             calls.clear()
             masks = {"full_attention": mask, "sliding_attention": mask}

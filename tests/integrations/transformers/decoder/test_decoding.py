@@ -21,15 +21,15 @@ from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
-from halfbyte.integrations.transformers.decoder import decoding_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize import forwards
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
+from halfbyte.ops.transformer.decode_ops import attend, normed_linear
 from halfbyte.ops.transformer.decoder import Heads, Norm
-from halfbyte.ops.transformer.decoding import attend, normed_linear
 from halfbyte.ops.transformer.norms import add_normed, normed
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -65,7 +65,7 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding_gpu, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(decode_gpu, "DEVICES", ("cpu", "cuda"))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -119,7 +119,7 @@ def test_what_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair("llama")
     calls = counted(monkeypatch)
     ids = torch.randint(99, (1, 4))
-    monkeypatch.setattr(decoding_gpu, "DEVICES", ("cpu",))
+    monkeypatch.setattr(decode_gpu, "DEVICES", ("cpu",))
     with torch.no_grad():
         long = [m.generate(ids, max_new_tokens=3, do_sample=False) for m in (short, plain)]
     assert torch.equal(*long), "a cache that grows"
@@ -213,12 +213,12 @@ def test_arguments() -> None:
     with pytest.raises(ArgumentError, match="half of 3 outputs"):
         normed_linear(torch.randn(1, 32), Norm(torch.randn(32), 1e-5), packed, gates="silu")
     heads = Heads(2, 2, 8, 1.0)
-    turn, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
+    rope, cache, length = torch.ones(1, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, dtype=torch.int64)
     for width in (7, 4 * 8, 7 * 8):
         with pytest.raises(ArgumentError, match="attend takes qkv"):
-            attend(torch.zeros(1, width), (turn, turn), cache, cache.clone(), length, None, heads)
+            attend(torch.zeros(1, width), (rope, rope), cache, cache.clone(), length, None, heads)
     with pytest.raises(ArgumentError, match="attend takes qkv"):
-        attend(torch.zeros(1, 6 * 8), (turn, turn), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), heads)
+        attend(torch.zeros(1, 6 * 8), (rope, rope), cache, cache.clone(), length, torch.ones(1, 4, dtype=torch.bool), heads)
 
 
 # What the report and explain say
@@ -297,10 +297,10 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(lowered.reason is None for lowered in many)
         assert (many[0].op.name, many[0].kernel) == ("attn_norm", "norm")
     monkeypatch.setattr(norm, "MOST", 32)
-    ops.transformer.decoding._plan.cache_clear()
+    ops.transformer.decode_ops._plan.cache_clear()
     wide = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["sm_90"])
     assert wide[0].reason == "a norm of 64 columns is more than the 32 that a block's registers hold"
-    ops.transformer.decoding._plan.cache_clear()
+    ops.transformer.decode_ops._plan.cache_clear()
     amd = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["gfx942"])
     assert "NVIDIA GPUs only" in ({lowered.op.name: lowered for lowered in amd}["attention"].reason or "")
     here = explain_model(short, "cpu").groups[0]

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 import decoder_parts
 from language_model import make_decoder
-from optimized_models import Shifted, beside, close, native_calls
+from optimized_models import Shifted, close, model_pair, native_calls
 from transformers import DynamicCache, StaticCache
 
 from halfbyte import ops
@@ -54,7 +54,7 @@ def pair(kind: str = "llama", compute: str = "float", skip: Sequence[str] = ("lm
     model.set_attn_implementation("sdpa")
     several = OTHERS if kind.endswith("formats") else {}
     quantize_(model, Config("q4_0", compute=compute, skip=list(skip), overrides=several))
-    return beside(model)
+    return model_pair(model)
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, int, int]
     widths = (1, 1, 4, 1)  # a few at a time, as one that guesses ahead has it
     assert close(steps(short, kept[0], ids, widths=widths), steps(plain, kept[1], ids, widths=widths))
     assert calls == [(1, width, 2) for width in (13, *widths)]
-    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
-        assert mine.get_seq_length() == theirs.get_seq_length() == 20
-        assert close(mine.keys, theirs.keys)
-        assert close(mine.values, theirs.values)
+    for actual, expected in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert actual.get_seq_length() == expected.get_seq_length() == 20
+        assert close(actual.keys, expected.keys)
+        assert close(actual.values, expected.values)
     with torch.no_grad():
         found = [model(input_ids=ids.view(13, 1).expand(-1, 11), use_cache=False).logits for model in (short, plain)]
     assert close(*found)
@@ -112,10 +112,10 @@ def test_the_same_logits_from_a_cache_of_8_bits(dim: int, calls: list[tuple[int,
     # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
     assert float((found[0] - found[1]).norm()) <= 1e-2 * float(found[1].norm())
     assert calls == [call for width in (13, *widths) for call in ([(2, width, 2)] if width < 32 else [(2, width, 1)] * 2)]
-    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
-        assert mine.keys.shape == theirs.keys.shape == (2, 2, 95, dim + 2 * -(-dim // 32))
-        assert mine.keys.dtype == torch.int8
-        differ = [(a != b).float().mean() for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values))]
+    for actual, expected in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert actual.keys.shape == expected.keys.shape == (2, 2, 95, dim + 2 * -(-dim // 32))
+        assert actual.keys.dtype == torch.int8
+        differ = [(a != b).float().mean() for a, b in ((actual.keys, expected.keys), (actual.values, expected.values))]
         assert max(differ) < 0.02
     exact = steps(plain, DynamicCache(config=plain.config), ids, mask, widths)
     assert float((found[0] - exact).norm()) <= 0.05 * float(exact.norm())
@@ -145,8 +145,8 @@ def test_the_same_text(settings: dict[str, Any], calls: list[tuple[int, int, int
     plain, short = pair()
     ids = torch.randint(3, 99, (1, 5))
     length = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    mine, theirs = (m.generate(ids, attention_mask=torch.ones_like(ids), **length, **settings) for m in (short, plain))
-    assert torch.equal(mine, theirs)
+    actual, expected = (m.generate(ids, attention_mask=torch.ones_like(ids), **length, **settings) for m in (short, plain))
+    assert torch.equal(actual, expected)
     assert len(calls) >= 50
 
 
@@ -182,10 +182,10 @@ def test_halves(dtype: torch.dtype, calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair()
     ids = torch.randint(99, (1, 30))
     wanted = steps(exact, DynamicCache(config=exact.config), ids)
-    mine, theirs = (steps(m.to(dtype), DynamicCache(config=m.config), ids).float() for m in (short, plain))
+    actual, expected = (steps(m.to(dtype), DynamicCache(config=m.config), ids).float() for m in (short, plain))
     assert len(calls) == 4
     # The caches are of `dtype` in both.
-    assert float((mine - wanted).norm()) <= 1.1 * float((theirs - wanted).norm())
+    assert float((actual - wanted).norm()) <= 1.1 * float((expected - wanted).norm())
     calls.clear()
     with torch.inference_mode():
         once, again, one_by_one = (m(input_ids=ids, use_cache=False).logits for m in (short, short, copy.deepcopy(short)))
@@ -246,8 +246,8 @@ def test_consecutive_layers_are_one_call(calls: list[tuple[int, int, int]]) -> N
             assert both(input_ids=one) == [1, 2]
             for hook in hooks:
                 hook.remove()
-        for mine in kept:
-            mine.crop(-2)
+        for actual in kept:
+            actual.crop(-2)
         assert both(input_ids=one) == [4]
         assert both(input_ids=one, attention_mask=torch.ones(1, kept[1].get_seq_length() + 1)) == [4]
         for model in (short, plain):
@@ -294,9 +294,9 @@ def test_weights_that_change(calls: list[tuple[int, int, int]]) -> None:
     ids = torch.randint(99, (1, 5))
     steps(short, DynamicCache(), ids)
     for model in (plain, short):
-        for mine, theirs in zip(model.model.layers, other.model.layers, strict=True):
-            mine.self_attn.o_proj.load_state_dict(theirs.self_attn.o_proj.state_dict())
-            mine.input_layernorm.weight.data = torch.rand(48) + 1
+        for actual, expected in zip(model.model.layers, other.model.layers, strict=True):
+            actual.self_attn.o_proj.load_state_dict(expected.self_attn.o_proj.state_dict())
+            actual.input_layernorm.weight.data = torch.rand(48) + 1
     short.model.layers[1].input_layernorm.weight.data = plain.model.layers[1].input_layernorm.weight.data.clone()
     short.model.layers[0].input_layernorm.weight.data.copy_(plain.model.layers[0].input_layernorm.weight.data)
     assert close(steps(short, DynamicCache(), ids), steps(plain, DynamicCache(), ids))
@@ -345,20 +345,20 @@ def test_arguments() -> None:
     norm = Norm(torch.ones(32), 0.0)
     attention, dense = Attention((qkv,), o, norm, heads), MLP(gate_up, down, norm)
     layer = DecoderLayer(attention, dense)
-    x, turn, cache = torch.randn(1, 1, 32), torch.ones(1, 1, 16), torch.zeros(1, 1, 4, 16)
-    assert layer(x, (turn, turn), cache, cache.clone(), 3).shape == x.shape
+    x, rope, cache = torch.randn(1, 1, 32), torch.ones(1, 1, 16), torch.zeros(1, 1, 4, 16)
+    assert layer(x, (rope, rope), cache, cache.clone(), 3).shape == x.shape
     no_mask = torch.ones(1, 1, 1, 3, dtype=torch.bool)
     for wrong in (
-        lambda: layer(x, (turn, turn), cache, cache.clone(), 4),
-        lambda: layer(x, (turn, turn), cache, cache.clone(), -1),
-        lambda: layer(x[..., :31], (turn, turn), cache, cache.clone(), 0),
-        lambda: layer(x, (turn, turn[..., :8]), cache, cache.clone(), 0),
-        lambda: layer(x, (turn, turn), cache, cache.double(), 0),
-        lambda: layer(x, (turn, turn), cache.expand(2, -1, -1, -1), cache.expand(2, -1, -1, -1), 0),
-        lambda: layer(x, (turn, turn), cache.transpose(2, 3), cache.transpose(2, 3), 0),
-        lambda: layer(x, (turn, turn), cache, cache.clone(), 3, no_mask),
-        lambda: layer(x, (turn, turn), cache, cache.clone(), 1, no_mask.float()),
-        lambda: layer(x.expand(65, 1, 32), (turn, turn), cache.expand(65, 1, 4, 16), cache.expand(65, 1, 4, 16), 0),
+        lambda: layer(x, (rope, rope), cache, cache.clone(), 4),
+        lambda: layer(x, (rope, rope), cache, cache.clone(), -1),
+        lambda: layer(x[..., :31], (rope, rope), cache, cache.clone(), 0),
+        lambda: layer(x, (rope, rope[..., :8]), cache, cache.clone(), 0),
+        lambda: layer(x, (rope, rope), cache, cache.double(), 0),
+        lambda: layer(x, (rope, rope), cache.expand(2, -1, -1, -1), cache.expand(2, -1, -1, -1), 0),
+        lambda: layer(x, (rope, rope), cache.transpose(2, 3), cache.transpose(2, 3), 0),
+        lambda: layer(x, (rope, rope), cache, cache.clone(), 3, no_mask),
+        lambda: layer(x, (rope, rope), cache, cache.clone(), 1, no_mask.float()),
+        lambda: layer(x.expand(65, 1, 32), (rope, rope), cache.expand(65, 1, 4, 16), cache.expand(65, 1, 4, 16), 0),
     ):
         with pytest.raises(ArgumentError, match="this layer takes on the CPU"):
             wrong()

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from language_model import make_decoder
-from optimized_models import beside, close, native_calls
+from optimized_models import close, model_pair, native_calls
 from tiny_decoders import MIXTURE_SIZES, MIXTURES, SPARSE
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -42,7 +42,7 @@ def pair(kind: str, compute: str = "float", fmt: str = "q4_0", **more: Any) -> t
             torch.nn.init.normal_(tensor, 1.0, 0.3)
     model.set_attn_implementation("eager" if kind.startswith("gpt-oss") else "sdpa")  # sdpa has no sinks
     quantize_(model, Config(fmt, compute=compute))
-    return beside(model)
+    return model_pair(model)
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_the_same_logits(kind: str, cache: str, calls: list[tuple[int, int, int]
     layers = len(plain.model.layers)
     expected = [[(1, width, layers)] if width != 70 else [(1, 70, 1)] * layers for width in widths]
     assert calls == [call for step in expected for call in step]
-    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
-        assert mine.get_seq_length() == theirs.get_seq_length() == 90
-        assert close(mine.keys, theirs.keys)
+    for actual, reference in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert actual.get_seq_length() == reference.get_seq_length() == 90
+        assert close(actual.keys, reference.keys)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -84,8 +84,8 @@ def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, int, int]]) -
     ids = torch.randint(3, 99, (3, 5), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    mine, theirs = (model.generate(ids, attention_mask=mask, **LENGTH) for model in (short, plain))
-    assert torch.equal(mine, theirs)
+    actual, expected = (model.generate(ids, attention_mask=mask, **LENGTH) for model in (short, plain))
+    assert torch.equal(actual, expected)
     assert calls.count((3, 1, len(plain.model.layers))) == 15
 
 
@@ -133,15 +133,15 @@ def test_prompts(kind: str, calls: list[tuple[int, int, int]]) -> None:
         assert close(*(logits[seen[:, begin:end]] for logits in found))
     assert close(*(model(ids, use_cache=False).logits for model in (short, plain)))
     assert [call[2] for call in calls] == [1] * 3 * layers
-    mine, theirs = (model(ids, past_key_values=Int8Cache(plain.config)).logits for model in (short, plain))
+    actual, expected = (model(ids, past_key_values=Int8Cache(plain.config)).logits for model in (short, plain))
     # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
-    assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
+    assert float((actual - expected).norm()) <= 1e-2 * float(expected.norm())
     for model in (short, plain):
         model.model.layers[0].input_layernorm.weight.mul_(-2)
         model.model.layers[1].self_attn.o_proj = copy.deepcopy(short.model.layers[0].self_attn.o_proj)
     changed = [model(ids, use_cache=False).logits for model in (short, plain)]
     assert close(*changed)
-    assert not close(changed[0], mine)
+    assert not close(changed[0], actual)
 
 
 def test_what_the_output_is() -> None:
@@ -152,10 +152,10 @@ def test_what_the_output_is() -> None:
             cache = DynamicCache(config=plain.config)
             model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
             outputs.append(model(torch.tensor([[8]]), past_key_values=cache))
-    mine, theirs = outputs
-    assert type(mine) is type(theirs) is MoeCausalLMOutputWithPast
-    assert [*mine.keys()] == [*theirs.keys()]
-    assert vars(mine).keys() == vars(theirs).keys()
+    actual, expected = outputs
+    assert type(actual) is type(expected) is MoeCausalLMOutputWithPast
+    assert [*actual.keys()] == [*expected.keys()]
+    assert vars(actual).keys() == vars(expected).keys()
 
 
 @pytest.mark.parametrize("by_config", [False, True])
@@ -262,10 +262,10 @@ def test_windows_and_sinks(batch: int, calls: list[tuple[int, int, int]]) -> Non
     assert close(*(steps(model, cache, widths, batch) for model, cache in zip((short, plain), kept, strict=True)))
     of_a_call = [[(batch, width, 1)] * 2 if width > 1 else [(batch, 1, 2)] for width in widths]
     assert calls == [call for found in of_a_call for call in found]
-    for mine, theirs in zip(kept[0].layers, kept[1].layers, strict=True):
-        assert mine.get_seq_length() == theirs.get_seq_length()
-        assert close(mine.keys, theirs.keys)
-        assert close(mine.values, theirs.values)
+    for actual, expected in zip(kept[0].layers, kept[1].layers, strict=True):
+        assert actual.get_seq_length() == expected.get_seq_length()
+        assert close(actual.keys, expected.keys)
+        assert close(actual.values, expected.values)
     ids, mask = torch.randint(3, 99, (3, 11), generator=torch.Generator().manual_seed(2)), torch.ones(3, 11, dtype=torch.long)
     mask[1, :4] = mask[2, :8] = 0
     assert torch.equal(*(model.generate(ids, attention_mask=mask, **LENGTH) for model in (short, plain)))
@@ -277,9 +277,11 @@ def test_a_prompt_that_sees_nothing_but_sinks(calls: list[tuple[int, int, int]])
     plain, short = pair("gpt-oss")
     ids, mask = torch.randint(3, 99, (2, 10), generator=torch.Generator().manual_seed(2)), torch.ones(2, 10, dtype=torch.long)
     mask[1, :5] = 0
-    mine, theirs = (model(ids, attention_mask=mask, past_key_values=DynamicCache(config=plain.config)).logits for model in (short, plain))
-    assert close(mine[mask.bool()], theirs[mask.bool()])
-    assert mine.isfinite().all()
+    actual, expected = (
+        model(ids, attention_mask=mask, past_key_values=DynamicCache(config=plain.config)).logits for model in (short, plain)
+    )
+    assert close(actual[mask.bool()], expected[mask.bool()])
+    assert actual.isfinite().all()
     assert calls == [(2, 10, 2)]
 
 
@@ -311,10 +313,10 @@ def test_changes_of_gpt_oss_are_seen(calls: list[tuple[int, int, int]]) -> None:
         before = logits(half[0]).float()
         for model in half:
             change(model.model.layers[0].mlp.experts)
-        mine, theirs = (logits(model).float() for model in half)
+        actual, expected = (logits(model).float() for model in half)
         # bfloat16 rounds a number by 2^-9 of it: dozens of them in turn, in transformers' layers.
-        assert float((mine - theirs).norm()) <= 0.1 * float(theirs.norm())
-        assert float((mine - before).norm()) > 0.2 * float(before.norm())
+        assert float((actual - expected).norm()) <= 0.1 * float(expected.norm())
+        assert float((actual - before).norm()) > 0.2 * float(before.norm())
 
 
 CORRECTED = {

@@ -79,16 +79,16 @@ def test_the_same_text(kind: str) -> None:
     plain, short = pair(kind)
     ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2))
     how = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    mine, theirs = (model.generate(ids, **how) for model in (short, plain))
-    assert torch.equal(mine, theirs)
+    actual, expected = (model.generate(ids, **how) for model in (short, plain))
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_8_bits(kind: str, taken: list[bool]) -> None:
     plain, short = pair(kind)
-    mine, theirs = (said(model, Int8Cache(plain.config)) for model in (short, plain))
+    actual, expected = (said(model, Int8Cache(plain.config)) for model in (short, plain))
     # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
-    assert float((mine - theirs).norm()) <= 1e-2 * float(theirs.norm())
+    assert float((actual - expected).norm()) <= 1e-2 * float(expected.norm())
     assert taken == [False, *[True] * 12]
 
 

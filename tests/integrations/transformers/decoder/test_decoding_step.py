@@ -146,10 +146,10 @@ def test_what_is_asked_for_otherwise(taken: list[bool]) -> None:
             tokens(model, kept, of=1)
         taken.clear()
         with torch.no_grad():
-            mine, theirs = (m(torch.tensor([[3]]), past_key_values=c, **how) for m, c in zip((short, plain), cache, strict=True))
+            actual, expected = (m(torch.tensor([[3]]), past_key_values=c, **how) for m, c in zip((short, plain), cache, strict=True))
         assert any(taken) == ("labels" in how), "the loss is the causal model's, the stack computes as without"
-        assert close(mine.logits, theirs.logits)
-        assert mine.keys() == theirs.keys()
+        assert close(actual.logits, expected.logits)
+        assert actual.keys() == expected.keys()
     cache = [DynamicCache(config=plain.config) for _ in range(2)]
     found = [tokens(model, kept, return_dict=True, logits_to_keep=1) for model, kept in zip((plain, short), cache, strict=True)]
     assert close(*found)

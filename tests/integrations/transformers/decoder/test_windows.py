@@ -74,9 +74,9 @@ def said(model: Any, cache: Any, ids: Tensor, widths: tuple[int, ...], mask: Ten
     return torch.cat(found, 1)
 
 
-def same_cache(mine: Any, theirs: Any) -> bool:
+def same_cache(actual: Any, expected: Any) -> bool:
     """Also in what each layer tells of itself."""
-    for one, other in zip(mine.layers, theirs.layers, strict=True):
+    for one, other in zip(actual.layers, expected.layers, strict=True):
         assert one.get_seq_length() == other.get_seq_length()
         assert one.get_mask_sizes(3) == other.get_mask_sizes(3)
         assert getattr(one, "cumulative_length", 0) == getattr(other, "cumulative_length", 0)
@@ -92,9 +92,9 @@ def test_the_same_logits(kind: str, prompt: int, configured: bool, calls: list[t
     plain, short = pair(kind)
     widths = (prompt, *[1] * 75, 2, 1, 7, *[1] * 70, 40, 1)
     ids = random_ids(2, sum(widths))
-    mine, theirs = (DynamicCache(config=plain.config if configured else None) for _ in range(2))
-    assert close(said(short, mine, ids, widths), said(plain, theirs, ids, widths))
-    assert same_cache(mine, theirs)
+    actual, expected = (DynamicCache(config=plain.config if configured else None) for _ in range(2))
+    assert close(said(short, actual, ids, widths), said(plain, expected, ids, widths))
+    assert same_cache(actual, expected)
     layers, together = plain.config.num_hidden_layers, sum(width > 1 for width in widths)
     assert calls.count((2, 1, layers)) >= len(widths) - together - (prompt == 1)
     # A cache that has no layers yet gets them from transformers' own.
@@ -108,9 +108,9 @@ def test_layer_by_layer(kind: str, calls: list[tuple[int, int, int]], monkeypatc
     monkeypatch.setattr(TokenStep, "__call__", lambda *_: None)
     widths = (5, *[1] * 80, 3, 1)
     ids = random_ids(1, sum(widths))
-    mine, theirs = (DynamicCache(config=plain.config) for _ in range(2))
-    assert close(said(short, mine, ids, widths), said(plain, theirs, ids, widths))
-    assert same_cache(mine, theirs)
+    actual, expected = (DynamicCache(config=plain.config) for _ in range(2))
+    assert close(said(short, actual, ids, widths), said(plain, expected, ids, widths))
+    assert same_cache(actual, expected)
     assert sum(count for *_, count in calls) == plain.config.num_hidden_layers * len(widths)
     with torch.no_grad():
         assert close(*(model(ids, use_cache=False).logits for model in (short, plain)))
@@ -125,19 +125,19 @@ def test_padding_on_the_left(kind: str, configured: bool, calls: list[tuple[int,
     widths = (12, 1, 1, 3, *[1] * 9)
     ids, mask = random_ids(3, sum(widths)), torch.ones(3, sum(widths), dtype=torch.long)
     mask[0, :3] = mask[2, :11] = 0
-    mine, theirs = (DynamicCache(config=plain.config if configured else None) for _ in range(2))
-    found, expected = (said(model, cache, ids, widths, mask) for model, cache in ((short, mine), (plain, theirs)))
+    actual, reference = (DynamicCache(config=plain.config if configured else None) for _ in range(2))
+    found, expected = (said(model, cache, ids, widths, mask) for model, cache in ((short, actual), (plain, reference)))
     seen = mask.bool()
     assert close(found[seen], expected[seen]), "what padding says means nothing"
     assert calls.count((3, 1, plain.config.num_hidden_layers)) == 11
     length, found_at = sum(widths), []
-    for model, cache in ((short, mine), (plain, theirs)):
+    for model, cache in ((short, actual), (plain, reference)):
         where = mask.sum(1, keepdim=True)
         more = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
         with torch.no_grad():
             found_at.append(model(ids[:, :1], attention_mask=more, position_ids=where, past_key_values=cache).logits)
     assert close(*found_at)
-    assert mine.get_seq_length() == length + 1
+    assert actual.get_seq_length() == length + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,22 +151,22 @@ def test_the_same_text(kind: str, settings: dict[str, Any]) -> None:
         mask = torch.ones_like(ids)
         mask[0, :6] = 0
     length = {"max_new_tokens": 20 if "use_cache" in settings else 90, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    mine, theirs = (model.generate(ids, attention_mask=mask, **length, **settings) for model in (short, plain))
-    assert torch.equal(mine, theirs)
+    actual, expected = (model.generate(ids, attention_mask=mask, **length, **settings) for model in (short, plain))
+    assert torch.equal(actual, expected)
 
 
 def test_a_chat_that_goes_on(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("in every other layer")
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
     texts = [random_ids(1, 7)] * 2
-    for turn in range(4):
+    for round_index in range(4):
         for i, model in enumerate((short, plain)):
             texts[i] = model.generate(
                 texts[i], past_key_values=caches[i], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
             )
         assert torch.equal(*texts)
         assert same_cache(*caches)
-        texts = [torch.cat((text, random_ids(1, 1 + 3 * turn, seed=turn)), 1) for text in texts]
+        texts = [torch.cat((text, random_ids(1, 1 + 3 * round_index, seed=round_index)), 1) for text in texts]
     assert len([call for call in calls if call[1] == 1]) == 4 * 29
 
 
@@ -238,8 +238,8 @@ def test_caches_that_share_a_beginning() -> None:
             assert torch.equal(keys, old_keys)
             assert torch.equal(values, old_values)
         if model is short:
-            mine = found
-    assert all(map(close, mine, found))
+            actual = found
+    assert all(map(close, actual, found))
 
 
 def test_a_long_prompt_leaves_no_memory_behind() -> None:
@@ -262,10 +262,10 @@ def test_a_cache_of_8_bits(kind: str, calls: list[tuple[int, int, int]]) -> None
     found, expected = (said(model, cache, ids, widths) for model, cache in zip((short, plain), caches, strict=True))
     # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
     assert float((found - expected).norm()) <= 1e-2 * float(expected.norm())
-    for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
-        assert mine.keys.dtype == torch.int8
-        assert mine.keys.shape == theirs.keys.shape
-        assert float((mine.keys != theirs.keys).float().mean()) < 0.02
+    for actual, reference in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert actual.keys.dtype == torch.int8
+        assert actual.keys.shape == reference.keys.shape
+        assert float((actual.keys != reference.keys).float().mean()) < 0.02
     assert calls.count((2, 1, plain.config.num_hidden_layers)) == 71
 
 

@@ -239,7 +239,7 @@ def test_embeddings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (text := short.halfbyte_remark) == embedding.ONE_CALL
     assert text in "".join(remarks(short))
     calls: list[object] = []
-    monkeypatch.setattr(embedding, "_computed", lambda *args, run=embedding._computed: (calls.append(0), run(*args))[1])
+    monkeypatch.setattr(embedding, "_fused", lambda *args, run=embedding._fused: (calls.append(0), run(*args))[1])
     ids = torch.randint(3, 60, (3, 7))
     ids[1, 4:] = 1
     more = {"position_ids": torch.randint(0, 20, (3, 7))}, {"position_ids": torch.arange(5, 12)[None]}

@@ -68,11 +68,11 @@ class Captured(TorchFunctionMode):
 class Imitated:
     """A CUDA graph's behaviour without one: a capture runs no operation, a replay runs them again, and Python's part only once."""
 
-    made = 0
+    count = 0
 
     def __init__(self, device: torch.device) -> None:
         self.closed = False
-        Imitated.made += 1
+        Imitated.count += 1
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
         step = run.__closure__  # what it changes: the arguments and the cache of its step
@@ -124,12 +124,12 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "graphs":
         monkeypatch.setattr(generating, "_on_gpu", lambda device: True)
         monkeypatch.setattr(graphs, "CapturedGraph", Imitated)
-        monkeypatch.setattr(Imitated, "made", 0)
+        monkeypatch.setattr(Imitated, "count", 0)
     return str(request.param)
 
 
 @contextmanager
-def transformers_own(model: Any) -> Iterator[Any]:
+def unpatched(model: Any) -> Iterator[Any]:
     fast = model.__class__
     model.__class__ = original(model)
     try:
@@ -161,13 +161,13 @@ class Heard(BaseStreamer):
 def both(model: Any, settings: Callable[[], dict[str, Any]] | dict[str, Any], seed: int = 5) -> tuple[Any, Any]:
     """What the loop of this package returns, and transformers' own, which hears the same."""
     answers, heard = [], []
-    for own in (False, True):
+    for is_custom in (False, True):
         asked = settings() if callable(settings) else dict(settings)
         if len(asked["input_ids"]) == 1:
             asked["streamer"] = Heard()
         torch.manual_seed(seed)
-        if own:
-            with transformers_own(model):
+        if is_custom:
+            with unpatched(model):
                 answers.append(model.generate(**asked))
         else:
             answers.append(model.generate(**asked))
@@ -210,7 +210,7 @@ def test_tokens_are_transformers_own(model: Any, kind: str, lengths: tuple[int, 
     found, expected = both(model, {**prompt(*lengths), "max_new_tokens": 25, **asked})
     assert torch.equal(found, expected)
     if kind == "graphs":
-        assert Imitated.made == (found.shape[1] - max(lengths) > 2)
+        assert Imitated.count == (found.shape[1] - max(lengths) > 2)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -249,7 +249,7 @@ def test_families_and_windows(kind: str, family: str, lengths: tuple[int, ...], 
     found, expected = both(make_family(family), {**prompt(*lengths), "max_new_tokens": 20, "eos_token_id": None, **more})
     assert torch.equal(found, expected)
     if kind == "graphs":
-        assert Imitated.made == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])
+        assert Imitated.count == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])
 
 
 def test_a_cache_becomes_larger(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_cache_becomes_larger(model: Any, kind: str, monkeypatch: pytest.Monke
         found, expected = both(model, {**prompt(*lengths), "max_new_tokens": 40, "eos_token_id": None})
         assert torch.equal(found, expected)
     if kind == "graphs":
-        assert Imitated.made == 2 * len((18, 36, 72))
+        assert Imitated.count == 2 * len((18, 36, 72))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
@@ -270,7 +270,7 @@ def test_a_cache_of_the_caller(kind: str, family: str, ends: bool) -> None:
     static = kind == "graphs"
     caches = [StaticCache(config=model.config, max_cache_len=13) if static else DynamicCache(config=model.config) for _ in range(2)]
     asked = prompt(9)
-    with transformers_own(model):
+    with unpatched(model):
         free = model.generate(**asked, max_new_tokens=30, eos_token_id=None)
     eos = int(free[0, 20]) if ends else None
     first = model.generate(**asked, max_new_tokens=20, past_key_values=caches[0], eos_token_id=eos)
@@ -280,7 +280,7 @@ def test_a_cache_of_the_caller(kind: str, family: str, ends: bool) -> None:
     settings = {"max_new_tokens": 30, "eos_token_id": None}
     found = model.generate(**longer, past_key_values=caches[0], **settings)
     assert torch.equal(found, model.generate(**longer, **settings))
-    with transformers_own(model):
+    with unpatched(model):
         assert torch.equal(found, model.generate(**longer, **settings))
 
 
@@ -291,12 +291,12 @@ def test_a_conversation(kind: str, family: str, monkeypatch: pytest.MonkeyPatch)
     model, tokenizer = make() if family == "Llama" else make_family(family), make_tokenizer()
     cache, ids = generating.new_cache(model, 12), prompt(9)["input_ids"]
     assert isinstance(cache, StaticCache if kind == "graphs" else DynamicCache)
-    for turn in range(3):
-        eos = None if turn == 1 else [*range(0, 99, 3)]
+    for round_index in range(3):
+        eos = None if round_index == 1 else [*range(0, 99, 3)]
         settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos}
         done = text.generate(model, tokenizer, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, len, cache=cache, **settings)
-        assert done.prompt_tokens == (9 if turn == 0 else 4)
-        with transformers_own(model):
+        assert done.prompt_tokens == (9 if round_index == 0 else 4)
+        with unpatched(model):
             assert torch.equal(done.tokens, model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0])
         ids = torch.cat((done.tokens, torch.tensor([11, 12, 13])))[None]
     assert int(cache.get_seq_length()) == len(done.tokens) - 1
@@ -354,21 +354,21 @@ class AfterThree(StoppingCriteria):
 
 @pytest.mark.parametrize("lengths", [(9,), (9, 5, 1)])
 def test_processors_and_criteria_of_the_caller(model: Any, kind: str, lengths: tuple[int, ...]) -> None:
-    made: list[AfterThree] = []
+    count: list[AfterThree] = []
 
     def settings() -> dict[str, Any]:
-        made.append(AfterThree())
+        count.append(AfterThree())
         return {
             **prompt(*lengths),
             "max_new_tokens": 20,
             "logits_processor": LogitsProcessorList([Odd()]),
-            "stopping_criteria": StoppingCriteriaList([made[-1]]),
+            "stopping_criteria": StoppingCriteriaList([count[-1]]),
             "eos_token_id": None,
         }
 
     found, expected = both(model, settings)
     assert torch.equal(found, expected)
-    assert made[0].seen == made[1].seen
+    assert count[0].seen == count[1].seen
 
 
 def test_stop_strings(model: Any, kind: str) -> None:

@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 from halfbyte.decoder import gpu_layer, kernels_gpu
 from halfbyte.decoder.program import layer_ops
 from halfbyte.integrations.transformers.cache.rings import Ring
-from halfbyte.integrations.transformers.decoder import decoding_gpu, layer_gpu, prompt_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu, layer_gpu, prefill_gpu
 from halfbyte.integrations.transformers.decoder.live_layer import layer_spec
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.generate.graphs import static_cache
@@ -46,7 +46,7 @@ SCORED = {**SIZES, **EXPERTS, "routed_scaling_factor": 1.5}
 GLM = {**SCORED, "n_routed_experts": 12, "n_shared_experts": 2}
 GEMMA4 = {**SIZES, "global_head_dim": 64, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
 FULL = {"layer_types": ["full_attention"] * 2}
-OWN = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99, "use_double_wide_mlp": True}
+PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 99, "use_double_wide_mlp": True}
 KINDS: dict[str, partial[Any]] = {
     "llama": partial(transformers.LlamaConfig, **SIZES, attention_bias=True, mlp_bias=True),
     "mistral": partial(transformers.MistralConfig, **SIZES, sliding_window=16),
@@ -63,8 +63,8 @@ KINDS: dict[str, partial[Any]] = {
     "gemma3": partial(transformers.Gemma3TextConfig, **SIZES, query_pre_attn_scalar=20, **MIXED),
     "gemma4": partial(transformers.Gemma4TextConfig, **GEMMA4, **MIXED, attention_k_eq_v=True, num_global_key_value_heads=1),
     "gemma4, no windows": partial(transformers.Gemma4TextConfig, **GEMMA4, **FULL, attention_k_eq_v=True),
-    "gemma4, inputs of layers' own": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN, **FULL),
-    "gemma4, keys in common": partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN, **FULL, num_kv_shared_layers=1),
+    "gemma4, inputs of layers' own": partial(transformers.Gemma4TextConfig, **GEMMA4 | PER_LAYER, **FULL),
+    "gemma4, keys in common": partial(transformers.Gemma4TextConfig, **GEMMA4 | PER_LAYER, **FULL, num_kv_shared_layers=1),
     "granite": partial(transformers.GraniteConfig, **WITHOUT, residual_multiplier=0.3, attention_multiplier=0.1),
     "smollm3": partial(transformers.SmolLM3Config, **SIZES, no_rope_layers=[1, 0]),
     "olmo2": partial(transformers.Olmo2Config, **WITHOUT),
@@ -155,8 +155,8 @@ def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list
 @pytest.fixture
 def calls(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called, whether it was in few kernels."""
-    monkeypatch.setattr(decoding_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, decoding_gpu, "token")
+    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
+    return done(monkeypatch, decode_gpu, "token")
 
 
 def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
@@ -206,7 +206,7 @@ SHARED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 def of_layers_that_share(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Of Gemma 4: the last three layers read keys and values of the second and third."""
     sizes = {"num_hidden_layers": 6, "layer_types": SHARED, "sliding_window": 16, "num_kv_shared_layers": 3}
-    monkeypatch.setitem(KINDS, "gemma4, shared", partial(transformers.Gemma4TextConfig, **GEMMA4 | OWN | sizes))
+    monkeypatch.setitem(KINDS, "gemma4, shared", partial(transformers.Gemma4TextConfig, **GEMMA4 | PER_LAYER | sizes))
     return pair("gemma4, shared", device)
 
 
@@ -234,8 +234,8 @@ def test_layers_that_read_the_keys_of_others(
 @pytest.fixture
 def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called with what `token` has left, whether it was in few kernels."""
-    monkeypatch.setattr(decoding_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, prompt_gpu, "tokens")
+    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
+    return done(monkeypatch, prefill_gpu, "tokens")
 
 
 @pytest.mark.parametrize(("kind", "widths"), of_each(PROMPTS))
@@ -332,11 +332,11 @@ def test_what_changes_attention_is_left_to_transformers(device: torch.device, pr
         prompts.clear()
         assert close(short(ids).logits, plain(ids).logits)
         assert prompts == [takes_prompts(device)], "the other layer"
-    transformers.AttentionInterface.register("of_ones_own", of_ones_own)
-    transformers.AttentionMaskInterface.register("of_ones_own", lambda *_, **__: None)
+    transformers.AttentionInterface.register("custom_attention", custom_attention)
+    transformers.AttentionMaskInterface.register("custom_attention", lambda *_, **__: None)
     plain, short = pair("mistral", device)
     for model in (plain, short):
-        model.set_attn_implementation("of_ones_own")
+        model.set_attn_implementation("custom_attention")
     prompts.clear()
     with torch.no_grad():
         assert close(short(ids).logits, plain(ids).logits)
@@ -360,7 +360,7 @@ def test_a_layer_that_changed(device: torch.device, calls: list[bool]) -> None:
         assert calls == [True, True]
 
 
-def of_ones_own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> tuple[Tensor, None]:
+def custom_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> tuple[Tensor, None]:
     """Masks what it masks by itself."""
     assert mask is None
     age = torch.arange(key.shape[2], device=query.device)[:, None] - torch.arange(key.shape[2], device=query.device)
@@ -466,7 +466,7 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     cases = (None, 1), (mask, 3)
     found = [[logits(short, static_cache(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
     assert len(replayed_layers("token")) >= 4, "the first layer and the others, each with and without a mask"
-    monkeypatch.setattr(gpu_layer, "chain", lambda _name, _layer, steps, *_, **__: steps())
+    monkeypatch.setattr(gpu_layer, "replay_layer", lambda _name, _layer, steps, *_, **__: steps())
     for (first, again), case in zip(found, cases, strict=True):
         assert torch.equal(first, again)
         assert torch.equal(first, logits(short, static_cache(short, 64), (9, *[1] * 24), *case))
@@ -482,10 +482,10 @@ def test_the_same_text(kind: str, device: torch.device, calls: list[bool]) -> No
     plain, short = pair(kind, device)
     ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2)).to(device)
     how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    mine = short.generate(ids, past_key_values=static_cache(short, 40), **how)
+    actual = short.generate(ids, past_key_values=static_cache(short, 40), **how)
     how["disable_compile"] = True  # which transformers would otherwise do for a static cache
     assert any(calls)
-    assert torch.equal(mine, plain.generate(ids, past_key_values=StaticCache(config=plain.config, max_cache_len=40), **how))
+    assert torch.equal(actual, plain.generate(ids, past_key_values=StaticCache(config=plain.config, max_cache_len=40), **how))
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 import halfbyte as hb
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
-from halfbyte.integrations.transformers.decoder import decoding_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.generate import generating, graphs
 from halfbyte.integrations.transformers.generate.steps import likeliest
@@ -123,9 +123,9 @@ def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
     """Their logits are those of layers that get floats, but for the order of sums."""
     ids = torch.randint(99, (3, 20), device="cuda")
     found = []
-    for layers in (decoding_gpu._CACHES, ()):
+    for layers in (decode_gpu._CACHES, ()):
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(decoding_gpu, "_CACHES", layers)
+            patch.setattr(decode_gpu, "_CACHES", layers)
             cache = graphs.static_cache(quantized, 32, int8=True)
             parts = ids.split((12, 1, 1, 5, 1), 1)
             found.append(torch.stack([quantized(x, past_key_values=cache, logits_to_keep=1).logits for x in parts]))
@@ -137,8 +137,8 @@ def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
 
 def test_processors_and_criteria_of_the_caller(model: Any) -> None:
     def settings() -> dict[str, Any]:
-        own = {"logits_processor": LogitsProcessorList([Odd()]), "stopping_criteria": StoppingCriteriaList([AfterThree()])}
-        return {**there(9, 5, 1), "max_new_tokens": 20, "eos_token_id": None, **own}
+        custom = {"logits_processor": LogitsProcessorList([Odd()]), "stopping_criteria": StoppingCriteriaList([AfterThree()])}
+        return {**there(9, 5, 1), "max_new_tokens": 20, "eos_token_id": None, **custom}
 
     found, expected = both(model, settings)
     assert torch.equal(found, expected)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStream
 
 import halfbyte as hb
 from halfbyte import ops
-from halfbyte.checkpoint.exporting import export
+from halfbyte.checkpoint.export_checkpoint import export
 from halfbyte.cli import main
 from halfbyte.formats import Codes, as_format
 from halfbyte.integrations.transformers.gguf import load_gguf

@@ -216,11 +216,11 @@ def test_private_methods_of_generate_that_changed(llama: Any, monkeypatch: pytes
 
 
 def test_a_class_with_a_loop_of_its_own(llama: Any) -> None:
-    class Own(type(llama)):  # type: ignore[misc]
+    class Subclass(type(llama)):  # type: ignore[misc]
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
             return super()._sample(*args, **kwargs)
 
-    llama.__class__ = Own
+    llama.__class__ = Subclass
     generate_fast(llama)
     assert not isinstance(llama, ReplacedForward)
 

@@ -35,10 +35,10 @@ class Elsewhere(nn.Module):
 
 def test_models_of_compiled_layers_are_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for a prompt and once for a token, in which nothing is launched; others, in which results may be addresses, are not."""
-    monkeypatch.setattr("halfbyte.integrations.transformers.optimize.compiling.triton_trouble", lambda: None)
+    monkeypatch.setattr("halfbyte.integrations.transformers.optimize.compiling.why_no_triton", lambda: None)
     monkeypatch.setattr(tape, "why_not_replayed", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch, "zeros", lambda *shape, own=torch.zeros, device=None, **how: own(*shape, **how))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, zeros=torch.zeros, device=None, **how: zeros(*shape, **how))
     stack = open_model(make_language_model(tmp_path), config=Config("q4_0"))[0].model
     short = Elsewhere(stack)
     for _ in range(2):

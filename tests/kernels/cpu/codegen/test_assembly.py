@@ -169,19 +169,19 @@ def test_zen_4_multiplies_floats_in_tiles_of_one_vector(zero: str, unit: tuple[i
 
 
 @pytest.mark.parametrize("unit", [(32, True), (32, False)])
-@pytest.mark.parametrize(("panels", "in_turn"), [(1, False), (1, True), (4, False)])
-def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, bool], panels: int, in_turn: bool) -> None:
+@pytest.mark.parametrize(("panels", "shares_prefetch"), [(1, False), (1, True), (4, False)])
+def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, bool], panels: int, shares_prefetch: bool) -> None:
     isa = AVX512VNNI("intel")
-    spec = replace(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels, in_turn=in_turn)
+    spec = replace(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels, shares_prefetch=shares_prefetch)
     text, outputs = assembly(isa, spec), spec.rows * spec.vectors  # a line each, asked for by tiles of one panel
-    lines = (PANEL * 32 // 2 + tail_bytes(2, 1, pairs=False)) // 64  # of a unit, and of what is behind its block
+    lines = (PANEL * 32 // 2 + tail_bytes(2, 1, pair_sums=False)) // 64  # of a unit, and of what is behind its block
     assert count(text.splitlines(), "prefetcht0") == lines + (outputs if panels == 1 else 0)
-    assert count(text.splitlines(), "prefetcht1") == (lines if in_turn else 0)
+    assert count(text.splitlines(), "prefetcht1") == (lines if shares_prefetch else 0)
     once = assembly(isa, replace(spec, near=0)).splitlines()
     assert count(once, "prefetchnta") == lines
     assert count(once, "prefetcht0") == (outputs if panels == 1 else 0)
     alone = assembly(isa, replace(spec, near=None)).splitlines()
-    assert count(alone, "prefetch[a-z0-9]+") == (outputs if panels == 1 else 0) + (lines if in_turn else 0)
+    assert count(alone, "prefetch[a-z0-9]+") == (outputs if panels == 1 else 0) + (lines if shares_prefetch else 0)
 
 
 def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
@@ -253,7 +253,7 @@ def test_tiles_without_dot_products(name: str, register: str) -> None:
     # Whole rows: products of sums, one for four k of an output, between two additions and one.
     rows, vectors = isa.direct_tile
     for out in ("f32", "i8"):
-        spec = replace(short, pairs=True, rows=rows, vectors=vectors, out=out)
+        spec = replace(short, pair_sums=True, rows=rows, vectors=vectors, out=out)
         text = assembly(isa, spec)
         assert count(text.splitlines(), "vpmaddwd") == rows * vectors * 8
         assert count(text.splitlines(), "vpaddw") == 2 * rows * vectors * 8

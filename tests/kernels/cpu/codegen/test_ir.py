@@ -76,15 +76,17 @@ def test_python_numbers_on_either_side() -> None:
 def test_comparisons() -> None:
     for dtype, values in ((I32, EDGES), (F32, FLOATS)):
         a, b = pairs(values, dtype)
-        for mine, theirs in ((operator.lt, torch.lt), (operator.gt, torch.gt), (operator.ge, torch.ge), (Value.equals, torch.eq)):
-            assert torch.equal(elementwise(lambda x, y, op=mine: op(x, y).to("i8", unsigned=True), torch.int8, a, b).bool(), theirs(a, b))
+        for actual, expected in ((operator.lt, torch.lt), (operator.gt, torch.gt), (operator.ge, torch.ge), (Value.equals, torch.eq)):
+            assert torch.equal(
+                elementwise(lambda x, y, op=actual: op(x, y).to("i8", unsigned=True), torch.int8, a, b).bool(), expected(a, b)
+            )
 
 
 def test_max_or_and_min_or_keep_a_nan_on_the_left_and_drop_one_on_the_right() -> None:
     a, b = pairs(FLOATS, F32)
-    for mine, theirs in ((Value.max_or, torch.maximum), (Value.min_or, torch.minimum)):
-        wanted = torch.where(a.isnan() | b.isnan(), a, theirs(a, b))
-        assert torch.equal(elementwise(mine, F32, a, b).nan_to_num(nan=-7), wanted.nan_to_num(nan=-7))  # either zero will do
+    for actual, expected in ((Value.max_or, torch.maximum), (Value.min_or, torch.minimum)):
+        wanted = torch.where(a.isnan() | b.isnan(), a, expected(a, b))
+        assert torch.equal(elementwise(actual, F32, a, b).nan_to_num(nan=-7), wanted.nan_to_num(nan=-7))  # either zero will do
 
 
 @isas

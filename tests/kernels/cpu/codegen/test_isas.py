@@ -13,7 +13,7 @@ import decoder_parts
 import encoder_parts
 import pytest
 import torch
-from emulated import chains, kernels, program
+from emulated import kernels, program, sequences
 from emulated.program import Emulator
 from samples import largest_sums, random_codes
 from support import activations, covering, pairwise, run_linear, skip_what_crashes
@@ -22,8 +22,7 @@ from halfbyte import machine as machine_module
 from halfbyte import ops
 from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.cpu import chain
-from halfbyte.kernels.cpu.chain import Step
+from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import isa as isa_module
 from halfbyte.kernels.cpu.codegen import isa_arm, jit
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
@@ -40,6 +39,7 @@ from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.quantize.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.quantize.quantize import QuantizeSpec
+from halfbyte.kernels.cpu.step_sequence import Step
 from halfbyte.kernels.cpu.transformer import attend, attend_whole
 from halfbyte.kernels.cpu.transformer.attend import AttendSpec
 from halfbyte.kernels.cpu.transformer.attend_whole import WholeSpec
@@ -261,7 +261,7 @@ def test_encoders_parts(emulator: Emulator, step: int) -> None:
 
 def test_whole_layers(emulator: Emulator, step: int) -> None:
     """Of decoders: one token, and a prompt, whose keys are laid out before they are multiplied; in some cases a few tokens."""
-    running, few = functools.partial(chains.emulated, emulator), step > 1
+    running, few = functools.partial(sequences.emulated, emulator), step > 1
     if not few:
         encoder_parts.check_layer(running, before=False, masked=True)
     name, kind = ("q4_0", torch.bfloat16) if few else ("int8_channel", torch.float32)
@@ -288,18 +288,18 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 
 # Compiled, for any CPU
 
-CENTRED = Step("rows", centred=True), Step("norm", centred=True)
+LAYER_NORMS = Step("rows", layer_norm=True), Step("norm", layer_norm=True)
 WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="int8", causal=True, capped=True, sinks=True)
-ADDED = Step("rows", plus_one=True), Step("norm", plus_one=True, added=True), Step("scale"), Step("over"), Step("cap")
-OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", alone=True, beside=True)
+ADDED = Step("rows", unit_offset=True), Step("norm", unit_offset=True, added=True), Step("scale"), Step("over"), Step("cap")
+OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", alone=True, external_up=True)
 STEPS = (
-    Step("chain"),
+    Step("sequence"),
     Step("rows"),
     Step("panels", "silu"),
     Step("panels", "gelu_tanh"),
     Step("panels", "relu2", alone=True),
     Step("product"),
-    *CENTRED,
+    *LAYER_NORMS,
     *ADDED,
     *OF_GEMMA4,
 )
@@ -317,11 +317,11 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
     modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
     modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, rotary_dim=32, plus_one=True, capped=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, rotary_dim=32, unit_offset=True, capped=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, rope_interleaved="half"), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="qk", v_norm=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="q"), isa))
-    modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
+    modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(step_sequence.build(step, isa) for step in STEPS)]
     for module in covering(modules):
         assert len(jit.compile_object(module, isa)) > 200
 
@@ -331,11 +331,11 @@ def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
     isa = BY_NAME[name]
     modules = [attend.build(AttendSpec(64, 2, kind, normed=True, masked=True), isa) for kind in attention.KINDS]
     modules.append(attend.build(AttendSpec(64, 2, "int8", normed=True, masked=False, enters=True), isa))
-    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, rotary_dim=32, plus_one=True, capped=True), isa))
+    modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, rotary_dim=32, unit_offset=True, capped=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=False, masked=True, sinks=True, rope_interleaved="half"), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="qk", v_norm=True), isa))
     modules.append(attend.build(AttendSpec(64, 2, "f32", normed=True, masked=True, projections="q"), isa))
-    modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(chain.build(step, isa) for step in STEPS)]
+    modules += [*(attend_whole.build(spec, isa) for spec in WHOLE), *(step_sequence.build(step, isa) for step in STEPS)]
     modules.pop(-len(STEPS))  # a chain calls others, no more
     for module in modules:
         assert "%zmm" in jit.compile_assembly(module, isa)

@@ -47,16 +47,16 @@ def weights() -> list[Tensor]:
     ]
 
 
-def by_slot(made: Arranged) -> Tensor:
+def by_slot(built: Arranged) -> Tensor:
     """int64 [groups, chunks, 16, rows]"""
-    return made.weights.long().transpose(-1, -2).flatten(2, 3)
+    return built.weights.long().transpose(-1, -2).flatten(2, 3)
 
 
 @pytest.mark.parametrize("case", range(7))
 def test_sums_obey_the_bound_for_any_activations(case: int) -> None:
-    made = arrange.arrange(weights()[case])
-    w = by_slot(made)
-    kinds = [[WHOLE] * whole + [HALF] * half + [PAIRS] * pairs for whole, half, pairs in made.counts.tolist()]
+    built = arrange.arrange(weights()[case])
+    w = by_slot(built)
+    kinds = [[WHOLE] * whole + [HALF] * half + [PAIRS] * pairs for whole, half, pairs in built.counts.tolist()]
     for g, of_group in enumerate(kinds):
         assert not w[g, len(of_group) :].any()
         for chunk, kind in zip(w[g], of_group, strict=False):
@@ -71,24 +71,24 @@ def test_sums_obey_the_bound_for_any_activations(case: int) -> None:
 @pytest.mark.parametrize("case", range(7))
 def test_the_products_are_those_of_the_codes(case: int) -> None:
     codes = weights()[case]
-    made, rng = arrange.arrange(codes), torch.Generator().manual_seed(case)
+    built, rng = arrange.arrange(codes), torch.Generator().manual_seed(case)
     for x in (
         torch.randint(-128, 128, codes.shape[2:], generator=rng, dtype=torch.int8),
         *(torch.full(codes.shape[2:], v) for v in (-128, 127)),
     ):
-        seen = x.to(torch.int8).view(torch.uint8)[made.sources] ^ made.flip
-        take = made.take.long()
+        seen = x.to(torch.int8).view(torch.uint8)[built.sources] ^ built.flip
+        take = built.take.long()
         slots = seen.gather(2, take % LANE).where(take < LANE, torch.tensor(0, dtype=torch.uint8))
-        sums = (by_slot(made) * slots.long().unsqueeze(-1)).sum((1, 2))
-        assert torch.equal(sums + made.corrections, (codes.long() * x.long()).sum((2, 3)))
+        sums = (by_slot(built) * slots.long().unsqueeze(-1)).sum((1, 2))
+        assert torch.equal(sums + built.corrections, (codes.long() * x.long()).sum((2, 3)))
 
 
 def test_weights_of_a_layer_take_few_more_chunks() -> None:
     """1: one in a hundred lanes is split at most; and four of ten lanes have sums of four."""
     codes = gaussian((8, 16, 64, LANE), torch.Generator().manual_seed(0))
-    made = arrange.arrange(codes)
-    assert made.counts.sum() <= 8 * 64 * 1.01
-    assert made.counts[:, :2].sum() > 0.4 * 8 * 64
+    built = arrange.arrange(codes)
+    assert built.counts.sum() <= 8 * 64 * 1.01
+    assert built.counts[:, :2].sum() > 0.4 * 8 * 64
 
 
 @isas

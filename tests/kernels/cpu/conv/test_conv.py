@@ -220,8 +220,8 @@ def test_images_with_one_scale_each(isa, monkeypatch) -> None:
             wanted = wanted + residual.double()
             error = error + wanted.abs() * 2.0**-23
         q, scale = gathered.quantize_images(x)
-        for mine, theirs in zip((q, scale), conv_reference.quantized_images(x), strict=True):
-            assert torch.equal(mine, theirs)
+        for actual, expected in zip((q, scale), conv_reference.quantized_images(x), strict=True):
+            assert torch.equal(actual, expected)
         y = ImageConvKernel(ConvKernel(sizes, torch.int8, "int8", "block", out=dtype))(
             x, case.window, packed(codes, sizes), bias, -5.0, 40.0, residual=residual
         )
@@ -295,8 +295,8 @@ def test_the_op_is_torchs_convolution_of_the_dequantized_weight(groups: int, pad
     wanted = wanted.clamp(-1, 2)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-4)
     grad = torch.randn_like(y)
-    for mine, torchs in zip(torch.autograd.grad(y, (x, bias), grad), torch.autograd.grad(wanted, (x, bias), grad), strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-3)
+    for actual, torchs in zip(torch.autograd.grad(y, (x, bias), grad), torch.autograd.grad(wanted, (x, bias), grad), strict=True):
+        torch.testing.assert_close(actual, torchs, rtol=1e-4, atol=1e-3)
 
 
 def test_one_dimension_and_no_batch() -> None:

@@ -76,9 +76,9 @@ def test_codes_are_those_of_onnx_runtime(layer, in_zero: int, out_zero: int, see
     padding = (window.padding[:2], window.padding[2:])
     weight = ops.pack_conv(codes, sizes.kernel, sizes.groups)
     ours = ops.qconv2d(x, weight, bias, window.stride, padding, window.dilation, **scales).int()
-    theirs = qlinearconv(x, channels_first(codes.data, sizes.kernel), codes.scale.flatten(), whole, window, sizes.groups, **scales).int()
-    assert int((ours - theirs).abs().max()) <= 1
+    expected = qlinearconv(x, channels_first(codes.data, sizes.kernel), codes.scale.flatten(), whole, window, sizes.groups, **scales).int()
+    assert int((ours - expected).abs().max()) <= 1
     real = conv_reference.qconv2d(x, codes, sizes.kernel, window, bias, groups=sizes.groups, **scales).real
-    apart = ours != theirs
-    from_tie, size = (real - real.floor() - 0.5).abs()[apart], real.abs()[apart] + abs(out_zero) + 1
+    differs = ours != expected
+    from_tie, size = (real - real.floor() - 0.5).abs()[differs], real.abs()[differs] + abs(out_zero) + 1
     assert bool((from_tie <= 2.0**-21 * size).all())  # four roundings of numbers of that size

@@ -82,10 +82,10 @@ def scales(k: int, in_zero: int, out_zero: int) -> dict[str, float]:
 
 
 def run(codes: Codes, sizes: Filter, x: Tensor, window: Window, bias: Tensor | None, clamp: tuple[int, int], **more: float) -> Tensor:
-    made = transformed(codes, sizes)
-    assert made is not None
+    built = transformed(codes, sizes)
+    assert built is not None
     table = ops.conv_requantization_table(ops.pack_conv(codes, 3), bias, **more)
-    return WinogradKernel(sizes)(x, window, made, table, *map(float, clamp), outside=int(more["in_zero"]))
+    return WinogradKernel(sizes)(x, window, built, table, *map(float, clamp), outside=int(more["in_zero"]))
 
 
 def image(shape: tuple[int, int, int, int], rng: torch.Generator) -> Tensor:

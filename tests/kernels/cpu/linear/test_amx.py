@@ -98,7 +98,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
 def test_few_rows_are_summed_as_the_unit_sums_many(isa: ISA) -> None:
     # What makes a block's sums apart may round a correction (`folded`), which exact sums of codes do not have.
     assert isa.matrix is not None
-    assert not any(part.apart(bits) for part in (isa, isa.matrix) for bits in (4, 8))
+    assert not any(part.narrow_accumulators(bits) for part in (isa, isa.matrix) for bits in (4, 8))
 
 
 @runs

@@ -91,8 +91,8 @@ def test_the_largest_sums(bits: int, zero: str) -> None:
     values[1] = fmt.q_min
     values[2, ::2] = fmt.q_min
     points, offsets = torch.tensor([[0], [fmt.q_max], [7]], dtype=torch.uint8), torch.tensor([[0.5], [-1.0], [3.0]]).half()
-    beside = {"none": None, "point": points.expand(n, 2), "offset": offsets.expand(n, 2)}[zero]
-    codes = Codes.from_values(fmt, values, torch.full((n, 2), 0.01).half(), beside)
+    zeros = {"none": None, "point": points.expand(n, 2), "offset": offsets.expand(n, 2)}[zero]
+    codes = Codes.from_values(fmt, values, torch.full((n, 2), 0.01).half(), zeros)
     x = torch.ones(8, k)
     x[1] = -1
     x[2, ::2] = x[3, 1::2] = -1

@@ -50,10 +50,10 @@ def multiplied_by_integers(codes: Codes, x: Tensor, monkeypatch: pytest.MonkeyPa
     """For each output whether it came from integers: plain tiles do nothing here."""
     module = Module(ISA.attributes)
     module.function("nothing", [*["ptr"] * 5, *["i64"] * 4])
-    nothing = jit.load("nothing", lambda _: module, ISA)["nothing"]
+    placeholder = jit.load("nothing", lambda _: module, ISA)["nothing"]
     kernel = kernel_of(codes)
     fields = kernel.fields(M)
-    monkeypatch.setattr(LinearKernel, "fields", lambda *_: fields | {"tile_function": nothing, "lesser_tile_function": nothing})
+    monkeypatch.setattr(LinearKernel, "fields", lambda *_: fields | {"tile_function": placeholder, "lesser_tile_function": placeholder})
     y = run_linear(kernel, x, pack(codes))
     columns: list[bool] = y.isfinite().all(dim=0).tolist()
     assert columns == y.isfinite().any(dim=0).tolist()

@@ -24,9 +24,9 @@ def recorder(isa: ISA) -> Module:
     """A module with tile(…), as `tile.build` makes it, whose output is its turn, and of how many."""
     module = Module(isa.attributes)
     f = module.function("tile", [*["ptr"] * 5, *["i64"] * 4])
-    _args, _weights, _activations, out, _bias, _columns, _ahead, turn, turns = f.parameters
-    out.store(turn)
-    out.store(turns, 8)
+    _args, _weights, _activations, out, _bias, _columns, _ahead, rope, rope_cache = f.parameters
+    out.store(rope)
+    out.store(rope_cache, 8)
     return module
 
 
@@ -35,13 +35,22 @@ def test_the_last_tiles_ask_in_turn(asking: int) -> None:
     isa = RUNNABLE[0]
     tile = jit.load("tile", recorder, isa)["tile"]
     said = torch.full((TILES, 2), -1, dtype=torch.int64)
-    some = {"tile_rows": 1, "tiles": TILES, "n": 32, "panel_groups": 1, "chunks": 1, "at_once": 1, "together": 1, "in_turn": asking}
+    some = {
+        "tile_rows": 1,
+        "tiles": TILES,
+        "n": 32,
+        "panel_groups": 1,
+        "chunks": 1,
+        "at_once": 1,
+        "together": 1,
+        "prefetching_tiles": asking,
+    }
     block = LINEAR.buffer({"tile_function": tile, "out": said.data_ptr(), "out_stride": 16, **some})
     panels = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(jit.load("driver", driver.build, isa)["panels"])
     panels(ctypes.addressof(block), 0, 1)
-    turns = min(asking, TILES)
+    rope_cache = min(asking, TILES)
     # The first tile, which reads weights from memory where they are not there yet, has number 0.
-    assert said.tolist() == [[t, 0] for t in range(TILES - turns)] + [[t, turns] for t in range(turns)]
+    assert said.tolist() == [[t, 0] for t in range(TILES - rope_cache)] + [[t, rope_cache] for t in range(rope_cache)]
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 8, 13])

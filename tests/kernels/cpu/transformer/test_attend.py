@@ -7,10 +7,10 @@ import torch
 from attention import CASES, attended, check, native
 from support import RUNNABLE, elementwise
 
-from halfbyte.kernels.cpu.chain import shares
 from halfbyte.kernels.cpu.codegen.exponential import BOUND, exp, relu_squared, silu
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.step_sequence import shares
 from halfbyte.kernels.cpu.transformer.attend import AttendSpec, supports
 
 ISAS = [isa for isa in RUNNABLE if isa.arch]
@@ -62,25 +62,25 @@ def test_attention_is_that_of_float64(isa: ISA) -> None:
 
 def test_one_token_gets_its_own_value_exactly() -> None:
     spec, dim = AttendSpec(16, 2, "f32", normed=False, masked=False), 16
-    qkv, turn = torch.randn(1, 1, 4 * dim), torch.ones(1, 1, dim)
+    qkv, rope = torch.randn(1, 1, 4 * dim), torch.ones(1, 1, dim)
     cache = torch.full((1, 1, 1, dim), torch.nan), torch.full((1, 1, 1, dim), torch.nan)
-    y = attended(native(current(), 1), spec, qkv, (turn, turn * 0), cache, 0, None, None)
+    y = attended(native(current(), 1), spec, qkv, (rope, rope * 0), cache, 0, None, None)
     assert torch.equal(y.view(2, dim), qkv[0, 0, -dim:].expand(2, dim))
 
 
 def test_what_may_not_be_seen() -> None:
     spec, dim, length = AttendSpec(16, 1, "f32", normed=False, masked=True), 16, 40
-    qkv, turn = torch.randn(2, 1, 3 * dim), torch.ones(2, 1, dim)
+    qkv, rope = torch.randn(2, 1, 3 * dim), torch.ones(2, 1, dim)
     keys, values = torch.randn(2, 1, length + 1, dim), torch.randn(2, 1, length + 1, dim)
     keys[0, 0, 3] = torch.nan
     mask = torch.ones(2, 1, length + 1, dtype=torch.bool)
     mask[0, 0, 3] = False
     mask[1] = False
-    y = attended(native(current(), 2), spec, qkv, (turn, turn * 0), (keys, values), length, mask, None)
+    y = attended(native(current(), 2), spec, qkv, (rope, rope * 0), (keys, values), length, mask, None)
     assert bool(y[0].isfinite().all()), "a NaN that is masked"
     assert bool((y[1] == 0).all()), "nothing to see, as torch has it"
     mask[0, 0, 3] = True
-    y = attended(native(current(), 2), spec, qkv, (turn, turn * 0), (keys, values), length, mask, None)
+    y = attended(native(current(), 2), spec, qkv, (rope, rope * 0), (keys, values), length, mask, None)
     assert bool(y[0].isnan().all()), "a NaN that is not"
 
 
@@ -88,13 +88,13 @@ def test_what_may_not_be_seen() -> None:
 def test_sinks(length: int) -> None:
     """One that outweighs everything leaves nothing, one of -inf changes nothing, NaN stays in its head; with nothing to see y is 0."""
     dim = 16
-    qkv, turn = torch.randn(1, 1, 6 * dim), torch.ones(1, 1, dim)
+    qkv, rope = torch.randn(1, 1, 6 * dim), torch.ones(1, 1, dim)
     kept = torch.randn(2, 1, 1, length + 1, dim)
     none = torch.zeros(1, 1, length + 1, dtype=torch.bool)
 
     def y(sinks: torch.Tensor | None, mask: torch.Tensor | None = None) -> torch.Tensor:
         spec = AttendSpec(dim, 4, "f32", normed=False, masked=mask is not None, sinks=sinks is not None)
-        return attended(native(current(), 1), spec, qkv, (turn, turn * 0), (kept[0], kept[1]), length, mask, None, sinks).view(4, dim)
+        return attended(native(current(), 1), spec, qkv, (rope, rope * 0), (kept[0], kept[1]), length, mask, None, sinks).view(4, dim)
 
     plain, found = y(None), y(torch.tensor([1e30, -torch.inf, torch.nan, -1e30]))
     assert bool((found[0] == 0).all())

@@ -69,7 +69,7 @@ def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) ->
     for most in ("_BYTES", "_LANE_BYTES"):
         monkeypatch.setattr(encoder, most, 1 if number % 2 else 1 << 20)  # sequence by sequence, or all at once
     monkeypatch.setattr(encoder, "_SEQUENCES_A_LANE", 1 + number % 4)  # a few for each thread, or all for all
-    made = [layer_of(codes_of(name, i), compute, before=before, biased=biased) for i in range(3)]
+    built = [layer_of(codes_of(name, i), compute, before=before, biased=biased) for i in range(3)]
     x, mask, bias = torch.randn(batch, tokens, SIZES["k"]), None, None
     if number % 3 == 0:
         bias = torch.randn(batch if number % 2 else 1, HEADS, tokens, tokens)
@@ -77,8 +77,8 @@ def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) ->
         mask = torch.rand(batch if number % 2 else 1, 1, tokens if seen == "all" else 1, tokens) < 0.6
     for _ in range(2):  # made, and made before
         wanted, x = x, x.clone()
-        found = run_layers([layer for layer, _, _ in made], x, mask, bias)
-        for y, (layer, weights, norms) in zip(found, made, strict=True):
+        found = run_layers([layer for layer, _, _ in built], x, mask, bias)
+        for y, (layer, weights, norms) in zip(found, built, strict=True):
             alone = layer(wanted, mask, bias)
             wanted = by_parts(wanted, (mask, bias), weights, norms, before=before)
             assert torch.equal(y, wanted)

@@ -14,8 +14,8 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes
-from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.transformer import experts as kernel
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.decoder import Norm
@@ -84,8 +84,8 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
             size[r] += weight * (one.size + 2 * wrong / ROUNDING / (len(row) + 8) * one.y.abs())
         if half.shared_expert is not None and common is not None:
             gate_up, down = (one.dequantize().double() for one in common)
-            one, own = Sum.gated(gate_up, down, row), half.shared_expert.gate
-            y[r] += one.y if own is None else torch.sigmoid(own.double() @ row) * one.y
+            one, gate = Sum.gated(gate_up, down, row), half.shared_expert.gate
+            y[r] += one.y if gate is None else torch.sigmoid(gate.double() @ row) * one.y
             size[r] += one.size + one.y.abs()
     return Sum(y, size)
 
@@ -98,7 +98,7 @@ def run(half: Experts, h: Tensor, threads: int) -> Tensor:
     plan: Any = half.inner(tensors).plan(len(h), threads, h.data_ptr())
     plan.point(out.data_ptr())
     for _ in range(2):  # the second one finds the memory as the first one left it
-        Chain(plan.blocks, threads).run()
+        StepSequence(plan.blocks, threads).run()
     return out
 
 

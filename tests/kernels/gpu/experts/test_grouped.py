@@ -165,12 +165,12 @@ def test_tiles_of_an_expert_are_about_as_wide(pairs: int, count: int, device: to
     widths = [-(-columns // 16) for _, _, columns in tiles]
     assert widths == sorted(widths, reverse=True)
     for e in range(count + 1):
-        number, mine = int((ids == e).sum()), [i for i in range(used) if experts_of[i] == e]
-        assert len(mine) == -(-number // 64)
-        assert sum(widths[i] for i in mine) == -(-number // 16)
-        assert not mine or widths[mine[0]] - widths[mine[-1]] <= 1
-        starts = [ends[e] - number + sum(size[i] for i in mine[:j]) for j in range(len(mine) + 1)]
-        assert [first[i] for i in mine] == starts[:-1]
+        number, actual = int((ids == e).sum()), [i for i in range(used) if experts_of[i] == e]
+        assert len(actual) == -(-number // 64)
+        assert sum(widths[i] for i in actual) == -(-number // 16)
+        assert not actual or widths[actual[0]] - widths[actual[-1]] <= 1
+        starts = [ends[e] - number + sum(size[i] for i in actual[:j]) for j in range(len(actual) + 1)]
+        assert [first[i] for i in actual] == starts[:-1]
         assert starts[-1] == ends[e]
 
 

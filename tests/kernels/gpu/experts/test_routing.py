@@ -32,7 +32,7 @@ H, B, F = torch.float16, torch.bfloat16, torch.float32
 EPS = 1e-5
 
 
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(
     ("m", "k", "experts", "dtype", "of_router"),
     [
@@ -51,30 +51,30 @@ def test_logits(
     experts: int,
     dtype: torch.dtype,
     of_router: torch.dtype,
-    plus_one: bool,
+    unit_offset: bool,
     gpu: Gpu,
     device: torch.device,
     interpreted: bool,
 ) -> None:
     """Of what was written to z: sums of k products in float32, whose order is a tree's."""
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
-    bias, own = (torch.randn(experts).to(of_router), torch.randn(k).to(dtype)) if plus_one else (None, None)
+    bias, shared_gate = (torch.randn(experts).to(of_router), torch.randn(k).to(dtype)) if unit_offset else (None, None)
     router = (torch.randn(experts, k) / 8).to(of_router)
     z, logits = torch.full((m, k), torch.nan, dtype=dtype, device=device), torch.full((m, experts), torch.nan, device=device)
     share = torch.full((m,), torch.nan, device=device)
-    shared = None if own is None else (own.to(device), share)
-    mine = routing.Router(router.to(device), None if bias is None else bias.to(device), shared)
-    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, plus_one), mine, z, logits)
+    shared = None if shared_gate is None else (shared_gate.to(device), share)
+    spec = routing.Router(router.to(device), None if bias is None else bias.to(device), shared)
+    routing.launch_logits(gpu, x.to(device), (factor.to(device), EPS, unit_offset), spec, z, logits)
     wide = x.double()
-    expected = wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + plus_one)
+    expected = wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + unit_offset)
     unit = UNIT[dtype] * (2 if interpreted and dtype == B else 1)  # the interpreter cuts where a GPU rounds
     assert bool(((z.cpu().double() - expected).abs() <= (unit + 2.0**-19) * expected.abs() + 1e-7).all())
     found, sizes = z.cpu().double() @ router.double().T, z.cpu().double().abs() @ router.double().abs().T
     if bias is not None:
         found, sizes = found + bias.double(), sizes + bias.double().abs()
     assert bool(((logits.cpu().double() - found).abs() <= 2.0**-19 * sizes).all())
-    if own is not None:
-        found, sizes = z.cpu().double() @ own.double(), z.cpu().double().abs() @ own.double().abs()
+    if shared_gate is not None:
+        found, sizes = z.cpu().double() @ shared_gate.double(), z.cpu().double().abs() @ shared_gate.double().abs()
         assert bool(((share.cpu().double() - found).abs() <= 2.0**-19 * sizes).all())
 
 
@@ -192,39 +192,39 @@ def half(k: int = 96, inner: int = 64, experts: int = 6, **how: Any) -> Experts:
     )
 
 
-def by_hand(x: Tensor, mine: Experts) -> Tensor:
+def by_hand(x: Tensor, spec: Experts) -> Tensor:
     """In float64."""
     wide = x.double()
-    z = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * mine.pre_norm.weight.double()
-    up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in (mine.gate_up, mine.down_proj))
-    logits = z @ mine.router.double().T + (0 if mine.router_bias is None else mine.router_bias.double())
-    shares = logits.sigmoid() if mine.scores == "sigmoid" else logits.softmax(-1)
-    ids = (shares if mine.correction_bias is None else shares + mine.correction_bias.double()).topk(mine.top_k, -1).indices
+    z = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * spec.pre_norm.weight.double()
+    up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in (spec.gate_up, spec.down_proj))
+    logits = z @ spec.router.double().T + (0 if spec.router_bias is None else spec.router_bias.double())
+    shares = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(-1)
+    ids = (shares if spec.correction_bias is None else shares + spec.correction_bias.double()).topk(spec.top_k, -1).indices
     shares = shares.gather(1, ids)
-    if mine.norm_topk:
+    if spec.norm_topk:
         shares = shares / shares.sum(-1, keepdim=True)
-    shares = shares * mine.scaling_factor
+    shares = shares * spec.scaling_factor
     rows = []
     for row, chosen, weights in zip(z, ids, shares, strict=True):
         rows.append(torch.zeros_like(row))
         for e, weight in zip(chosen.tolist(), weights, strict=True):
-            both = up[e] @ row + (0 if mine.gate_up.bias is None else mine.gate_up.bias[e].double())
+            both = up[e] @ row + (0 if spec.gate_up.bias is None else spec.gate_up.bias[e].double())
             gate, middle = both.chunk(2)
-            if mine.clamped is None:
+            if spec.clamped is None:
                 inner = torch.nn.functional.silu(gate) * middle
             else:
-                gate, middle = both[::2].clamp(max=mine.clamped.limit), both[1::2].clamp(-mine.clamped.limit, mine.clamped.limit)
-                inner = (middle + 1) * gate * torch.sigmoid(mine.clamped.alpha * gate)
-            rows[-1] += weight * (down[e] @ inner + (0 if mine.down_proj.bias is None else mine.down_proj.bias[e].double()))
+                gate, middle = both[::2].clamp(max=spec.clamped.limit), both[1::2].clamp(-spec.clamped.limit, spec.clamped.limit)
+                inner = (middle + 1) * gate * torch.sigmoid(spec.clamped.alpha * gate)
+            rows[-1] += weight * (down[e] @ inner + (0 if spec.down_proj.bias is None else spec.down_proj.bias[e].double()))
     total = wide + torch.stack(rows)
-    if mine.shared_expert is not None:
-        up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in mine.shared_expert[:2])
-        gate, middle = (z @ up.T + (0 if mine.shared_expert.gate_up.bias is None else mine.shared_expert.gate_up.bias.double())).chunk(
+    if spec.shared_expert is not None:
+        up, down = (ops.dequantize(weight.packed, torch.float32).double() for weight in spec.shared_expert[:2])
+        gate, middle = (z @ up.T + (0 if spec.shared_expert.gate_up.bias is None else spec.shared_expert.gate_up.bias.double())).chunk(
             2, -1
         )
         inner = torch.nn.functional.silu(gate) * middle
-        own = mine.shared_expert.gate
-        total += (1 if own is None else torch.sigmoid(z @ own.double()).unsqueeze(-1)) * (inner @ down.T)
+        shared_gate = spec.shared_expert.gate
+        total += (1 if shared_gate is None else torch.sigmoid(z @ shared_gate.double()).unsqueeze(-1)) * (inner @ down.T)
     return total
 
 
@@ -237,40 +237,40 @@ def there(part: Any, device: torch.device) -> Any:
     return type(part)(*(there(each, device) for each in part)) if isinstance(part, tuple) else part
 
 
-def like_gpt_oss(mine: Experts) -> Experts:
-    gate_up, down = (weight._replace(bias=torch.randn(weight.packed.shape[:2])) for weight in (mine.gate_up, mine.down_proj))
-    return mine._replace(gate_up=gate_up, down_proj=down, router_bias=torch.randn(len(mine.router)), clamped=Clamped(1.7, 1.5))
+def like_gpt_oss(spec: Experts) -> Experts:
+    gate_up, down = (weight._replace(bias=torch.randn(weight.packed.shape[:2])) for weight in (spec.gate_up, spec.down_proj))
+    return spec._replace(gate_up=gate_up, down_proj=down, router_bias=torch.randn(len(spec.router)), clamped=Clamped(1.7, 1.5))
 
 
-def with_shared(mine: Experts) -> Experts:
-    k, inner = mine.down_proj.packed.shape[1], 160
+def with_shared(spec: Experts) -> Experts:
+    k, inner = spec.down_proj.packed.shape[1], 160
 
     def weight(n: int, c: int) -> Weight:
         return Weight(ops.pack(ops.quantize(torch.randn(n, c) / c**0.5, "q8_0")), None, "float", "block")
 
-    return mine._replace(shared_expert=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
+    return spec._replace(shared_expert=SharedExpert(weight(2 * inner, k), weight(k, inner), torch.randn(k) / k**0.5))
 
 
-def like_glm(mine: Experts) -> Experts:
-    shared = with_shared(mine).shared_expert
+def like_glm(spec: Experts) -> Experts:
+    shared = with_shared(spec).shared_expert
     assert shared is not None
-    how: dict[str, Any] = {"scores": "sigmoid", "correction_bias": torch.randn(len(mine.router)), "scaling_factor": 1.5}
-    return mine._replace(shared_expert=shared._replace(gate=None), **how)
+    how: dict[str, Any] = {"scores": "sigmoid", "correction_bias": torch.randn(len(spec.router)), "scaling_factor": 1.5}
+    return spec._replace(shared_expert=shared._replace(gate=None), **how)
 
 
-def like_ernie(mine: Experts) -> Experts:
-    return like_glm(mine)._replace(scores="softmax")
+def like_ernie(spec: Experts) -> Experts:
+    return like_glm(spec)._replace(scores="softmax")
 
 
 @pytest.mark.parametrize(
-    "other", [lambda mine: mine, like_gpt_oss, with_shared, lambda mine: with_shared(like_gpt_oss(mine)), like_glm, like_ernie]
+    "other", [lambda spec: spec, like_gpt_oss, with_shared, lambda spec: with_shared(like_gpt_oss(spec)), like_glm, like_ernie]
 )
 @pytest.mark.parametrize(("rows", "normalized"), [(5, False), (5, True), (100, True)])
 def test_the_half_of_a_layer(rows: int, normalized: bool, other: Any, device: torch.device) -> None:
     """Sums of a hundred products in float32."""
-    x, mine = torch.randn(rows, 96), other(half(norm_topk=normalized))
-    y = add_experts(x.to(device), there(mine, device)).cpu()
-    assert torch.allclose(y.double(), by_hand(x, mine), rtol=1e-4, atol=1e-4)
+    x, spec = torch.randn(rows, 96), other(half(norm_topk=normalized))
+    y = add_experts(x.to(device), there(spec, device)).cpu()
+    assert torch.allclose(y.double(), by_hand(x, spec), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("m", "inner", "dtype"), [(1, 96, B), (3, 2500, H), (5, 17, F)])
@@ -306,10 +306,10 @@ def test_arguments() -> None:
 
 
 def test_a_stack_of_another_size(device: torch.device) -> None:
-    mine, short = there(half(), device), there(half(experts=5).gate_up.packed, device)
-    gate_up = mine.gate_up._replace(packed=replace(short, shape=mine.gate_up.packed.shape))
+    spec, short = there(half(), device), there(half(experts=5).gate_up.packed, device)
+    gate_up = spec.gate_up._replace(packed=replace(short, shape=spec.gate_up.packed.shape))
     with pytest.raises(FormatError, match=r"q8_0 of shape \[6, 128, 96\]"):
-        add_experts(torch.randn(1, 96, device=device), mine._replace(gate_up=gate_up))
+        add_experts(torch.randn(1, 96, device=device), spec._replace(gate_up=gate_up))
 
 
 # Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not

@@ -25,13 +25,13 @@ PROBLEMS = {
 # What dispatch takes is compiled for sm_89 too, in test_ahead_of_time.py, as are odd sizes in float32: here its instructions are sm_80's.
 ARCHES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 SPILLS_ALONE = ("bfloat16, blocks of 32", "many rows, points")  # is what these are compiled for, once of each kind of matrix unit
-ALIKE = ("sm_80", "sm_100", "gfx942")
+SAME_PATH = ("sm_80", "sm_100", "gfx942")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[tuple[str, str], Binary]:
     """The best guess for each problem, all compiled at once."""
-    keys = [(what, arch) for what in PROBLEMS for arch in (ALIKE if what in SPILLS_ALONE else ARCHES)]
+    keys = [(what, arch) for what in PROBLEMS for arch in (SAME_PATH if what in SPILLS_ALONE else ARCHES)]
     wanted = {what: "resources" if what in SPILLS_ALONE else "assembly" for what in PROBLEMS}
     found = compile_all([linear_job(SKINNY, arch, configs=[0], wanted=wanted[what], **PROBLEMS[what]) for what, arch in keys])
     return {key: binaries[0] for key, binaries in zip(keys, found, strict=True)}

@@ -41,8 +41,8 @@ def test_formats_and_shares(name: str, dtype: torch.dtype, tile: tuple[int, int,
     """Each format and tile with another number of programs, so that all meet some: to compile them takes the time."""
     rows, block_m, stages = tile
     bits = as_format(name).bits
-    turn = FORMATS[bits].index(name) + CONFIGS[bits].index(tile) + (dtype == H)
-    m, n, k, programs = ((300, 333, 1024, 1), (130, 512, 2048, 7), (77, 640, 2048, 29))[turn % 3]
+    rope = FORMATS[bits].index(name) + CONFIGS[bits].index(tile) + (dtype == H)
+    m, n, k, programs = ((300, 333, 1024, 1), (130, 512, 2048, 7), (77, 640, 2048, 29))[rope % 3]
     for paired in {False, bits == 8}:
         asked = problem(name, m, n, k, dtype, paired=paired)
         most = gemm_hopper.most_stages(gpu_tiles.geometry(asked.format, (n, k)), rows, block_m, GPUS["sm_90"])

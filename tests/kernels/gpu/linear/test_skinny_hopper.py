@@ -39,14 +39,14 @@ def hopper(device: torch.device, gpu: Gpu) -> torch.device:
 @pytest.mark.parametrize("dtype", [H, B], ids=str)
 def test_formats_and_shares(name: str, dtype: torch.dtype, hopper: torch.device) -> None:
     """With each number of rows another config, and with each format and dtype others: to compile them takes the time."""
-    turn = FORMATS.index(name) + 2 * (dtype == H)
+    rope = FORMATS.index(name) + 2 * (dtype == H)
     narrow = 640, 1000 if name in ("q4_0", "q8_0") else 1152
     for m, n, k in ((7, 333, 1024), (16, 512, 2048), (1, *narrow), (60, 333, 1024), (150, 333, 1024)):
         asked = problem(name, m, n, k, dtype)
         configs = skinny_hopper.configs(asked, GPUS["sm_90"])
-        turn += 1
+        rope += 1
         for programs in (7, 132):
-            config = configs[turn % len(configs)]
+            config = configs[rope % len(configs)]
             cut, paired = replace(config, programs=min(programs, config.programs)), programs == 7 and asked.format.bits == 8
             ways = {"interpreted": False, "weight_rounded": True, "epilogue": m in (7, 150)}
             check_linear(skinny_hopper, cut, replace(asked, paired=paired), hopper, **ways)
@@ -134,7 +134,7 @@ def test_what_it_is_made_of() -> None:
     alone = next(i for i, config in enumerate(configs) if config.panels == 4)  # each partition has rows of its own
     jobs.append(linear_job("halfbyte.kernels.gpu.linear.skinny_hopper", "sm_90", m=8, **asked | {"configs": [alone]}))
     jobs.append(linear_job("halfbyte.kernels.gpu.linear.skinny_hopper", "sm_90", m=32, **asked | {"n": 4096}))  # two programs for each tile
-    [[few], [many], [own], [waits]] = compile_all(jobs)
+    [[few], [many], [no_split], [waits]] = compile_all(jobs)
     assert few.spills == many.spills == waits.spills == 0
     assert waits.ptx.count("ld.volatile.global.v4.b32") == 2 * 32 * 64 // (4 * 128)  # sums that are waited for, the first time and again
     records = 2 * 4  # of a stage, in four partitions
@@ -142,6 +142,6 @@ def test_what_it_is_made_of() -> None:
     assert few.ptx.count("fma.rn.bf16x2") == 32 * records  # what takes point and constant off two weights of a lane, and nothing else
     assert "0x43004300" not in few.ptx  # into which codes would be put that are shifted plane by plane, not two by two
     assert many.ptx.count("wgmma.mma_async") == 8 * 4
-    assert own.ptx.count("mbarrier.init") == 2 * configs[alone].stages  # and none that nobody waits for
+    assert no_split.ptx.count("mbarrier.init") == 2 * configs[alone].stages  # and none that nobody waits for
     # Weights, x, scales, points: once for the first stages and once for the others.
     assert few.ptx.count("cp.async.bulk.tensor") == 2 * 4

@@ -76,7 +76,7 @@ def launch_compiled(gpu: Gpu) -> None:
         get_current_stream=lambda *_: 0,
     )
     triton.runtime.driver.set_active(driver)  # to the end of this process, which only compiles
-    own, torch.cuda.device = torch.cuda.device, lambda _: nullcontext()  # type: ignore[assignment, misc]
+    device_class, torch.cuda.device = torch.cuda.device, lambda _: nullcontext()  # type: ignore[assignment, misc]
     try:
         x = torch.zeros(8, device="meta")
         with launch.compiling(torch.device("cuda", 0)):
@@ -87,7 +87,7 @@ def launch_compiled(gpu: Gpu) -> None:
         assert not launch.is_compiling()
         assert loaded == ["add", "add"]
     finally:
-        torch.cuda.device = own  # type: ignore[misc]
+        torch.cuda.device = device_class  # type: ignore[misc]
     launch.run(add, (1,), x, x, (None, None), 8, 3, BLOCK=8)
 
 

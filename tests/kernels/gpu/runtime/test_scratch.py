@@ -59,8 +59,8 @@ def test_graphs_find_locks_while_others_need_them_too(device: torch.device, monk
         monkeypatch.setattr(scratch, "_where", lambda device: (index, 1, 0))
         assert scratch.locks(device, 5).numel() >= 5
         monkeypatch.setattr(scratch, "_where", lambda device, graph=graph: (index, 1, 50 + graph))
-        mine = scratch.locks(device, scratch._ARENA_LOCKS // 2 + 1)
-        assert not mine.any()
+        actual = scratch.locks(device, scratch._ARENA_LOCKS // 2 + 1)
+        assert not actual.any()
         assert (index, 1, 50 + graph) in scratch._graph_locks, "memory of a graph's own is set to 0 each time"
     for graph in range(3):
         scratch.release((index, 1, 50 + graph))

@@ -106,12 +106,12 @@ def test_the_launcher_is_called_as_triton_calls_it(monkeypatch: pytest.MonkeyPat
     each = recorded(run, x[4:], y, (bias, None), 10, 1.5, BLOCK=8, num_warps=4)
     run(5, 1, 1, 9, each.compiled.function, each.compiled.packed_metadata, None, None, None, *each.args, 8)
     bound(each, operands=(x, y, bias))(x, y, bias)
-    theirs, ours = fake.launched
+    expected, ours = fake.launched
 
     def addresses(value: Any) -> Any:
         return tuple(map(addresses, value)) if isinstance(value, tuple) else value.data_ptr() if hasattr(value, "data_ptr") else value
 
-    assert ours == addresses(theirs)
+    assert ours == addresses(expected)
 
 
 @pytest.mark.usefixtures("stream")
@@ -121,9 +121,9 @@ def test_descriptors_have_what_triton_reads() -> None:
     described = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor(x, [2, 16])
     bound(recorded(run, described, y, (None, None), 10, 1, BLOCK=8), operands=(x, y))(x, y)
     [descriptor] = [value for value in run.launched[0] if hasattr(value, "base")]
-    nothing = [None] * (len(inspect.signature(unpack).parameters) - 1)
-    (base, *ours), (tensor, *theirs) = (unpack(each, *nothing) for each in (descriptor, described))
-    assert (base.data_ptr(), ours) == (tensor.data_ptr(), theirs)
+    unused = [None] * (len(inspect.signature(unpack).parameters) - 1)
+    (base, *ours), (tensor, *expected) = (unpack(each, *unused) for each in (descriptor, described))
+    assert (base.data_ptr(), ours) == (tensor.data_ptr(), expected)
 
 
 def test_why_launches_cannot_be_bound() -> None:
@@ -168,8 +168,8 @@ def test_the_reach_of_tensors() -> None:
     assert tape.reach(rows) == (start, start + 48)
     assert tape.reach(rows[:1].expand(100, 8)) == (start, start + 16)
     assert tape.reach(rows[:, 2:4]) == (start + 4, start + 4 + 2 * 16 + 4)
-    first, behind = tape.reach(rows[:0])
-    assert first == behind
+    first, end = tape.reach(rows[:0])
+    assert first == end
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -133,13 +133,13 @@ def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, g
     """The sigmoid is off by a few roundings of float32, and of its argument t by t of them; and the result by that of its type."""
     gpu, device, interpreted = where
     x = (torch.randn(m, half * (2 if gated else 1)) * 6).to(dtype)
-    beside = torch.randn(m, 3, half).to(dtype)[:, 1]  # rows of a wider one
+    multiplier = torch.randn(m, 3, half).to(dtype)[:, 1]  # rows of a wider one
     out = torch.full((m, half), torch.nan, dtype=dtype, device=device)
     x[0, 0], x[0, 1] = -200.0, torch.nan
-    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated is True, beside=beside.to(device) if gated is None else None)
+    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated is True, beside=multiplier.to(device) if gated is None else None)
     assert bool(out[0, 1].isnan()), "a NaN stays"
     x[0, 1], out[0, 1] = 0.0, 0.0
-    gate, up = x.double().chunk(2, 1) if gated else (x.double(), torch.ones(()) if gated is False else beside.double())
+    gate, up = x.double().chunk(2, 1) if gated else (x.double(), torch.ones(()) if gated is False else multiplier.double())
     # torch's 1 + tanh(u) cancels where 2 sigmoid(2 u) does not.
     argument = gate if kind == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     if kind == "relu2":
@@ -167,7 +167,7 @@ def test_what_gates_do_not_fit(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "n", "k", "dtype", "how", "plus_one"),
+    ("name", "m", "n", "k", "dtype", "how", "unit_offset"),
     [
         ("int4_g128", 1, 70, 1024, B, {"records": 1}, False),
         ("int4_g128", 1, 70, 1024, B, {"records": 1}, True),
@@ -177,7 +177,7 @@ def test_what_gates_do_not_fit(gpu: Gpu) -> None:
     ],
 )
 def test_a_norm_in_the_product(
-    name: str, m: int, n: int, k: int, dtype: torch.dtype, how: dict[str, Any], plus_one: bool, where: Any
+    name: str, m: int, n: int, k: int, dtype: torch.dtype, how: dict[str, Any], unit_offset: bool, where: Any
 ) -> None:
     """As if its input were x times the norm's weight, rounded, and then by the root, which is off by a few roundings of float32."""
     gpu, device, interpreted = where
@@ -187,9 +187,9 @@ def test_a_norm_in_the_product(
     codes = random_codes(problem.format, (n, k))
     views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(problem.format, (n, k)))
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
-    z = (x.float() * (factor.float() + plus_one)).to(dtype)
+    z = (x.float() * (factor.float() + unit_offset)).to(dtype)
     out = torch.full((m, n), torch.nan, dtype=dtype, device=device)
-    skinny.launch(problem, config, x.to(device), *views, out, Epilogue(), (factor.to(device), EPS, plus_one))
+    skinny.launch(problem, config, x.to(device), *views, out, Epilogue(), (factor.to(device), EPS, unit_offset))
     root = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
     expected, error = reference.linear(z, codes), 2 * reference.error_bound(z, codes)
     if (skinny_config.mode(problem) != "sums" and dtype != F) or (interpreted and dtype == B):
@@ -221,7 +221,7 @@ def test_what_comes_before_the_kernel_before_has_ended(
         for module in (skinny, skinny_tile):
             monkeypatch.setattr(module, "gdc_wait", lambda: None, raising=False)
         monkeypatch.setattr(skinny, "gdc_launch_dependents", lambda: None)
-        monkeypatch.setattr(skinny.launcher, "run", lambda *a, early, own=skinny.launcher.run, **o: own(*a, **o))
+        monkeypatch.setattr(skinny.launcher, "run", lambda *a, early, run=skinny.launcher.run, **o: run(*a, **o))
     problem = Problem("linear", 1, 40, k, as_format(name), dtype)
     config = skinny_config.Config(1, 1, 8, ahead=4, ptx=not interpreted, **how)
     static, per = skinny_config.compiled_for(problem, config, clamps=False)
@@ -249,7 +249,7 @@ class Kind(NamedTuple):
 
     rotary_dim: int | None = None
     normed: bool = False
-    plus_one: bool = False
+    unit_offset: bool = False
     factor: float = 1.0
     ring: bool = False
     rope_interleaved: str = ""
@@ -280,7 +280,7 @@ def attention(
     def normed(x: Tensor) -> Tensor:
         if norms is None:
             return x
-        factors = [norms[0][0].double() + kind.plus_one] * heads + [norms[1][0].double() + kind.plus_one] * kv_heads
+        factors = [norms[0][0].double() + kind.unit_offset] * heads + [norms[1][0].double() + kind.unit_offset] * kv_heads
         x, factors = x.clone(), factors[: x.shape[1]]
         x[:, : len(factors)] *= (x[:, : len(factors)].square().mean(-1, keepdim=True) + EPS).rsqrt() * torch.stack(factors)
         return x
@@ -328,8 +328,8 @@ STREAMED = {"tokens": 16, "warps": 4, "stages": 3}
 
 def streamed(splits: int, **how: int) -> Any:
     """In place of `attend.static`: with as many blocks and tiles of another kind."""
-    own = attend.static
-    return lambda *sizes, **kind: (replace(own(*sizes, **kind)[0], **{**STREAMED, **how}), splits)
+    static = attend.static
+    return lambda *sizes, **kind: (replace(static(*sizes, **kind)[0], **{**STREAMED, **how}), splits)
 
 
 @pytest.mark.parametrize(
@@ -340,9 +340,9 @@ def streamed(splits: int, **how: int) -> Any:
         (2, 3, 1, 16, 300, 0, B, {}, Kind()),
         (2, 4, 4, 128, 65, 40, B, {}, Kind(rotary_dim=96)),
         (1, 8, 1, 32, 200, 150, H, {}, Kind(rotary_dim=0)),
-        (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, plus_one=True, factor=0.4)),
+        (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, unit_offset=True, factor=0.4)),
         (1, 8, 2, 64, 100, 57, F, {"splits": 1}, Kind()),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, plus_one=True)),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, unit_offset=True)),
         (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(rotary_dim=0, normed=True)),
         (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(rotary_dim=32, factor=2.5)),
         (1, 5, 1, 128, 33, 32, B, {"splits": 1, "tokens": 32}, Kind()),
@@ -419,7 +419,7 @@ def test_attention_of_one_token(
             mask = torch.where(mask, torch.randn(batch, size), torch.finfo(dtype).min).to(dtype)
     sinks = torch.randn(heads).to(dtype) * 2 if kind.sinks else None
     if masked or kind.normed:
-        norms = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.plus_one) for _ in range(2))
+        norms = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.unit_offset) for _ in range(2))
     clean = tuple(t.nan_to_num(0) for t in cache)
     expected, keys, values = attention(qkv, rotary, clean, length, mask, heads, norms, kind, sinks)
     bits = []
@@ -428,20 +428,20 @@ def test_attention_of_one_token(
         there: Any = tuple(t.to(device, copy=True) for t in cache)
         count = torch.tensor([length + there_already], device=device)
         at_mask = None if mask is None else mask.to(device)
-        turns: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
+        rope_cache: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
-        of_made = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
+        variant = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
         how_else = attend.How(
-            kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, None if sinks is None else sinks.to(device), *of_made
+            kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, None if sinks is None else sinks.to(device), *variant
         )
-        attend.launch(gpu, qkv.to(device), turns, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
+        attend.launch(gpu, qkv.to(device), rope_cache, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
         assert count.item() == length + there_already + advance
         bits.append(out.cpu())
     assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8)), "the second run gave other bits"
     # Scores are off by some roundings of float32 for each number that is summed, relative to the sum of magnitudes; keys by one of their
     # type, where float32 and float64 round to different sides.
     found, unit = bits[0].double(), max(UNIT[dtype], 2.0**-24)
-    size_of = float(qkv.double().square().mean().sqrt() * clean[0].double().abs().max()) * (10 if kind.plus_one else 4)
+    size_of = float(qkv.double().square().mean().sqrt() * clean[0].double().abs().max()) * (10 if kind.unit_offset else 4)
     error = (2.0**-22 * dim * size_of + (2 * unit if dtype != F else 0) * size_of) * float(values.abs().max()) * kind.factor
     assert bool(((found - expected).abs() <= error + 2 * unit * expected.abs()).all())
     for cached, before, wanted in zip(there, cache, (keys, values), strict=True):
@@ -457,14 +457,14 @@ def test_a_token_that_may_not_see_itself(where: Any, monkeypatch: pytest.MonkeyP
     gpu, device, _ = where
     for how in (attend.static, streamed(2)):
         monkeypatch.setattr(attend, "static", how)
-        qkv, turn = torch.randn(2, 3 * 16), (torch.ones(1, 16), torch.zeros(1, 16))
+        qkv, rope = torch.randn(2, 3 * 16), (torch.ones(1, 16), torch.zeros(1, 16))
         cache: Any = tuple(torch.randn(2, 1, 40, 16) for _ in range(2))
         mask = torch.arange(40).expand(2, 40) < 20
-        expected, keys, values = attention(qkv, turn, cache, 20, mask, 1)
+        expected, keys, values = attention(qkv, rope, cache, 20, mask, 1)
         for shown in (mask, torch.zeros(2, 40).masked_fill(~mask, -torch.inf)):
             out, there = torch.full((2, 16), torch.nan, device=device), tuple(t.to(device, copy=True) for t in cache)
-            turns: Any = tuple(t.to(device) for t in turn)
-            attend.launch(gpu, qkv.to(device), turns, there, torch.tensor([20], device=device), shown.to(device), out, 0.25)  # type: ignore[arg-type]
+            rope_cache: Any = tuple(t.to(device) for t in rope)
+            attend.launch(gpu, qkv.to(device), rope_cache, there, torch.tensor([20], device=device), shown.to(device), out, 0.25)  # type: ignore[arg-type]
             assert torch.allclose(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
             assert torch.allclose(there[0].cpu().double(), keys, rtol=1e-6, atol=1e-6)
             assert torch.equal(there[1].cpu().double(), values)
@@ -496,10 +496,10 @@ def test_caches_of_many_sizes_take_few_kernels() -> None:
 
 def test_a_full_cache_gives_nan(where: Any) -> None:
     gpu, device, _ = where
-    qkv, turn = torch.randn(1, 4 * 16, device=device), torch.ones(1, 16, device=device)
+    qkv, rope = torch.randn(1, 4 * 16, device=device), torch.ones(1, 16, device=device)
     cache: Any = tuple(torch.randn(1, 1, 5, 16, device=device) for _ in range(2))
     before, out = [t.clone() for t in cache], torch.zeros(1, 32, device=device)
-    attend.launch(gpu, qkv, (turn, turn), cache, torch.tensor([5], device=device), None, out, 0.25)
+    attend.launch(gpu, qkv, (rope, rope), cache, torch.tensor([5], device=device), None, out, 0.25)
     assert bool(out.isnan().all())
     assert all(torch.equal(a, b) for a, b in zip(before, cache, strict=True))
 

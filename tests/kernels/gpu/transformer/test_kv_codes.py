@@ -25,8 +25,8 @@ H, B, F = torch.float16, torch.bfloat16, torch.float32
         (3, 6, 3, 80, 77, 76, H, {}, Kind(rotary_dim=10)),
         (2, 3, 1, 16, 100, 0, B, {}, Kind()),
         (2, 4, 4, 128, 65, 40, B, {}, Kind(rotary_dim=96)),
-        (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, plus_one=True, factor=0.4)),
-        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, plus_one=True)),
+        (1, 2, 1, 256, 40, 33, B, {}, Kind(normed=True, unit_offset=True, factor=0.4)),
+        (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, unit_offset=True)),
         (3, 4, 2, 96, 37, 30, B, {"splits": 2}, Kind()),
         (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(rotary_dim=32, factor=2.5)),
         (66, 2, 1, 128, 12, 11, B, {"splits": 1, "warps": 1}, Kind()),
@@ -77,17 +77,17 @@ def test_attention_to_codes(
         if kind.added:
             mask = torch.where(mask, torch.randn(batch, size), torch.finfo(dtype).min).to(dtype)
     sinks = torch.randn(heads).to(dtype) * 2 if kind.sinks else None
-    norms: Any = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.plus_one) for _ in range(2)) if kind.normed else None
+    norms: Any = tuple(((1 + torch.randn(dim) / 4).to(dtype), EPS, kind.unit_offset) for _ in range(2)) if kind.normed else None
 
     out = torch.full((batch, heads * dim), torch.nan, dtype=dtype, device=device)
     (k, ks), (v, vs) = (tuple(t.contiguous().to(device, copy=True) for t in part) for part in cache)
-    of_made = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
+    variant = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
     sink = None if sinks is None else sinks.to(device)
-    how_else = attend.How(kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, sink, *of_made)
+    how_else = attend.How(kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, sink, *variant)
     count = torch.tensor([length + there_already], device=device)
-    turns: Any = tuple(t.to(device) for t in rotary)
+    rope_cache: Any = tuple(t.to(device) for t in rotary)
     at_mask, factors = None if mask is None else mask.to(device), norms and tuple((w.to(device), *rest) for w, *rest in norms)
-    attend.launch(gpu, qkv.to(device), turns, (k, v, ks, vs), count, at_mask, out, dim**-0.5, 1 - there_already, factors, how_else)
+    attend.launch(gpu, qkv.to(device), rope_cache, (k, v, ks, vs), count, at_mask, out, dim**-0.5, 1 - there_already, factors, how_else)
     assert count.item() == length + 1
 
     unit = max(UNIT[dtype], 2.0**-24)
@@ -108,7 +108,7 @@ def test_attention_to_codes(
     rounded = tuple(t.to(dtype).double() for t in empty)
     of_queries = kind._replace(projections="q")
     expected, _, values = attention(qkv[:, : heads * dim], rotary, rounded, length, mask, heads, norms, of_queries, sinks)
-    size_of = float(qkv.double().square().mean().sqrt() * rounded[0].abs().max()) * (10 if kind.plus_one else 4)
+    size_of = float(qkv.double().square().mean().sqrt() * rounded[0].abs().max()) * (10 if kind.unit_offset else 4)
     # Scores are off by the roundings of queries, the result by those of weights and values.
     error = (2.0**-22 * dim + (max(unit, cut) if dtype != F else 0) * dim**0.5) * size_of + 4 * unit + cut
     largest = float(values.abs().max()) * kind.factor

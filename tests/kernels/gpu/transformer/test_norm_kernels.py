@@ -21,10 +21,10 @@ def where(gpu: Gpu, device: torch.device, interpreted: bool) -> tuple[Gpu, torch
     return gpu, device, interpreted
 
 
-def normed(x: Tensor, factor: Tensor, plus_one: bool) -> Tensor:
+def normed(x: Tensor, factor: Tensor, unit_offset: bool) -> Tensor:
     """In float64."""
     wide = x.double()
-    return wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + plus_one)
+    return wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * (factor.double() + unit_offset)
 
 
 def bound(y: Tensor, dtype: torch.dtype, interpreted: bool) -> Tensor:
@@ -33,72 +33,72 @@ def bound(y: Tensor, dtype: torch.dtype, interpreted: bool) -> Tensor:
     return (unit + 2.0**-19) * y.abs() + 1e-7
 
 
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(("m", "k", "dtype"), [(1, 4096, B), (3, 300, H), (2, 1, F), (1, 5000, F)])
-def test_a_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, where: Any) -> None:
+def test_a_norm(m: int, k: int, dtype: torch.dtype, unit_offset: bool, where: Any) -> None:
     gpu, device, interpreted = where
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    norm.launch(gpu, x.to(device), (factor.to(device), EPS, plus_one), out)
-    expected = normed(x, factor, plus_one)
+    norm.launch(gpu, x.to(device), (factor.to(device), EPS, unit_offset), out)
+    expected = normed(x, factor, unit_offset)
     assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(("m", "k", "dtype"), [(1, 4096, B), (3, 300, H), (2, 1, F), (1, 5000, F)])
-def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, plus_one: bool, shifted: bool, where: Any) -> None:
+def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, unit_offset: bool, shifted: bool, where: Any) -> None:
     """What is far from 0 loses its mean: as many bits as that is larger than the deviation, of a float32's 24; the sum of the factor's
     product and the shift is rounded where these are large, and may be small."""
     gpu, device, interpreted = where
     x, factor = (torch.randn(m, k) * 3 + 20).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
     shift = torch.randn(k).to(dtype) if shifted else None
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    norm.launch_centred(gpu, x.to(device), (factor.to(device), EPS, plus_one), None if shift is None else shift.to(device), out)
-    centred = x.double() - x.double().mean(1, keepdim=True)
-    root = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
-    part = centred * root * (factor.double() + plus_one)
+    norm.launch_centred(gpu, x.to(device), (factor.to(device), EPS, unit_offset), None if shift is None else shift.to(device), out)
+    difference = x.double() - x.double().mean(1, keepdim=True)
+    root = (difference.square().mean(1, keepdim=True) + EPS).rsqrt()
+    part = difference * root * (factor.double() + unit_offset)
     expected = part if shift is None else part + shift.double()
     # The mean is off by some roundings of a number of 20 in a tree of sums, and so is each difference.
-    error = 2.0**-19 * 20 * root * (factor.double() + plus_one).abs() + 2.0**-19 * part.abs()
+    error = 2.0**-19 * 20 * root * (factor.double() + unit_offset).abs() + 2.0**-19 * part.abs()
     assert bool(((out.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted) + error).all())
 
 
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(("m", "widths", "dtype"), [(1, (512, 128, 128), B), (3, (60, 20, 20), H), (2, (8, 8, 8), F)])
-def test_norms_of_parts_of_a_row(m: int, widths: tuple[int, int, int], dtype: torch.dtype, plus_one: bool, where: Any) -> None:
+def test_norms_of_parts_of_a_row(m: int, widths: tuple[int, int, int], dtype: torch.dtype, unit_offset: bool, where: Any) -> None:
     gpu, device, interpreted = where
     x, factors = (torch.randn(m, sum(widths)) * 3).to(dtype), [(1 + torch.randn(k) / 4).to(dtype) for k in widths[:2]]
     out = torch.full_like(x, torch.nan, device=device)
-    first, second = ((factor.to(device), EPS, plus_one) for factor in factors)
+    first, second = ((factor.to(device), EPS, unit_offset) for factor in factors)
     norm.launch_parts(gpu, x.to(device), (first, second), out)
     *parts, rest = x.split(widths, 1)
     found = out.cpu().split(widths, 1)
     for y, part, factor in zip(found[:2], parts, factors, strict=True):
-        expected = normed(part, factor, plus_one)
+        expected = normed(part, factor, unit_offset)
         assert bool(((y.double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
     assert torch.equal(found[2], rest)
 
 
-@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(("m", "k", "dtype"), [(1, 2560, B), (3, 300, H), (2, 1, F)])
-def test_a_norm_that_is_added(m: int, k: int, dtype: torch.dtype, plus_one: bool, where: Any) -> None:
+def test_a_norm_that_is_added(m: int, k: int, dtype: torch.dtype, unit_offset: bool, where: Any) -> None:
     """And the norm of the sum, as it is rounded; a factor of the sum."""
     gpu, device, interpreted = where
     x, residual = ((torch.randn(m, k) * 3).to(dtype) for _ in range(2))
     factors = [(1 + torch.randn(k) / 4).to(dtype) for _ in range(2)]
-    first, second = ((factor.to(device), EPS, plus_one) for factor in factors)
+    first, second = ((factor.to(device), EPS, unit_offset) for factor in factors)
     for then, scale in ((False, None), (True, None), (True, torch.tensor([-0.375], dtype=dtype))):
         h, z = (torch.full((m, k), torch.nan, dtype=dtype, device=device) for _ in range(2))
         of_sum = None if scale is None else scale.to(device)
         norm.launch_added(gpu, x.to(device), first, residual.to(device), h, (second, z) if then else None, of_sum)
-        part = normed(x, factors[0], plus_one)
+        part = normed(x, factors[0], unit_offset)
         expected = (part + residual.double()) * (1.0 if scale is None else float(scale))
         # The sum is rounded where its parts are large, and may be small.
         error = bound(expected, dtype, interpreted) + 2.0**-19 * part.abs() + 2.0**-23 * residual.double().abs()
         assert bool(((h.cpu().double() - expected).abs() <= error).all())
         if then:
-            expected = normed(h.cpu(), factors[1], plus_one)
+            expected = normed(h.cpu(), factors[1], unit_offset)
             assert bool(((z.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
         else:
             assert bool(z.isnan().all())

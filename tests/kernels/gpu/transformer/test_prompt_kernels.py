@@ -15,7 +15,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.transformer import attend_many, turn
 from halfbyte.machine import GPUS, Gpu
-from halfbyte.ops.transformer import prompt
+from halfbyte.ops.transformer import prefill_ops
 from halfbyte.ops.transformer.decoder import Heads, Norm
 
 H, B = torch.float16, torch.bfloat16
@@ -232,8 +232,8 @@ def attended(
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(~seen[:, None], -torch.inf)
     off = 2.0**-22 * (q.shape[3] + 4) * scale * (q.abs() @ k.abs().transpose(2, 3)).amax(-1, keepdim=True)
     if sinks is not None:
-        beside = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
+        sink_scores = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1).nan_to_num(0)
     found = [weights @ v, weights @ v.abs(), 2 * off * (weights @ v.abs())]
@@ -272,14 +272,14 @@ def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, rope_inter
         norm_after_rope=normed == "after",
     )
     keys, values = cache_of(at, dtype)
-    queries = prompt.turn(qkv, rotary, keys, values, torch.tensor([at.length]), heads)
+    queries = prefill_ops.apply_rope(qkv, rotary, keys, values, torch.tensor([at.length]), heads)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
     new = slice(at.length, at.length + at.tokens)
     for got, x, norm in zip((queries, keys[:, :, new].transpose(1, 2)), (q, k), norms or (None, None), strict=True):
         expected = placed(x, norm, rotary, rope_interleaved, normed)
         most = expected.abs().amax(-1, keepdim=True)
         assert bool(((got.double() - expected).abs() <= UNIT[dtype] * expected.abs() + 2.0**-19 * most + 2.0**-25).all())
-    y = prompt.attend_many(queries, keys, values, torch.tensor([at.length]), None, heads.scale, factor=0.5)
+    y = prefill_ops.attend_many(queries, keys, values, torch.tensor([at.length]), None, heads.scale, factor=0.5)
     seen = (torch.arange(at.size) <= torch.arange(at.tokens)[:, None] + at.length)[None]
     expected, _ = attended(queries, keys.nan_to_num(0), values.nan_to_num(0), seen, heads.scale, None)
     assert bool(((y.double() - expected / 2).abs() <= UNIT[dtype] * expected.abs() + 2.0**-18).all())
@@ -288,25 +288,26 @@ def test_torch_operations_say_the_same(at: Sizes, dtype: torch.dtype, rope_inter
 
 def test_what_does_not_fit() -> None:
     qkv, cache, heads = torch.zeros(1, 3, 8 * 32), torch.zeros(1, 2, 8, 32), Heads(4, 2, 32, 1.0)
-    with pytest.raises(ArgumentError, match=r"turn takes qkv"):
-        prompt.turn(qkv, None, cache.half(), cache.half(), None, heads)
-    with pytest.raises(ArgumentError, match=r"turn takes qkv"):
-        prompt.turn(qkv, (torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)), cache, cache, None, heads)
-    with pytest.raises(ArgumentError, match="turn takes qkv"):
-        prompt.turn(qkv, None, cache, cache, None, heads._replace(qk_norm=(Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0))))
+    with pytest.raises(ArgumentError, match=r"apply_rope takes qkv"):
+        prefill_ops.apply_rope(qkv, None, cache.half(), cache.half(), None, heads)
+    with pytest.raises(ArgumentError, match=r"apply_rope takes qkv"):
+        prefill_ops.apply_rope(qkv, (torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)), cache, cache, None, heads)
+    norms = Norm(torch.zeros(5), 0.0), Norm(torch.zeros(5), 0.0)
+    with pytest.raises(ArgumentError, match="apply_rope takes qkv"):
+        prefill_ops.apply_rope(qkv, None, cache, cache, None, heads._replace(qk_norm=norms))
     of_all = Norm(torch.zeros(4 * 32), 0.0), Norm(torch.zeros(2 * 32), 0.0)
-    with pytest.raises(ArgumentError, match="turn takes qkv"):
-        prompt.turn(qkv, None, cache, cache, None, heads._replace(qk_norm=of_all, qk_norm_whole=True, norm_after_rope=True))
+    with pytest.raises(ArgumentError, match="apply_rope takes qkv"):
+        prefill_ops.apply_rope(qkv, None, cache, cache, None, heads._replace(qk_norm=of_all, qk_norm_whole=True, norm_after_rope=True))
     queries: Any = torch.zeros(1, 3, 4, 32)
     with pytest.raises(ArgumentError, match="a mask bool"):
-        prompt.attend_many(queries, cache, cache, None, torch.zeros(1, 3, 7, dtype=torch.bool), 1.0)
+        prefill_ops.attend_many(queries, cache, cache, None, torch.zeros(1, 3, 7, dtype=torch.bool), 1.0)
     with pytest.raises(ArgumentError, match="scale above 0"):
-        prompt.attend_many(queries, cache, cache, None, None, 0.0)
+        prefill_ops.attend_many(queries, cache, cache, None, None, 0.0)
     with pytest.raises(ArgumentError, match="of one type"):
-        prompt.attend_many(queries.half(), cache, cache, None, None, 1.0)
-    assert prompt.why_not_many(Heads(4, 2, 1024, 1.0), B, GPUS["sm_90"]) == "heads of 1024 are wider than 512"
-    assert "not torch.float32" in (prompt.why_not_many(heads, torch.float32, GPUS["sm_90"]) or "")
-    assert prompt.why_not_many(heads, B, GPUS["sm_90"]) is None
+        prefill_ops.attend_many(queries.half(), cache, cache, None, None, 1.0)
+    assert prefill_ops.why_not_many(Heads(4, 2, 1024, 1.0), B, GPUS["sm_90"]) == "heads of 1024 are wider than 512"
+    assert "not torch.float32" in (prefill_ops.why_not_many(heads, torch.float32, GPUS["sm_90"]) or "")
+    assert prefill_ops.why_not_many(heads, B, GPUS["sm_90"]) is None
 
 
 # Compiled

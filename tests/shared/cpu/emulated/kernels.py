@@ -12,8 +12,6 @@ from emulated.program import IMAGE, Emulator
 from torch import Tensor
 
 from halfbyte.formats import Codes, Format
-from halfbyte.kernels.cpu.chain import NORM, Step
-from halfbyte.kernels.cpu.chain import build as build_step
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, QUANTIZE, Block
 from halfbyte.kernels.cpu.codegen.kernel import compiled
@@ -26,6 +24,8 @@ from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
+from halfbyte.kernels.cpu.step_sequence import NORM, Step
+from halfbyte.kernels.cpu.step_sequence import build as build_step
 from halfbyte.kernels.cpu.transformer import attend_whole as whole
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, AttendSpec
 from halfbyte.kernels.cpu.transformer.attend import build as build_attend
@@ -169,7 +169,7 @@ def attend(emulator: Emulator, spec: AttendSpec, fields: dict[str, int | tuple[f
 def norm(emulator: Emulator, fields: dict[str, int | tuple[float, float]], sizes: dict[str, int]) -> None:
     """Layer norms of rows; `sizes` of the memory that arguments mean."""
     with _in_place_of_the_cpu(emulator):
-        phase = compiled(build_step, Step("norm", centred=True), emulator.isa)
+        phase = compiled(build_step, Step("norm", layer_norm=True), emulator.isa)
     _call(emulator, NORM, bytes(NORM.buffer(fields | {"first_phase": phase})), sizes, {"out"})
 
 

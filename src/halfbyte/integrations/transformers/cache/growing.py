@@ -2,7 +2,7 @@
 
 `keys` and `values` are views of the buffers, made when somebody asks. Whoever sets one of them (cropping, beams) gets an ordinary layer.
 Of attention to a window of W tokens they have what transformers keeps, the last W - 1: the views go along the buffers. Where these end, the
-layer gets new ones, so that a token that is in a buffer is never overwritten, and whoever has a view keeps it.
+layer gets new ones, so that a token that is in a buffer is never overwritten, and existing views stay valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Layer, Int8SlidingLayer
 
 _LEAST_ROOM = 64  # tokens
-_OWN = ("buffers", "length", "first", "stamp")
+_EXTRA_STATE = ("buffers", "length", "first", "stamp")
 
 
 class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base without which objects could not change their class
@@ -63,18 +63,18 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
 
     def _as_plain(self) -> dict[str, Any]:
         """The attributes of an ordinary layer."""
-        kept = {name: value for name, value in vars(self).items() if name not in _OWN}
+        kept = {name: value for name, value in vars(self).items() if name not in _EXTRA_STATE}
         return {**kept, "keys": self.keys, "values": self.values}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copy is an ordinary layer: two that write to the same buffers would mix their tokens."""
-        return _made, (self.plain,), self._as_plain()
+        return _uninitialized, (self.plain,), self._as_plain()
 
     def get_seq_length(self) -> int:
         return self.length
 
 
-def _made(plain: Any) -> Any:
+def _uninitialized(plain: Any) -> Any:
     return plain.__new__(plain)
 
 

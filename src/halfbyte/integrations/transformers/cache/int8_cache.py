@@ -34,18 +34,29 @@ class _Records(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class Int8Layer(_Records):  # type: ignore[no-untyped-call]
-    """Of full attention."""
+    """Growing int8 cache of a layer with full attention."""
 
 
 class Int8SlidingLayer(_Records, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Of attention to a window."""
+    """Growing int8 cache of a layer with sliding-window attention."""
 
 
 class Int8Cache(DynamicCache):
-    """A growing cache of keys and values in 8 bits for a model of transformers with this config: `past_key_values` of `generate` or a call.
+    """A growing KV cache in 8 bits for a model of transformers: the `past_key_values` of `generate` or of a call.
 
     32 elements share a scale; each is off by at most half a scale, 1/253 of the largest of them. Layers that keep anything else, such as
-    states of linear attention, are as in transformers' DynamicCache. Raises ArgumentError where `config` is none of transformers.
+    states of linear attention, are as in transformers' DynamicCache.
+
+    Args:
+        config: The model's config.
+
+    Raises:
+        ArgumentError: `config` is none of transformers.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> hb.Int8Cache(LlamaConfig(num_hidden_layers=2)).get_seq_length()
+        0
     """
 
     def __init__(self, config: Any) -> None:

@@ -24,13 +24,13 @@ class Ring(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
         if self.cumulative_length_int >= size:
             if key_states.shape[2] == 1:
                 place = (self.cumulative_length % size).view(1)
-                for mine, new in zip(self._both(), (key_states, value_states), strict=True):
-                    mine.index_copy_(2, place, new)
+                for buffer, new in zip(self._both(), (key_states, value_states), strict=True):
+                    buffer.index_copy_(2, place, new)
                 self.cumulative_length.add_(1)
                 self.cumulative_length_int += 1
                 return self.in_order()
-            for mine, ordered in zip(self._both(), self.in_order(), strict=True):
-                mine.copy_(ordered)
+            for buffer, ordered in zip(self._both(), self.in_order(), strict=True):
+                buffer.copy_(ordered)
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         if self.cumulative_length_int >= size:
             self.cumulative_length.fill_(size)

@@ -1,7 +1,7 @@
 """Layers of static caches in 8 bits, for GPUs: keys and values are codes, int8 [B, Hkv, T, D], with scales of their own.
 
 `scales` is a layer of the same kind whose keys and values, bfloat16 [B, Hkv, T, ceil(D / 32)], are the scales (`layouts/records.py`), so
-that what moves tokens is the same code for both. Its length is that of the codes. `attend` reads and writes both (`decoding_gpu.py`); who
+that what moves tokens is the same code for both. Its length is that of the codes. `attend` reads and writes both (`decode_gpu.py`); who
 asks by `update` gets all of the cache as floats.
 """
 
@@ -69,11 +69,11 @@ def _decoded(codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], dtype:
 
 
 class StaticInt8Layer(_Codes, StaticLayer):  # type: ignore[no-untyped-call]
-    """Of full attention."""
+    """Static int8 cache of a layer with full attention."""
 
 
 class Int8Ring(_Codes, Ring):  # type: ignore[no-untyped-call]
-    """Of attention to a window."""
+    """Static int8 cache of a layer with sliding-window attention."""
 
 
 _CODES: dict[type, type] = {StaticLayer: StaticInt8Layer, Ring: Int8Ring}

@@ -107,8 +107,8 @@ class Call(NamedTuple):
         """The same for the last tokens alone."""
         masks = [None if mask is None else mask[:, :, -tokens:] for mask in self.masks]
         rotary = [(cos[:, -tokens:], sin[:, -tokens:]) for cos, sin in self.rotary]
-        own = None if self.per_layer is None else self.per_layer[:, -tokens:]
-        return self._replace(masks=masks, rotary=rotary, per_layer=own, keep=0)
+        per_layer_input = None if self.per_layer is None else self.per_layer[:, -tokens:]
+        return self._replace(masks=masks, rotary=rotary, per_layer=per_layer_input, keep=0)
 
 
 class Run:
@@ -182,8 +182,8 @@ class CpuRun(Run):
             layer = self._compiled[index]
             if isinstance(layer, str) or (layer.whole.most_rows is not None and rows > layer.whole.most_rows):
                 break
-            apart = rows > _FEW_ROWS or layer.stands_alone or index <= len(call.deepstack)
-            if index > first and (apart or not self._alike(index, first)):
+            one_by_one = rows > _FEW_ROWS or layer.stands_alone or index <= len(call.deepstack)
+            if index > first and (one_by_one or not self._same_kernels(index, first)):
                 break
             place = self._place(layer, layer.whole, index, x)
             if place is None:
@@ -194,15 +194,15 @@ class CpuRun(Run):
                 break
         if not layers:
             return self._one(x, first), first + 1
-        own = None if layers[0].per_layer_width is None or call.per_layer is None else call.per_layer[:, :, first]
+        per_layer_input = None if layers[0].per_layer_width is None or call.per_layer is None else call.per_layer[:, :, first]
         mask = self._shown(call.masks[first])
         entries = [(place.keys, place.values, place.length) for place in places]
-        y = run_layers(layers, x, call.rotary[first], entries, mask, own)[-1]
+        y = run_layers(layers, x, call.rotary[first], entries, mask, per_layer_input)[-1]
         for index, place in enumerate(places, first):
             self._enter(index, place, x)
         return y, first + len(layers)
 
-    def _alike(self, index: int, other: int) -> bool:
+    def _same_kernels(self, index: int, other: int) -> bool:
         """Whether two layers have the same mask and rope."""
         return self._call.masks[index] is self._call.masks[other] and self._call.rotary[index] is self._call.rotary[other]
 

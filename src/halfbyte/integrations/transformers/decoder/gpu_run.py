@@ -1,5 +1,5 @@
-"""The layers of a decoder stack of transformers on an NVIDIA GPU: one new token of each sequence with a static cache (`decoding_gpu.py`),
-and prompts (`prompt_gpu.py`), by the kernels of `decoder/gpu_layer.py`."""
+"""The layers of a decoder stack of transformers on an NVIDIA GPU: one new token of each sequence with a static cache (`decode_gpu.py`),
+and prompts (`prefill_gpu.py`), by the kernels of `decoder/gpu_layer.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from halfbyte.integrations.transformers.decoder import decoding_gpu, prompt_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu, prefill_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
 
@@ -42,10 +42,10 @@ class GpuRun(Run):
         lowered, call, module = self._lowered[first], self._call, self._modules[first]
         y: Tensor | None = None
         if lowered is not None:
-            own = None if call.per_layer is None else call.per_layer[:, :, first]
+            per_layer_input = None if call.per_layer is None else call.per_layer[:, :, first]
             rotary, past = call.rotary[first], call.past
             if past is not None and past.layers:
-                y = decoding_gpu.token(module, lowered, x, call.masks[first], past.layers, rotary, own, call.shared)
+                y = decode_gpu.token(module, lowered, x, call.masks[first], past.layers, rotary, per_layer_input, call.shared)
             if y is None:
-                y = prompt_gpu.tokens(module, lowered, x, call.masks[first], past, rotary, own, call.shared)
+                y = prefill_gpu.tokens(module, lowered, x, call.masks[first], past, rotary, per_layer_input, call.shared)
         return self._by_transformers(x, first) if y is None else y, first + 1

@@ -33,7 +33,7 @@ NAMES = sorted(family.layer_class for family in FAMILIES.values())
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that the table of families means
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")  # names within an MLP
 
-# Of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
+# Arguments of a decoder layer's call. Some families name few of them as parameters; all get what the model was called with.
 LAYER_ARGUMENTS: Understood = {
     **dict.fromkeys(("hidden_states", "attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings"), any_value),
     **dict.fromkeys(("per_layer_input", "shared_kv_states", "return_shared_kv_states"), any_value),  # Gemma 4
@@ -309,11 +309,11 @@ def _why_not_routed(mlp: Any, moe: MoEFamily) -> str | None:
     """Why a mixture of experts has other parts than its family says; None where it has these."""
     router = getattr(mlp, moe.router)
     tensors = {name for name, _ in (*router.named_parameters(), *router.named_buffers())}
-    own = {*_tensors_of_router(router, moe), *(("bias",) if moe.router_bias else ())}
+    router_tensors = {*_tensors_of_router(router, moe), *(("bias",) if moe.router_bias else ())}
     if moe.correction is not None and moe.correction.startswith(prefix := f"{moe.router}."):
-        own.add(moe.correction.removeprefix(prefix))
+        router_tensors.add(moe.correction.removeprefix(prefix))
     settings = [name for name in ("top_k", moe.norm_topk, moe.scaling_factor, moe.groups) if name is not None]
-    if tensors != own or not all(hasattr(router, name) for name in settings):
+    if tensors != router_tensors or not all(hasattr(router, name) for name in settings):
         return "its router has other parts than a weight and how many experts it chooses"
     if moe.groups is not None and getattr(router, moe.groups) != 1:
         return "its router chooses among groups of experts"
@@ -337,7 +337,7 @@ def _tensors_of_router(router: Any, moe: MoEFamily) -> Iterator[str]:
         return
     linear = router.get_submodule(name)
     if type(linear) in (nn.Linear, QuantLinear) and linear.bias is None:
-        yield from (f"{name}.{own}" for own, _ in (*linear.named_parameters(), *linear.named_buffers()))
+        yield from (f"{name}.{tensor_name}" for tensor_name, _ in (*linear.named_parameters(), *linear.named_buffers()))
 
 
 def weight_of(linear: QuantLinear) -> Weight:

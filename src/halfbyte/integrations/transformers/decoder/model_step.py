@@ -25,7 +25,7 @@ from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.layers import why_not_packed
 
-# Of a causal model's call.
+# Arguments of a causal model's call that are understood.
 ARGUMENTS: Understood = {
     **dict.fromkeys(("input_ids", "attention_mask", "position_ids", CACHE), any_value),
     **dict.fromkeys(("inputs_embeds", "labels", "per_layer_inputs"), unset),

@@ -1,4 +1,4 @@
-"""One new token of each sequence through a compiled decoder stack, in one native call on a CPU (`ops.transformer.decoding_step`).
+"""One new token of each sequence through a compiled decoder stack, in one native call on a CPU (`ops.transformer.whole_model_decode`).
 
 This is for growing caches. What Python does between two tokens counts, as it runs with caches that are full of weights: everything that
 stays from token to token is made once.
@@ -25,8 +25,8 @@ from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
 from halfbyte.nn.modules.scaled import Factor, factor_of
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES
-from halfbyte.ops.transformer.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.transformer.layers import Weight, why_not_packed
+from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
 
 _BLOCK, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many blocks are kept
 Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecodingStep` has them
@@ -201,8 +201,8 @@ class _LastCache(threading.local):
 
 def _entries(layers: Sequence[growing.Growing], sources: Sequence[int]) -> list[tuple[Tensor, Tensor, int]]:
     """Keys, values and lengths for all layers, by the indices of those whose keys and values they read."""
-    own = [(*layer.buffers, layer.length - layer.first) for layer in layers]
-    return [own[source] for source in sources]
+    entries = [(*layer.buffers, layer.length - layer.first) for layer in layers]
+    return [entries[source] for source in sources]
 
 
 def _table(embedding: Any, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:
@@ -230,11 +230,11 @@ def why_no_step(stack: Any, family: Family, *, per_layer: bool) -> str | None:
         return "frequencies of its rope depend on the length of the text"
     tables, parts = [stack.embed_tokens], [stack.embed_tokens]
     if per_layer:
-        own, projection, own_norm = per_layer_inputs_of(stack)
-        if type(projection) is not QuantLinear or not type(own_norm).__module__.startswith("transformers."):
+        per_layer_inputs, projection, per_layer_norm = per_layer_inputs_of(stack)
+        if type(projection) is not QuantLinear or not type(per_layer_norm).__module__.startswith("transformers."):
             return "its per-layer inputs are not projected by a quantized linear layer and an RMS norm"
-        tables.append(own)
-        parts += own, projection
+        tables.append(per_layer_inputs)
+        parts += per_layer_inputs, projection
     if not all(_is_table(one, norm.weight.dtype) for one in tables):
         return "its embedding does more than looking rows up, or in another dtype"
     packed = [part.packed for part in parts if type(part) in (QuantEmbedding, QuantLinear)]

@@ -1,8 +1,8 @@
-"""Embeddings of BERT and its like in optimized models: on a CPU a batch takes one call of `ops.transformer.embed`.
+"""Embeddings of encoders (BERT and others) in optimized models: on a CPU `ops.transformer.embed` computes a batch in one native call.
 
     y = norm(words(ids) + types(type ids) + positions(position ids))        DistilBERT and MPNet have no types
 
-Gradients, embeddings that are given, hooks, torch.compile, and everything else go the way of transformers' own module.
+Gradients, embeddings that are given, hooks, torch.compile, and all other calls fall through to transformers' module.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
 from halfbyte.ops.transformer.layers import LayerNorm, why_not_packed
 
-APART = "embeddings are added and normed by torch"
-ONE_CALL = "embeddings and their norm take one call, without gradients and torch.compile"
+UNFUSED = "embeddings are added and normed by torch"
+ONE_CALL = "embeddings and their norm are one native call, without gradients and torch.compile"
 
 _TABLES = ("word_embeddings", "token_type_embeddings", "position_embeddings")
 _COUNTS = "create_position_ids_from_input_ids"
@@ -55,13 +55,13 @@ def tables_of(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def compile_embeddings(module: nn.Module) -> None:
-    """Lets a module that has `tables_of` take a batch in one call, in place, or says why it does not."""
+    """Replace the forward of a module that has `tables_of` by one native call, in place, or note why not."""
     if not isinstance(module, _OneCall):
-        replace_class(module, _OneCall, APART, why_not(module))
+        replace_class(module, _OneCall, UNFUSED, why_not(module))
 
 
 def why_not(module: Any) -> str | None:
-    """Why a module that has `tables_of` does not take a batch in one call; None where it does."""
+    """Why a module that has `tables_of` cannot be computed in one native call, or None."""
     tables: dict[str, Any] = {name: getattr(module, name, None) for name in tables_of(module) or ()}
     norm = getattr(module, "LayerNorm", None)
     for name, table in tables.items():
@@ -83,13 +83,13 @@ class _OneCall(ReplacedForward):
     def halfbyte_remark(self: Any) -> str:
         """What `halfbyte.report` says of it."""
         reason = why_not(self)
-        return ONE_CALL if reason is None else f"{APART}: {reason}"
+        return ONE_CALL if reason is None else f"{UNFUSED}: {reason}"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and not is_capturing():
             call = bind(self.argument_names, args, kwargs, ARGUMENTS)
             ids = None if call is None else _ids(self, call)
-            if ids is not None and ids_fit(ids, len(ids)) and (computed := _computed(self)) is not None:
+            if ids is not None and ids_fit(ids, len(ids)) and (computed := _fused(self)) is not None:
                 return computed(ids)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -111,28 +111,28 @@ def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
 
 
 def _counted(module: Any) -> Callable[[Tensor, int], Tensor] | None:
-    """What makes positions of ids: a method, or a function beside the class."""
+    """The function that computes position ids: a method, or a function of the class's module."""
     if hasattr(type(module), _COUNTS):
         return getattr(module, _COUNTS)  # type: ignore[no-any-return]
-    return _beside(original(module))
+    return _module_function(original(module))
 
 
 @functools.cache
-def _beside(cls: type) -> Callable[[Tensor, int], Tensor] | None:
+def _module_function(cls: type) -> Callable[[Tensor, int], Tensor] | None:
     return getattr(sys.modules[cls.__module__], _COUNTS, None)
 
 
-_made: WeakKeyDictionary[nn.Module, tuple[NormedEmbeddings, Frozen]] = WeakKeyDictionary()
+_fused_embeddings: WeakKeyDictionary[nn.Module, tuple[NormedEmbeddings, Frozen]] = WeakKeyDictionary()
 
 
-def _computed(module: Any) -> NormedEmbeddings | None:
+def _fused(module: Any) -> NormedEmbeddings | None:
     """The module's tables and norm in one, as they are now; None where a part was replaced, or is watched."""
-    made = _made.get(module)
-    if made is None or not made[1].is_unchanged():
+    entry = _fused_embeddings.get(module)
+    if entry is None or not entry[1].is_unchanged():
         if why_not(module) is not None:
             return None
         tables = [getattr(module, name) for name in tables_of(module) or ()]
         norm = module.LayerNorm
         computed = NormedEmbeddings([table.packed for table in tables], LayerNorm(norm.weight, norm.bias, norm.eps))
-        made = _made[module] = computed, Frozen(module)
-    return made[0]
+        entry = _fused_embeddings[module] = computed, Frozen(module)
+    return entry[0]

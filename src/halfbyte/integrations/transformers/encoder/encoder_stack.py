@@ -207,10 +207,10 @@ _stacks: WeakKeyDictionary[nn.Module, tuple[list[EncoderLayer | str], Frozen]] =
 
 def _compiled(stack: Any) -> list[EncoderLayer | str]:
     """The layers as they are now: compiled, or why transformers computes them."""
-    held, layers = _stacks.get(stack), getattr(stack, _kind(stack).layers)
-    if held is None or not held[1].is_unchanged():
-        held = _stacks[stack] = [lowered_layer(layer) for layer in layers], Frozen(layers)
-    return held[0]
+    cached_stack, layers = _stacks.get(stack), getattr(stack, _kind(stack).layers)
+    if cached_stack is None or not cached_stack[1].is_unchanged():
+        cached_stack = _stacks[stack] = [lowered_layer(layer) for layer in layers], Frozen(layers)
+    return cached_stack[0]
 
 
 def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, given: Input) -> Tensor:

@@ -36,7 +36,7 @@ from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.ops.library import in_mode
 
-_MADE = "_halfbyte_made_by_transformers"
+_DEFAULT_CACHE = "_halfbyte_made_by_transformers"
 _LATER = 1024  # tokens for which a cache has room at first, at most
 _CACHE_STEP = 64  # tokens
 # These may be asked about ids in any memory.
@@ -82,9 +82,9 @@ class _Generating(ReplacedForward):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         given = _cache_of(model_kwargs)
         answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        made = _cache_of(model_kwargs)
-        if made is not None and made is not given:
-            setattr(made, _MADE, True)
+        prepared = _cache_of(model_kwargs)
+        if prepared is not None and prepared is not given:
+            setattr(prepared, _DEFAULT_CACHE, True)
         return answer
 
     def _sample(
@@ -128,15 +128,15 @@ def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -
     )
     if not plain or not _on_gpu(ids.device):
         return bool(plain)
-    made = getattr(cache, _MADE, False) and config.cache_implementation != "dynamic"
-    ours = _is_static(cache) or (type(cache) is DynamicCache and made) or (type(cache) is Int8Cache and not cache.get_seq_length())
+    is_default = getattr(cache, _DEFAULT_CACHE, False) and config.cache_implementation != "dynamic"
+    ours = _is_static(cache) or (type(cache) is DynamicCache and is_default) or (type(cache) is Int8Cache and not cache.get_seq_length())
     if cache.offloading or not ours:
         return False  # another kind of cache was asked for
     if (reason := _why_not_captured(model, ids.device, cache)) is not None:
-        _tell(model, reason)
+        _warn_once(model, reason)
         return False
     # A static cache of the caller is made larger here only.
-    return model not in _slow or not made
+    return model not in _slow or not is_default
 
 
 def _is_static(cache: Any) -> bool:
@@ -174,7 +174,7 @@ def first_size(known: int, most: int) -> int:
     return round_up(min(most, known + _LATER), _CACHE_STEP)
 
 
-def _tell(model: Any, reason: str) -> None:
+def _warn_once(model: Any, reason: str) -> None:
     if model not in _slow:
         _slow[model] = reason
         name = type(model).__name__
@@ -187,7 +187,7 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
     mask = arguments.get("attention_mask")
     known = max(prompt, 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0))  # the cache has them after the prompt
     name = cache_name(arguments)
-    kept = config.return_dict_in_generate or not getattr(arguments[name], _MADE, False)
+    kept = config.return_dict_in_generate or not getattr(arguments[name], _DEFAULT_CACHE, False)
     on_gpu = _on_gpu(ids.device)
     if on_gpu:
         size = first_size(known, known - prompt + config.max_length)
@@ -232,7 +232,7 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
         if following is not None and kept:
             step.undo()
         if isinstance(step, GraphStep) and step.refused is not None:
-            _tell(model, step.refused)
+            _warn_once(model, step.refused)
     if streamer is not None:
         streamer.end()
     found = told.ids.to(ids.device, copy=True)

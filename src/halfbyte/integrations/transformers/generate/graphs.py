@@ -86,11 +86,11 @@ class GraphStep(Step):
         # Until a window is full. What is full stays so.
         left = [self._capacity - length, *(layer.max_cache_len - n for layer, n in counts if n < layer.max_cache_len)]
 
-        mine = self._tokens = tokens.clone()
+        captured_tokens = self._tokens = tokens.clone()
 
         def step() -> Tensor:
-            scores = self._scores(mine)
-            return mine.copy_(self._choice(inputs.values[TOKEN], scores)) if self._choice.alone else scores
+            scores = self._scores(captured_tokens)
+            return captured_tokens.copy_(self._choice(inputs.values[TOKEN], scores)) if self._choice.alone else scores
 
         try:
             self._graph = CapturedGraph(tokens.device)
@@ -133,15 +133,15 @@ def keeping(cache: Any) -> list[Any]:
 
 def capacity(cache: StaticCache, model: Any) -> int:
     """The number of tokens for which a cache has room. Layers with a window have it always, once they are as large as the window."""
-    pairs: Any = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
-    return min((layer.max_cache_len for layer, largest in pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
+    layer_pairs: Any = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
+    return min((layer.max_cache_len for layer, largest in layer_pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
 
 
 def enlarge(cache: StaticCache, model: Any, size: int) -> None:
     """Makes room for `size` tokens, in place."""
     int8 = any(type(layer) in IN_CODES for layer in cache.layers)
-    pairs: Any = zip(cache.layers, static_cache(model, size, int8=int8).layers, strict=True)
-    for index, (old, new) in enumerate(pairs):
+    layer_pairs: Any = zip(cache.layers, static_cache(model, size, int8=int8).layers, strict=True)
+    for index, (old, new) in enumerate(layer_pairs):
         if type(new) is _EMPTY or new.max_cache_len <= old.max_cache_len:
             continue
         if old.is_initialized:
@@ -157,8 +157,8 @@ def enlarge(cache: StaticCache, model: Any, size: int) -> None:
 
 
 def _copy(old: Any, new: Any) -> None:
-    for mine, theirs in ((new.keys, old.keys), (new.values, old.values)):
-        mine[:, :, : old.max_cache_len] = theirs
+    for target, source in ((new.keys, old.keys), (new.values, old.values)):
+        target[:, :, : old.max_cache_len] = source
 
 
 def _rings(cache: StaticCache) -> list[Ring]:

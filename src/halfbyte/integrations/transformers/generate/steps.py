@@ -23,7 +23,7 @@ from halfbyte.integrations.transformers.decoder.model_step import ModelStep
 from halfbyte.integrations.transformers.optimize.calls import cache_name
 
 TOKEN = "input_ids"
-# Of these, what they do follows from scores alone, without waiting for a GPU.
+# Processors whose effect depends on scores alone, without a synchronization with the GPU.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -169,19 +169,19 @@ class Inputs:
         longer = after.dim() == 2 and after.shape == (before.shape[0], before.shape[1] + 1) and torch.equal(before, after[:, :-1])
         if before.shape == after.shape and torch.equal(before, after):
             return
-        mine, last = before.clone(), self._place  # no `self` in what is kept: a cycle would keep the cache until garbage is collected
-        place[name] = mine
+        snapshot, last = before.clone(), self._place  # no `self` in what is kept: a cycle would keep the cache until garbage is collected
+        place[name] = snapshot
         if longer and bool((after[:, -1] == 1).all()):
             self.same_shapes = False
-            self._advances.append(lambda: place.update({name: torch.cat((place[name], torch.ones_like(mine[:, :1])), 1)}))
+            self._advances.append(lambda: place.update({name: torch.cat((place[name], torch.ones_like(snapshot[:, :1])), 1)}))
         elif before.shape != after.shape:
             raise UnsupportedError(f"its {name} changes its shape from token to token")
         elif after.dtype in (torch.int64, torch.int32) and torch.equal(before + 1, after):
-            self._advances.append(lambda: mine.add_(1))
+            self._advances.append(lambda: snapshot.add_(1))
         elif after.dim() == 4 and at < after.shape[-1] and torch.equal(_seen(before, at), after):
-            self._advances.append(lambda: mine.index_fill_(-1, last, _visible(mine)))
+            self._advances.append(lambda: snapshot.index_fill_(-1, last, _visible(snapshot)))
         elif after.dim() == 4 and torch.equal(_rolled(before), after):
-            self._advances.append(lambda: mine.copy_(_rolled(mine)))
+            self._advances.append(lambda: snapshot.copy_(_rolled(snapshot)))
         else:
             raise UnsupportedError(f"its {name} changes from token to token in a way that is not known")
 
@@ -198,5 +198,5 @@ def _seen(mask: Tensor, at: int) -> Tensor:
 
 
 def _rolled(mask: Tensor) -> Tensor:
-    """Of a window that moved by one token."""
+    """The mask of a window that moved by one token."""
     return torch.cat((mask[..., 1:], torch.full_like(mask[..., :1], _visible(mask))), -1)

@@ -19,7 +19,7 @@ CACHE, OLD_CACHE = "cache", "past_key_values"
 # What the installed version calls the KV cache, in arguments and in outputs.
 KV_CACHE = CACHE if CACHE in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE
 
-# By parameter, the KV cache as "cache": whether a value other than None is understood.
+# Whether a value other than None is understood, by parameter; the KV cache is called "cache".
 Understood = Mapping[str, Callable[[Any], bool]]
 
 

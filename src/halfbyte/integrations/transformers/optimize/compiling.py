@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 
 from halfbyte import env
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.integrations.transformers.decoder.live_layer import has_experts
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
@@ -40,7 +40,7 @@ def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], Any
     them: mixtures of experts are left out. settings: further arguments of the model.
     """
     device = model.device
-    if device.type != "cuda" or triton_trouble() is not None or any(isinstance(part, MixtureOfExperts) for part in model.modules()):
+    if device.type != "cuda" or why_no_triton() is not None or any(isinstance(part, MixtureOfExperts) for part in model.modules()):
         return
     from halfbyte.kernels.gpu.runtime import launch, tape
 

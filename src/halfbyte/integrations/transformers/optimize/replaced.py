@@ -26,7 +26,7 @@ class ReplacedForward:
     keeps_name = False  # the class is known by the name of what it comes before
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The class is made anew, where no module can name it."""
+        """Rebuild the class when unpickling, as no module has it by name."""
         return _empty, self.of_classes, self.__getstate__()
 
 
@@ -67,9 +67,9 @@ def _class_of(*parts: type) -> Any:
 
 def _with_signature(function: Any, signature: inspect.Signature) -> Any:
     """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
-    made: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__, made.__signature__ = function.__kwdefaults__, signature
-    return made
+    copied: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__, copied.__signature__ = function.__kwdefaults__, signature
+    return copied
 
 
 def why_not_fused(names: str, linears: Sequence[nn.Module]) -> str | None:
@@ -115,5 +115,5 @@ def _name(cls: type) -> str:
 
 
 def _empty(*parts: type) -> Any:
-    made = _class_of(*parts)
-    return made.__new__(made)
+    instance = _class_of(*parts)
+    return instance.__new__(instance)

@@ -43,7 +43,7 @@ _PREFILL, _STEPS = 5, 2  # tokens
 _ROOM = 64  # tokens in the cache on a GPU
 _PACKAGES = ("torch", "transformers", "triton")
 _ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# Of activations quantized to int8: uniform errors of a scale's width, with the largest of a block at 3.5 standard deviations.
+# Error of activations quantized to int8: uniform of a scale's width, with the largest of a block at 3.5 standard deviations.
 _INT8_ERROR = 3.5 / 127 / math.sqrt(12)
 _LARGEST = 0.5  # a relative difference that no rounding explains
 
@@ -93,11 +93,11 @@ class SelfCheck:
 
     def finish(self, model: nn.Module) -> None:
         """Compare the optimized model's outputs with the plain ones, and restore it, with a warning, where they differ."""
-        trouble = self._compare()
-        _write(self.key, trouble)
-        if trouble:
+        failure = self._compare()
+        _write(self.key, failure)
+        if failure:
             self._restore(model)
-            warn(model, trouble)
+            warn(model, failure)
 
     def _compare(self) -> str:
         for one, plain in zip(self.models, self.plain, strict=True):
@@ -133,9 +133,9 @@ class SelfCheck:
                 one.set_attn_implementation(implementation)
 
 
-def warn(model: nn.Module, trouble: str) -> None:
+def warn(model: nn.Module, failure: str) -> None:
     """Tell, in a warning and in the report, that a model was left plain."""
-    text = f"{trouble} ({', '.join(_versions())}): the model is left plain; please report it, HALFBYTE_CHECK=0 optimizes it all the same"
+    text = f"{failure} ({', '.join(_versions())}): the model is left plain; please report it, HALFBYTE_CHECK=0 optimizes it all the same"
     add_notes(model, [text])
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
@@ -168,9 +168,9 @@ def relative_difference(found: Tensor, plain: Tensor) -> float:
 def _separate(linear: FusedLinear | GeluLinear) -> QuantLinear:
     """A linear layer that was fused, by itself."""
     packed = ops.pack(linear.codes(), linear.packed.device) if isinstance(linear, FusedLinear) else linear.packed
-    made = DerivedLinear(linear, packed)
-    made.__class__ = QuantLinear  # type: ignore[assignment]
-    return made
+    derived = DerivedLinear(linear, packed)
+    derived.__class__ = QuantLinear  # type: ignore[assignment]
+    return derived
 
 
 # What is called
@@ -315,13 +315,13 @@ def _read(key: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _write(key: str, trouble: str) -> None:
+def _write(key: str, failure: str) -> None:
     """Write a verdict, all of it or nothing. A full or read-only disk costs the memory of it, nothing else."""
     path = _path(key)
     if path is None:
         return
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        beside.write_text(json.dumps({"trouble": trouble, "versions": _versions()}), encoding="utf-8")
-        os.replace(beside, path)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        temporary.write_text(json.dumps({"trouble": failure, "versions": _versions()}), encoding="utf-8")
+        os.replace(temporary, path)

@@ -104,7 +104,7 @@ LINEAR = Block(
         "panel_groups",
         "at_once",  # panels that a tile takes
         "together",  # panels that all row tiles pass over before the next ones
-        "in_turn",  # so many of the row tiles, the last ones, ask for the next ones in turn
+        "prefetching_tiles",  # so many of the row tiles, the last ones, share the prefetch of the next panel
         "zeros",
         "out_stride",
         "out_bytes",

@@ -20,7 +20,7 @@ _Q = (1.0, 0.25283384323120117, 0.028940092772245407, 0.0019129789434373379, 7.5
 
 
 def gelu(f: Function, x: Value) -> Value:
-    """Of each lane of x, float."""
+    """GELU of each lane of x, float."""
     near = x.max_or(-_FAR).min_or(_FAR)
     square = near * near
     phi = near * _polynomial(f, _P, square) / _polynomial(f, _Q, square) + 0.5

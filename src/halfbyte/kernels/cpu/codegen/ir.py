@@ -317,12 +317,12 @@ class Function:
         """`for i in f.draw_items(counter, n):` threads, whose number and count are this function's second and third parameters, draw items
         0 … n - 1. Of two, one begins at each end, so that from call to call a thread meets what it made itself."""
         _, thread, threads = self.parameters
-        mine = self.variable(self.value("i64", 0))
+        item = self.variable(self.value("i64", 0))
 
         def place(drawn: Value) -> Value:
-            own = mine.value
-            mine.value = own + 1
-            return (threads < 3).select(thread.equals(0).select(own, items - 1 - own), drawn)
+            index = item.value
+            item.value = index + 1
+            return (threads < 3).select(thread.equals(0).select(index, items - 1 - index), drawn)
 
         for drawn in self.draw(lambda: self.fetch_add(counter), items):
             yield place(drawn)
@@ -416,6 +416,6 @@ class Module:
         self._declarations.setdefault(name, f"declare {returns} @{name}({', '.join(types)})")
 
     def text(self) -> str:
-        own = {f.name for f in self.functions}
-        declarations = [text for name, text in self._declarations.items() if name not in own]
+        defined = {f.name for f in self.functions}
+        declarations = [text for name, text in self._declarations.items() if name not in defined]
         return "\n".join([*declarations, *(f.text() for f in self.functions), f"attributes #0 = {{ {self._attributes} }}", ""])

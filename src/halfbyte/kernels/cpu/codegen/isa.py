@@ -68,7 +68,7 @@ class ISA:
     attributes = ""  # of each function
     code_model = "jitdefault"
     lanes = 4
-    register_totals = 8  # vectors of float totals that fit in registers beside a block's accumulators
+    register_totals = 8  # vectors of float totals that fit in registers with a block's accumulators
     half_conversions = False  # has instructions for float <-> float16
     register = ""  # as for Function.pinned, where accumulators are to be pinned
     sums_shorts = False  # has `dot_shorts`
@@ -89,10 +89,12 @@ class ISA:
     spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
     ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
     once = 0  # rows up to which one tile for all asks for weights that need not stay in a cache
-    asks_in_turn = 0  # where so many row tiles, or more, pass over a panel, each asks for a share of the next one; 0: none does
+    least_prefetching_tiles = (
+        0  # where so many row tiles, or more, pass over a panel, each prefetches a share of the next one; 0: none does
+    )
     all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
     asking_tiles = 1 << 62  # the most that ask: of more, the last ones
-    asks_for_shares = False  # where data have 8 bits, for lines side by side, not for units in turn
+    asks_for_shares = False  # where data have 8 bits, for contiguous lines, not for every n-th unit
     asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more, those of 8 bits in long panels alone do
     biases = False  # whether sums of blocks become floats by what they begin at: see `biased.py`; has `dot_shorts`
     points_off = 0  # elements of a block up to which tiles take 4-bit points off codes: additions of bytes leave products their ports
@@ -189,7 +191,7 @@ class ISA:
         return [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
 
     def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
-        """As `unit_weights` of 8 bits, of indices in a table."""
+        """`unit_weights` of 8 bits for indices in a codebook."""
         codes = [code - self.correction(8, signed=True) for code in table]
         return [self.looked_up(nibbles, codes) for nibbles in self.unit_weights(stored, 4)]
 
@@ -217,7 +219,7 @@ class ISA:
         return itertools.chain.from_iterable(self.steps(row, unit) for row in rows)
 
     def activation_bytes(self, inner: Inner, bits: int) -> int:
-        """Of one activation as tiles read it, for weights of `bits`."""
+        """Bytes of one activation as tiles read it, for weights of `bits`."""
         match inner:
             case "int8":
                 return 1
@@ -229,7 +231,7 @@ class ISA:
                 raise unreachable(inner, "the size of activations for products of")
 
     def laid_out(self, codes: Value, bits: int) -> Value:
-        """Whole quads of int8 activations, as integers of any width, as tiles read them."""
+        """Whole quads of int8 activations in the order that tiles read, given as integers of any width."""
         return codes.to("i8")
 
     def code_sum(self, f: Function, total: Value, codes: Value, bits: int, paired: bool) -> Value:
@@ -248,13 +250,13 @@ class ISA:
         """A step's activations that are all 1."""
         return f.value("i32", 0x01010101).splat(self.lanes)
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         """Whether a unit (at most 32 k) has accumulators of its own, which `widen` adds to the block's int32 totals."""
         return bits == 4  # eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720)
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
         """The accumulator of a unit at its beginning."""
-        return f.value(self.shorts, 0) if self.apart(bits) else total
+        return f.value(self.shorts, 0) if self.narrow_accumulators(bits) else total
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         """acc + products of the unit weights of a step with its activations `a`, 32 bits of `laid_out` codes in each lane."""
@@ -275,7 +277,7 @@ class ISA:
         raise self._lacks("dot_shorts")
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
-        """Of 16 bytes each, those that `picks` has the numbers of; 0 where its highest bit is set."""
+        """Shuffle the bytes within each 16 by the indices in `picks`; 0 where the highest bit of an index is set."""
         raise self._lacks("picked")
 
     def kept_codes(self, stored: Value, bits: int) -> list[Value]:
@@ -308,9 +310,9 @@ class ISA:
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
         """The block's int32 total after a unit whose accumulator is `acc`."""
-        return total + self._pair_sums(acc) if self.apart(bits) else acc
+        return total + self._pair_sums(acc) if self.narrow_accumulators(bits) else acc
 
-    def turned(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
+    def transposed_accumulators(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
         """A block's int32 totals (row by row, a vector each) to the form in which `int8_unit` keeps them, and back again."""
         return totals
 
@@ -354,7 +356,7 @@ class ISA:
         return self.float_table(f, stored, unit.table) if unit.table else self.float_codes(f, stored, unit.bits, signed)
 
     def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
-        """As `float_codes`, of indices in a table."""
+        """`float_codes` for indices in a codebook."""
         for first, indices in zip((0, 4), (stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15), strict=True):
             for k, code in self.float_codes(f, self.looked_up(indices, [code + 128 for code in table]), 8, signed=True):
                 yield first + k, code

@@ -56,7 +56,7 @@ class AMXTiles(AVX512BF16):
 
     def __init__(self) -> None:
         super().__init__("intel")
-        self.expands, self.spreads, self.ahead, self.asks_in_turn, self.bf16_pays = False, False, 8192, 0, True
+        self.expands, self.spreads, self.ahead, self.least_prefetching_tiles, self.bf16_pays = False, False, 8192, 0, True
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
@@ -71,7 +71,7 @@ class AMXTiles(AVX512BF16):
     def correction(self, bits: int, signed: bool) -> int:
         return 0 if bits == 4 else super().correction(bits, signed)
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         return False
 
     def nibbles(self, stored: Value, signed: bool) -> list[Value]:

@@ -50,7 +50,7 @@ class Neon(ISA):
             return super().looked_up(indices, table)
         return indices.fn.call(indices.type, "llvm.aarch64.neon.tbl1.v16i8", indices.fn.constant(indices.type, table), indices)
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         return True
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
@@ -59,7 +59,7 @@ class Neon(ISA):
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
         products = weights.to("i16") * a.bits(self.quads).to("i16")
-        return acc + products if bits == 4 else acc + self._pairs(f, products)
+        return acc + products if bits == 4 else acc + self._widened_pairs(f, products)
 
     def pinned(self, f: Function, acc: Value) -> Value:
         if bytes_of(acc.type) <= 4 * self.lanes:
@@ -69,10 +69,10 @@ class Neon(ISA):
         return low.shuffle(range(2 * count), high)
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
-        pairs = self._pairs(f, acc) if bits == 4 else acc
+        pairs = self._widened_pairs(f, acc) if bits == 4 else acc
         return total + f.call(self.ints, "llvm.aarch64.neon.addp.v4i32", pairs.shuffle(range(4)), pairs.shuffle(range(4, 8)))
 
-    def _pairs(self, f: Function, shorts: Value) -> Value:
+    def _widened_pairs(self, f: Function, shorts: Value) -> Value:
         """<16 x i16> -> <8 x i32>: the sums of two neighbours each."""
         halves = [shorts.shuffle(range(h, h + 8)) for h in (0, 8)]
         low, high = (f.call(self.ints, "llvm.aarch64.neon.saddlp.v4i32.v8i16", half) for half in halves)
@@ -92,7 +92,7 @@ class NeonDotprod(Neon):
             return Tiling(1, 8) if m == 1 else Tiling(min(m, 5), 4)
         return super().tile(m, inner, geo, codes=codes)
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         return False
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
@@ -126,14 +126,14 @@ class NeonI8mm(NeonDotprod):
     def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
         return f.call(self.ints, "llvm.aarch64.neon.smmla.v4i32.v16i8", acc, a.bits(self.quads), weights)
 
-    def turned(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
+    def transposed_accumulators(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
         out = list(totals)
-        for first, second in self._pairs_of_accumulators(unit):
+        for first, second in self._accumulator_pairs(unit):
             out[first] = totals[first].shuffle((0, 1, 4, 5), totals[second])
             out[second] = totals[first].shuffle((2, 3, 6, 7), totals[second])
         return out
 
-    def _pairs_of_accumulators(self, unit: Int8Unit) -> list[tuple[int, int]]:
+    def _accumulator_pairs(self, unit: Int8Unit) -> list[tuple[int, int]]:
         rows = range(0, unit.rows - 1, 2)
         return [(i * unit.vectors + v, (i + 1) * unit.vectors + v) for i in rows for v in range(unit.vectors)]
 
@@ -145,7 +145,7 @@ class NeonI8mm(NeonDotprod):
         for g in range(unit.k // 8):
             steps = list(zip(*(self._eight(weights, g, v, unit) for v in range(unit.vectors)), strict=True))
             operands = [(low.shuffle(_ZIP_LOW, high), low.shuffle(_ZIP_HIGH, high)) for low, high in zip(*steps, strict=True)]
-            for n, (first, second) in enumerate(self._pairs_of_accumulators(unit)):
+            for n, (first, second) in enumerate(self._accumulator_pairs(unit)):
                 i, v = n // unit.vectors * 2, n % unit.vectors
                 top, bottom = (a[i + j].load("<8 x i8>", 8 * g, 8) for j in (0, 1))
                 rows = top.shuffle(range(16), bottom)

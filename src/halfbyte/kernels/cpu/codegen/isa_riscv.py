@@ -42,7 +42,7 @@ class RVV(RV64GC):
     def pinned(self, f: Function, acc: Value) -> Value:
         return acc if is_float(acc.type) else super().pinned(f, acc)  # LLVM 22 fails on floats here
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         return True
 
     def start(self, f: Function, total: Value, bits: int) -> Value:

@@ -12,7 +12,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of
 from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit, Tiling
 from halfbyte.kernels.cpu.linear.prefetch import LONG_PANEL
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pairs
+from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pair_sums
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
@@ -63,7 +63,7 @@ class AVX2(ISA):
         # One core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four. More rows of 8-bit weights
         # do not wait for memory.
         panels = 4 if fmt.bits == 4 or m <= 2 else 1
-        if inner == "int8" and has_pairs(fmt) and not 2 < m < 6:
+        if inner == "int8" and has_pair_sums(fmt) and not 2 < m < 6:
             return Tiling(*self.direct_tile, panels)
         if m <= 2:
             return Tiling(m, 4, panels)
@@ -92,7 +92,9 @@ class AVX2(ISA):
     def pair_sum(self, total: Value, codes: Value) -> Value:
         count, width = lanes_of(codes.type), 2 * self.lanes
         for at in range(0, count, width):
-            part = codes.shuffle([min(i, count) for i in range(at, at + width)], codes.fn.value(codes.type, 0))  # zeros beside a short unit
+            part = codes.shuffle(
+                [min(i, count) for i in range(at, at + width)], codes.fn.value(codes.type, 0)
+            )  # a short unit is padded with zeros
             total = total + self._products(total.fn, part, _neighbours(part))
         return total
 
@@ -129,7 +131,7 @@ class AVX2(ISA):
         if not unit.paired:
             return super().int8_unit(f, unit, weights, a, totals, weight_sums)
         accs, sums, ones = list(totals), list(weight_sums), self.ones(f, 8).bits(self.shorts)
-        together = 2  # vectors whose weights are in registers beside 8 accumulators
+        together = 2  # vectors whose weights fit in registers with 8 accumulators
         for t, first in itertools.product(range(unit.k // 4), range(0, unit.vectors, together)):
             mask = f.pinned(f.value(self.shorts, 255), self.register)
             stored = [s.bits(self.shorts) for s in self.stored(weights + (t * PANEL * 4 + first * 4 * self.lanes), together)]
@@ -157,7 +159,7 @@ class AVX2(ISA):
         return acc + self._products(f, a.bits(self.shorts), b.bits(self.shorts))
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
-        return total + self._products(f, acc, f.value(self.shorts, 1)) if self.apart(bits) else acc
+        return total + self._products(f, acc, f.value(self.shorts, 1)) if self.narrow_accumulators(bits) else acc
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
         return f.call(self.quads, "llvm.x86.avx2.pshuf.b", codes, picks)
@@ -178,7 +180,7 @@ class AVX2(ISA):
 
 
 def _neighbours(shorts: Value) -> Value:
-    """Of laid-out activations of each quad, the odd ones in the places of the even ones and the other way round."""
+    """Swap the two pairs of int16 activations within each quad, which are laid out even k first, odd k second."""
     return shorts.shuffle([at + k for at in range(0, lanes_of(shorts.type), 4) for k in (2, 3, 0, 1)])
 
 
@@ -196,7 +198,7 @@ class AVX512(AVX2):
     expands = False  # not measured
 
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        return Tiling(*self.direct_tile) if inner == "int8" and has_pairs(geo.format) else Tiling(min(m, 6), 2)
+        return Tiling(*self.direct_tile) if inner == "int8" and has_pair_sums(geo.format) else Tiling(min(m, 6), 2)
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         return f.call(self.shorts, "llvm.x86.avx512.pmaddubs.w.512", unsigned, signed)
@@ -232,7 +234,7 @@ class AVXVNNI(ISA):
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
         return Tiling(m, 4) if m <= 2 else Tiling(min(m, 5 if inner == "int8" else 6), 2)
 
-    def apart(self, bits: int) -> bool:
+    def narrow_accumulators(self, bits: int) -> bool:
         return False
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
@@ -253,8 +255,8 @@ class AVX512VNNI(AVXVNNI):
 
     On Intel's CPUs masks and shifts take slots that dot products could have, so that it pays to unpack by one affine map of bits a
     vector (GFNI, which all but the first of them have), and to have more rows share what is unpacked, with totals in memory. On AMD's
-    the former are free and stores are not. Zen 4 makes a product of 512 bits a cycle, half as many as Zen 5 and beside as much else; its
-    rules are those of Zen 5, but for how memory is read and for products of floats.
+    the former are free and stores are not. Zen 4 makes a product of 512 bits a cycle, half as many as Zen 5, and as many other
+    operations; its rules are those of Zen 5, but for how memory is read and for products of floats.
 
     core   whose rules are followed; None for those of the CPU at hand, to which others that are not Intel's are like a Zen 5
     """
@@ -281,9 +283,9 @@ class AVX512VNNI(AVXVNNI):
         if self.spreads:
             self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
         if self.intel:
-            self.ahead, self.streams_ahead, self.asks_in_turn, self.all_ask_near = 4096, 1024, 1, True
+            self.ahead, self.streams_ahead, self.least_prefetching_tiles, self.all_ask_near = 4096, 1024, 1, True
         else:
-            self.asks_in_turn, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
+            self.least_prefetching_tiles, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
             self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
             self.once, self.brackets = 3, 48
         if zen4:
@@ -353,7 +355,7 @@ class AVX512VNNI(AVXVNNI):
     def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
         if not self.spreads:
             return super().table_weights(stored, table)
-        # vpermb reads six bits of each byte: the table stands four times, and what is beside a nibble does not matter.
+        # vpermb reads six bits of each byte: the table stands four times, and the other bits of the byte do not matter.
         f, high = stored.fn, (stored.bits(self.shorts) >> 4).bits(stored.type)
         codes = f.constant(stored.type, [code + 128 for code in table] * 4)
         return [f.call(stored.type, "llvm.x86.avx512.permvar.qi.512", codes, indices) for indices in (stored, high)]
@@ -400,7 +402,7 @@ class AVX512BF16(AVX512VNNI):
 
 
 def core_at_hand() -> Core:
-    """By whose rules this machine multiplies."""
+    """The core whose arithmetic rules this machine's matrix unit follows."""
     here = machine()
     return "intel" if here.vendor == "Intel" else "zen4" if here.llvm_cpu == "znver4" else "zen5"
 

@@ -45,7 +45,7 @@ if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that a th
 class _Linked:
     """What this process has linked, which lives as long as it does.
 
-    libraries  llvmlite frees the code of a library that nobody holds
+    libraries  llvmlite frees the code of a library without references
     loaded     addresses of functions, by name, for each key of a kernel
     warned     folders, and failures, of which there was a warning
     """

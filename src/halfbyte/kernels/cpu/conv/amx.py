@@ -270,9 +270,9 @@ class Units:
         w = w.view(sizes.groups, panels, _VECTORS, ROWS, self.number, COLUMN_BYTES // 4, 4)
         scales = codes.scale.reshape(-1).float().expand(sizes.out).reshape(sizes.groups, n)
         scales = torch.nn.functional.pad(scales, (0, more)).view(sizes.groups, panels, PANEL)
-        made = torch.cat((w.permute(0, 1, 4, 2, 5, 3, 6).flatten(2), scales.view(torch.int8)), dim=2).flatten()
-        aligned = torch.empty(made.numel() + 64, dtype=torch.int8, device="cpu")
-        return aligned[-aligned.data_ptr() % 64 :][: made.numel()].copy_(made)
+        laid_out = torch.cat((w.permute(0, 1, 4, 2, 5, 3, 6).flatten(2), scales.view(torch.int8)), dim=2).flatten()
+        aligned = torch.empty(laid_out.numel() + 64, dtype=torch.int8, device="cpu")
+        return aligned[-aligned.data_ptr() % 64 :][: laid_out.numel()].copy_(laid_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +281,13 @@ class _Near:
     one after the other where they are woven.
 
     lines_of  of each line of units: which of those together it is among, and how far down from their first
-    behind    of each of those together: how far down the kernel reaches
+    reach     of each of those together: how far down the kernel reaches
     """
 
     units: Units
     stride: int
     lines_of: tuple[tuple[int, int], ...]
-    behind: dict[int, int]
+    reach: dict[int, int]
 
     @classmethod
     def of(cls, units: Units, window: Window) -> _Near:
@@ -301,11 +301,11 @@ class _Near:
         if self.units.woven > 1:
             step_down = self.stride // self.units.woven  # from line to line of outputs, in woven lines
             return list(range(self.units.woven * (outputs * step_down + self.units.lines - 1)))
-        return [phase + self.stride * j for phase in self.behind for j in range(outputs + self.behind[phase])]
+        return [phase + self.stride * j for phase in self.reach for j in range(outputs + self.reach[phase])]
 
     def unit_places(self, outputs: int, line: int, tap_step: int) -> list[int]:
         """Where each unit's codes are behind an output's, in bytes; of a line, and from tap to tap."""
-        starts = dict(zip(self.behind, itertools.accumulate((outputs + down for down in self.behind.values()), initial=0), strict=False))
+        starts = dict(zip(self.reach, itertools.accumulate((outputs + down for down in self.reach.values()), initial=0), strict=False))
         return [
             (starts[phase] + down) * line * self.units.woven + tap * tap_step + c
             for phase, down in self.lines_of
@@ -360,7 +360,7 @@ class MatrixConvKernel(PlannedConv):
         outside: int = 0,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """As `ConvKernel`."""
+        """`ConvKernel` on matrix units."""
         call = self.planned(x, window, outside, weights, residual is not None)
         if scales is not None:
             bias = self._padded(bias)

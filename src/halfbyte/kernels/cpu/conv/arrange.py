@@ -6,8 +6,8 @@
 
     w * x = w * (x + 128) - 128 * w = -w * (127 - x) + 127 * w,            both x + 128 and 127 - x in 0 … 255
 
-so whoever writes activations negates them with the same instruction that makes them unsigned. Where two sums of two still obey the bound
-together, they are added as int16 before they are widened.
+so the code that writes activations negates them with the same instruction that makes them unsigned. Where two sums of two still obey the
+bound together, they are added as int16 before they are widened.
 
 Each group of outputs (a tile's width) has an order of its own. Codes move within lanes of 16, the reach of a shuffle of bytes:
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 LANE = 16
 WHOLE, HALF, PAIRS, SPLIT, ABSENT = 2, 1, 0, -1, -2
-NOTHING = 0x80  # in `take`: a shuffle of bytes puts 0 there
+ZERO_BYTE = 0x80  # in `take`: a shuffle of bytes puts 0 there
 _TRIALS = 3
 _NOISE = 8  # more of it in each trial
 _LANES_AT_ONCE = 1 << 10  # so that what is compared stays near
@@ -70,13 +70,13 @@ def arrange(codes: Tensor) -> Arranged:
     kind, place, there = (tensor[:, :chunks] for tensor in (kind, place, there))
     sources = place // (take.shape[1] // lanes)
     each = place.unsqueeze(-1).expand(-1, -1, LANE)
-    take = take.gather(1, each).where(there.unsqueeze(-1), torch.tensor(NOTHING, device="cpu"))
+    take = take.gather(1, each).where(there.unsqueeze(-1), torch.tensor(ZERO_BYTE, device="cpu"))
     signs = signs.gather(1, each)
     by_slot = wide.permute(0, 2, 3, 1)  # [groups, lanes, 16, rows]
     by_slot = by_slot.gather(1, sources.view(groups, chunks, 1, 1).expand(-1, -1, LANE, rows))
     by_slot = by_slot.gather(2, (take % LANE).unsqueeze(-1).expand(-1, -1, -1, rows))
-    made = by_slot * (signs * (take < LANE)).unsqueeze(-1).to(torch.int16)
-    corrections = -(made * (127 + (signs > 0)).unsqueeze(-1)).sum((1, 2), dtype=torch.int32)
+    shorts = by_slot * (signs * (take < LANE)).unsqueeze(-1).to(torch.int16)
+    corrections = -(shorts * (127 + (signs > 0)).unsqueeze(-1)).sum((1, 2), dtype=torch.int32)
     flip = torch.full((groups, chunks, LANE + 1), 0x80, dtype=torch.uint8, device="cpu")
     flip.scatter_(2, take.clamp(max=LANE), torch.where(signs > 0, 0x80, 0x7F).to(torch.uint8))
     return Arranged(
@@ -85,7 +85,7 @@ def arrange(codes: Tensor) -> Arranged:
         sources,
         flip[..., :LANE].contiguous(),
         take.to(torch.uint8),
-        made.view(groups, chunks, 4, 4, rows).transpose(-1, -2).to(torch.int8).contiguous(),
+        shorts.view(groups, chunks, 4, 4, rows).transpose(-1, -2).to(torch.int8).contiguous(),
     )
 
 
@@ -95,9 +95,9 @@ def _chunks(order: Tensor, signs: Tensor, kind: Tensor) -> tuple[Tensor, Tensor,
     if not split.any():
         return order, signs, kind
     groups, lanes = kind.shape
-    halves = torch.full((2, LANE), NOTHING, device="cpu")
+    halves = torch.full((2, LANE), ZERO_BYTE, device="cpu")
     halves[:, ::2] = torch.arange(LANE, device="cpu").view(2, -1)
-    one = torch.stack((order, torch.full_like(order, NOTHING)), 2)
+    one = torch.stack((order, torch.full_like(order, ZERO_BYTE)), 2)
     take = torch.where(split.view(groups, lanes, 1, 1), halves, one)
     plain = torch.where(split.unsqueeze(-1), 1, signs)
     kinds = torch.stack((kind.clamp(min=PAIRS), torch.where(split, PAIRS, ABSENT)), -1)
@@ -172,7 +172,7 @@ def _sets(w: Tensor, first: Tensor, second: Tensor, opposite: Tensor, limit: int
         same.append(torch.maximum(up[:-step] + up[step:], down[:-step] + down[step:]).amax(1))
         other.append(torch.maximum(up[:-step] + down[step:], down[:-step] + up[step:]).amax(1))
     couples = torch.tensor(_couples(), device="cpu")
-    turned = torch.cat(other) < torch.cat(same)
+    flipped = torch.cat(other) < torch.cat(same)
     fit = torch.minimum(torch.cat(same), torch.cat(other)) <= limit
     right = fit | fits[couples].all(1)
     ways = _ways()
@@ -182,9 +182,9 @@ def _sets(w: Tensor, first: Tensor, second: Tensor, opposite: Tensor, limit: int
     found, way = count.max(0)
     chosen = ways[way]  # [n, 4] sets
     chosen = chosen.gather(1, fit.T.gather(1, chosen).to(torch.int8).argsort(dim=1, descending=True, stable=True))
-    # Slots of 16 bits: both sets of a half beside each other, their second pairs behind.
+    # Slots of 16 bits: both sets of a half are adjacent, their second pairs follow.
     slots = couples[chosen].view(n, 2, 2, 2).transpose(2, 3).reshape(n, 8)
-    sign = torch.stack((torch.ones_like(chosen), torch.where(turned.T.gather(1, chosen), -1, 1)), -1)
+    sign = torch.stack((torch.ones_like(chosen), torch.where(flipped.T.gather(1, chosen), -1, 1)), -1)
     sign = sign.view(n, 2, 2, 2).transpose(2, 3).reshape(n, 8, 1)
     within = torch.stack((torch.ones_like(slots), torch.where(negated.T.gather(1, slots), -1, 1)), -1)
     order = torch.stack((first, second), -1).transpose(0, 1).gather(1, slots.unsqueeze(-1).expand(-1, -1, 2)).flatten(1)

@@ -27,7 +27,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv import arrange
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel, run_of, tile_width, whole_bytes
+from halfbyte.kernels.cpu.conv.direct_call import RearrangedWeightsKernel, TileSizes, run_of, tile_width, whole_bytes
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
@@ -55,7 +55,7 @@ class _Chunk(NamedTuple):
 
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """As `direct.build_tile`. It does not read sums and scale."""
+    """`direct.build_tile` for arranged weights; it does not read sums and scale."""
     _ArrangedTile(spec, isa, f).emit(f.value("i64", 0))
 
 
@@ -95,14 +95,14 @@ class _ArrangedTile(RequantizingDirectTile):
             codes = row.load(lane).shuffle(everywhere)
             slots = isa.picked(f, codes ^ flip, take).bits(isa.ints)
             for half in range(2):
-                made = []
+                products = []
                 for quad in (2 * half, 2 * half + 1):
                     four = slots.shuffle([i // 4 * 4 + quad for i in range(isa.lanes)]).bits(isa.quads)
                     weights = [chunk.load(isa.quads, (quad * spec.vectors + v) * size, size) for v in range(spec.vectors)]
-                    made.append([isa.byte_products(f, four, w) for w in weights])
+                    products.append([isa.byte_products(f, four, w) for w in weights])
                 for v in range(spec.vectors):
                     n = i * spec.vectors + v
-                    for sums in [made[0][v] + made[1][v]] if half < kind else [made[0][v], made[1][v]]:
+                    for sums in [products[0][v] + products[1][v]] if half < kind else [products[0][v], products[1][v]]:
                         out[n] = isa.pinned(f, isa.dot_shorts(f, out[n], sums, self.ones))
                 f.fence()
         return out
@@ -113,7 +113,7 @@ def supports(sizes: Filter, isa: ISA) -> bool:
     return isa.arranges and whole_bytes(sizes)
 
 
-class ArrangedConvKernel(OwnWeightsKernel):
+class ArrangedConvKernel(RearrangedWeightsKernel):
     """Has weights of bytes in their own order, which are made at the first call."""
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
@@ -129,21 +129,21 @@ class ArrangedConvKernel(OwnWeightsKernel):
         w = torch.zeros(sizes.groups, columns, sizes.k // self.run, self.run, dtype=torch.int8, device="cpu")
         w[:, :n] = codes.values().reshape(sizes.groups, n, -1, self.run)
         lanes = sizes.k // self.run * -(-self.run // LANE)
-        made = arrange.arrange(_lanes(w).view(-1, width, lanes, LANE))
-        if int(made.counts.sum()) > max(1.25 * lanes, lanes + 1) * len(made.counts):
+        arranged_weights = arrange.arrange(_lanes(w).view(-1, width, lanes, LANE))
+        if int(arranged_weights.counts.sum()) > max(1.25 * lanes, lanes + 1) * len(arranged_weights.counts):
             return None
-        head = torch.zeros(len(made.counts), _HEAD // 4, dtype=torch.int32, device="cpu")
-        head[:, : 2 * 4] = torch.cat((made.counts, made.sources[:, :1]), 1).view(torch.int32)
-        head[:, _CORRECTIONS // 4 :][:, :width] = made.corrections
+        head = torch.zeros(len(arranged_weights.counts), _HEAD // 4, dtype=torch.int32, device="cpu")
+        head[:, : 2 * 4] = torch.cat((arranged_weights.counts, arranged_weights.sources[:, :1]), 1).view(torch.int32)
+        head[:, _CORRECTIONS // 4 :][:, :width] = arranged_weights.corrections
         copies = 4 * self.isa.lanes // LANE
-        flip, take = (part.repeat(1, 1, copies) for part in (made.flip, made.take))
-        following = torch.nn.functional.pad(made.sources[:, 1:], (0, 1))
+        flip, take = (part.repeat(1, 1, copies) for part in (arranged_weights.flip, arranged_weights.take))
+        following = torch.nn.functional.pad(arranged_weights.sources[:, 1:], (0, 1))
         following = torch.nn.functional.pad(following.unsqueeze(-1), (0, 4 * self.isa.lanes // 8 - 1))
-        chunks = torch.cat([part.flatten(2).view(torch.uint8) for part in (made.weights, flip, take, following)], 2)
+        chunks = torch.cat([part.flatten(2).view(torch.uint8) for part in (arranged_weights.weights, flip, take, following)], 2)
         return torch.cat((head.view(torch.uint8), chunks.flatten(1)), 1).view(sizes.groups, columns // width, -1)
 
-    def tiles(self, panel_bytes: int) -> OwnTiles:
-        return OwnTiles(build_tile, panel_bytes, tile_width(self.isa))
+    def tiles(self, panel_bytes: int) -> TileSizes:
+        return TileSizes(build_tile, panel_bytes, tile_width(self.isa))
 
 
 def _lanes(runs: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class _Lines(Emitter):
             start = line + left * step
 
             def pixel(x: Value | int, start: Value = start, step: Value = step) -> Value:
-                """That of `x` to the right of the first."""
+                """Address of the pixel `x` columns to the right of the first."""
                 source = start + step * x
                 if inside:
                     return source
@@ -150,8 +150,8 @@ class _Lines(Emitter):
 
     def _shared_taps(self, pixel: Callable[[int], Value], weights: Value, sums: list[Variable]) -> None:
         """A line of the kernel: each pixel is loaded once, for all outputs that it has a part in."""
-        spec, apart = self.spec, self.get("channels") * 4
-        taps = [self._weight(weights + apart * kw) for kw in range(spec.width)]
+        spec, pixel_stride = self.spec, self.get("channels") * 4
+        taps = [self._weight(weights + pixel_stride * kw) for kw in range(spec.width)]
         for x in range((spec.together - 1) * spec.stride + spec.width):
             uses = [(i, x - i * spec.stride) for i in range(spec.together) if 0 <= x - i * spec.stride < spec.width]
             value = self._load(pixel(x)) if uses else None

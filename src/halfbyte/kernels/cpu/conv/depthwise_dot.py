@@ -63,7 +63,7 @@ class ColumnsSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of its weights."""
         return 4 * self.block * (1 + self.rows * self.wide)
 
 
@@ -122,7 +122,7 @@ class _Columns(Emitter):
             lines.append((inside.select(start + (top + r) * line_bytes, outside), inside.select(channels, f.value("i64", 0))))
 
         def quads(x: Value) -> list[Value]:
-            """Of the column x."""
+            """The codes of column x."""
             there = x.below(width)
             pixels = [there.select(line + x * step, outside).load(self.bytes) ^ 0x80 for line, step in lines]
             pixels += [pixels[-1]] * (4 - len(pixels))  # their weights are 0
@@ -217,15 +217,15 @@ class DepthwiseDotKernel(CodesConv):
         w = codes.values().reshape(channels, spec.high, spec.wide).to(torch.int8)
         corrections = w.sum((1, 2), dtype=torch.int32) * -128
         starts = [min(at, channels - spec.block) for at in range(0, channels, spec.block)]
-        made = []
+        laid_out = []
         for at in starts:
             # channel 16 * part + 4 * v + i of a block, in the order v, part, i
             order = torch.arange(at, at + spec.block, device="cpu").view(-1, 4, 4).transpose(0, 1).flatten()
             quads = torch.zeros(spec.wide, spec.rows, spec.block, 4, dtype=torch.int8, device="cpu")
             for row in range(spec.rows):
                 quads[:, row, :, row : row + spec.high] = w[order].permute(2, 0, 1)
-            made.append(torch.cat((corrections[order].view(torch.uint8), quads.flatten().view(torch.uint8))))
-        return torch.stack(made)
+            laid_out.append(torch.cat((corrections[order].view(torch.uint8), quads.flatten().view(torch.uint8))))
+        return torch.stack(laid_out)
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
         spec, (batch, channels, height, width) = self.spec, x.shape

@@ -374,17 +374,17 @@ class _DirectTile(Tile):
         tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.tail_bytes)
         if self.paired:
             left = DIRECT.load(self.args, "left_pairs").to("i32").splat(isa.lanes)
-            columns = [column - (self._pairs(tail, first, v) - left) for v, column in enumerate(columns)]
+            columns = [column - (self._pair_sums(tail, first, v) - left) for v, column in enumerate(columns)]
         if isa.correction(spec.bits, signed=True):
             starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
             totals = [column + start for start in starts for column in columns]
         else:
             totals = columns * spec.rows
-        kept = [f.variable(total) for total in isa.turned(self.int8, totals)]
+        kept = [f.variable(total) for total in isa.transposed_accumulators(self.int8, totals)]
         rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
 
         self._walk(kept, self.weights + first * 4, rows)
-        self._finish(isa.turned(self.int8, [k.value for k in kept]), tail, first)
+        self._finish(isa.transposed_accumulators(self.int8, [k.value for k in kept]), tail, first)
         self._write(first)
 
     def _walk(self, kept: list[Variable], weights: Value, rows: list[Value]) -> None:

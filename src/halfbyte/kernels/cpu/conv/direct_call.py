@@ -34,7 +34,7 @@ _MANY_BYTES = 1 << 19  # of weights, which are not in a core's second-level cach
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 
 
-class OwnTiles(NamedTuple):
+class TileSizes(NamedTuple):
     """Tiles that read codes as they lie in an image, in lanes of 16 (of a run: the last one ends with it), and have weights of their own.
 
     build        as `direct.build_tile`; they need no sums
@@ -67,8 +67,8 @@ def line_run(sizes: Filter, window: Window) -> int:
     return sizes.kernel[1] * sizes.channels if joined else sizes.channels
 
 
-def _written(sizes: Filter, own: OwnTiles | None = None) -> bool:
-    return sizes.channels % 8 != 0 and (own is None or not own.run)
+def _written(sizes: Filter, tile_sizes: TileSizes | None = None) -> bool:
+    return sizes.channels % 8 != 0 and (tile_sizes is None or not tile_sizes.run)
 
 
 def run_of(sizes: Filter, window: Window) -> int:
@@ -103,8 +103,8 @@ class _Walk:
     line_pixels: int
 
     @classmethod
-    def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int], own: OwnTiles | None) -> _Walk:
-        """Of images [C, H, W]."""
+    def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int], tile_sizes: TileSizes | None) -> _Walk:
+        """The walk over images [C, H, W]."""
         _, height, width = image
         ho, wo = window.out_size((height, width), sizes.kernel)
         (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = sizes.kernel, window.stride, window.dilation, window.padding
@@ -112,12 +112,12 @@ class _Walk:
         runs, step = kw * sizes.channels // run, math.gcd(run, 32)
         near_width = (wo - 1) * sw + (kw - 1) * dw + 1
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height and near_width - left <= width
-        laid_out = 1 if own is not None else linear.isa.activation_bytes("int8", sizes.format.bits)
-        unsigned = own is not None and own.run > 0
-        in_image = top == left == 0 and inside and not unsigned and (step if own is None else run) >= _LEAST_STEP and laid_out == 1
-        row = linear.geometry.padded if _written(sizes, own) else 0
-        if own is not None and own.run:
-            run, step = own.run, own.unit
+        laid_out = 1 if tile_sizes is not None else linear.isa.activation_bytes("int8", sizes.format.bits)
+        unsigned = tile_sizes is not None and tile_sizes.run > 0
+        in_image = top == left == 0 and inside and not unsigned and (step if tile_sizes is None else run) >= _LEAST_STEP and laid_out == 1
+        row = linear.geometry.padded if _written(sizes, tile_sizes) else 0
+        if tile_sizes is not None and tile_sizes.run:
+            run, step = tile_sizes.run, tile_sizes.unit
         return cls(
             sizes,
             window,
@@ -134,7 +134,7 @@ class _Walk:
 
     @property
     def group_bytes(self) -> int:
-        """Of a pixel's codes of a group."""
+        """Bytes of a pixel's codes in a group."""
         return self.sizes.channels * self.copied
 
     @property
@@ -176,7 +176,7 @@ class _Walk:
         return lines * out_width * self.patch + (0 if self.in_image else self.near_lines(lines) * self.line)
 
     def places(self, lines: int, out_width: int) -> Tensor:
-        """Of so many lines of outputs, in bytes behind the first one's."""
+        """Byte offsets of so many lines of outputs from the first."""
         y, x = torch.meshgrid(torch.arange(lines, device="cpu"), torch.arange(out_width, device="cpu"), indexing="ij")
         return (y * (self.window.stride[0] * self.line) + x * (self.window.stride[1] * self.pixel)).flatten()
 
@@ -235,37 +235,37 @@ class _Memory(NamedTuple):
         return cls(patches_at, pixel_sums_at, sums_at, sums_at + (rows * 4 + 63 & ~63))
 
 
-def _lines_spec(walk: _Walk, linear: LinearKernel, own: OwnTiles | None, copied_codes: int, out_width: int) -> LinesSpec:
+def _lines_spec(walk: _Walk, linear: LinearKernel, tile_sizes: TileSizes | None, copied_codes: int, out_width: int) -> LinesSpec:
     isa, sizes, (kh, _) = linear.isa, walk.sizes, walk.sizes.kernel
     at_once = min(32, 1 << (walk.run - 1).bit_length()) if walk.row else 0
     few_lines = walk.runs == 1 and walk.run <= at_once and kh <= _FEW_LINES
-    alone = own is not None or walk.row > 0 or (sizes.taps == 1 and walk.window.stride == (1, 1))  # a row's sum is that of one pixel
+    alone = tile_sizes is not None or walk.row > 0 or (sizes.taps == 1 and walk.window.stride == (1, 1))  # a row's sum is that of one pixel
     return LinesSpec(
         copied=0 if walk.in_image else power_of_two(copied_codes, 4 * isa.lanes) if copied_codes else 8,
         patches=at_once,
         lines=kh if few_lines else 0,
         bits=sizes.format.bits,
-        started=own is None and (linear.paired or isa.correction(sizes.format.bits, signed=True) != 0),
-        paired=own is None and linear.paired,
+        started=tile_sizes is None and (linear.paired or isa.correction(sizes.format.bits, signed=True) != 0),
+        paired=tile_sizes is None and linear.paired,
         width=walk.laid_out,
         unit=walk.step,
         sums="none" if alone else "lines" if walk.window.stride[1] == 1 and out_width >= isa.lanes else "single",
         masked=not walk.in_image,
         tail=(walk.patch or sizes.channels) % (4 * isa.lanes) if walk.in_image else 0,
-        columns=PANEL if own is None else own.columns,
-        unsigned=own is not None and own.run > 0,
+        columns=PANEL if tile_sizes is None else tile_sizes.columns,
+        unsigned=tile_sizes is not None and tile_sizes.run > 0,
     )
 
 
 def lines_inside(window: Window, kernel: int, height: int, out: int) -> list[tuple[int, int]]:
-    """Of each line of outputs the lines of the kernel that lie inside of the image: the first, and the one behind the last."""
+    """For each line of outputs the range [first, stop) of kernel lines inside of the image."""
     step = window.dilation[0]
     tops = [y * window.stride[0] - window.padding[0] for y in range(out)]
     return [(min(kernel, max(0, -(top // step))), max(0, min(kernel, -((top - height) // step)))) for top in tops]
 
 
 def _lines_walked(walk: _Walk, spec: LinesSpec, strips: Strips, height: int, outside: int, *, by_lines: bool) -> list[tuple[int, int]]:
-    """As `lines_inside`, of a strip's lines: those of the walk, without those outside, where tiles go line by line and read 0 there."""
+    """`lines_inside` of a strip's lines: those of the walk, without those outside, where tiles go line by line and read 0."""
     kernel = 1 if walk.row else walk.sizes.kernel[0]
     if by_lines and not walk.row and not spec.paired and strips.number == 1 and outside == (-128 if spec.unsigned else 0):
         return lines_inside(walk.window, kernel, height, strips.lines)
@@ -276,8 +276,8 @@ def _bands(lines: Sequence[tuple[int, int]], width: int, most: int, function: Ca
     """The `Band`s of a strip, of whose lines each takes so many of the kernel's; the largest first, as the first tiles ask for what comes
     next. function(rows) is the address of a tile's, of at most `most` rows."""
     bands, y = [], 0
-    for (first, stop), alike in itertools.groupby(lines):
-        m = len(list(alike)) * width
+    for (first, stop), same_taps in itertools.groupby(lines):
+        m = len(list(same_taps)) * width
         rows = tile_rows(m, most, _TILE_COST)
         bands.append(Band(y, y + m, first, max(first, stop), rows, function(rows)))
         y += m
@@ -328,26 +328,26 @@ def plan(
     shape: Sequence[int],
     out_dtype: torch.dtype,
     outside: int,
-    own: OwnTiles | None = None,
+    tile_sizes: TileSizes | None = None,
 ) -> ConvCall:
     """The call for images of a shape [B, C, H, W]. `outside` is the code of what lies outside of them."""
     isa, geo, (batch, *image) = linear.isa, linear.geometry, shape
     ho, wo = window.out_size((image[1], image[2]), sizes.kernel)
-    walk = _Walk.of(linear, sizes, window, image, own)
-    columns, panel_bytes = (PANEL, geo.panel_bytes) if own is None else (own.columns, own.panel_bytes)
+    walk = _Walk.of(linear, sizes, window, image, tile_sizes)
+    columns, panel_bytes = (PANEL, geo.panel_bytes) if tile_sizes is None else (tile_sizes.columns, tile_sizes.panel_bytes)
     panels = geo.panels * (PANEL // columns)
     most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
     strips = Strips.of((batch, ho, wo), sizes, panels, most, lambda lines: walk.strip_bytes(lines, wo))
     lines, rows, threads = strips.lines, strips.lines * wo, min(most, strips.items)
 
     near = image_fields(window, image, (ho, wo), walk.near_width, walk.near_lines(lines), walk.line)
-    spec = _lines_spec(walk, linear, own, near["copied_codes"], wo)
+    spec = _lines_spec(walk, linear, tile_sizes, near["copied_codes"], wo)
     sums = walk.sum_fields(lines, rows)
     memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
 
     tile = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=kind_of(out_dtype))
-    build = direct.build_tile if own is None else own.build
-    walked = _lines_walked(walk, spec, strips, image[1], outside, by_lines=own is None or spec.unsigned)
+    build = direct.build_tile if tile_sizes is None else tile_sizes.build
+    walked = _lines_walked(walk, spec, strips, image[1], outside, by_lines=tile_sizes is None or spec.unsigned)
     bands = _bands(walked, wo, isa.direct_tile[0], lambda rows: compiled(build, replace(tile, rows=rows), isa))
     places, lane_places = walk.places(lines, wo), walk.lane_places()
     walk_places = torch.arange(rows, device="cpu") * walk.patch if walk.row else places
@@ -378,7 +378,7 @@ def plan(
     return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
 
 
-class OwnWeightsKernel(CodesConv):
+class RearrangedWeightsKernel(CodesConv):
     """The compiled convolution of int8 images of any size by tiles that have weights of their own.
 
     Conditions that the caller has checked: the file's `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights`
@@ -391,7 +391,7 @@ class OwnWeightsKernel(CodesConv):
         super().__init__()
         self.sizes, self.isa, self.linear = sizes, current(), linear
 
-    def tiles(self, panel_bytes: int) -> OwnTiles:
+    def tiles(self, panel_bytes: int) -> TileSizes:
         """What multiplies; `panel_bytes` of weights for each tile's outputs."""
         raise NotImplementedError
 

@@ -218,7 +218,7 @@ class _Direct:
                 codes = source.load(kind, at + part)
                 self.at.value.store(codes, part)
                 if self.correction:
-                    wide = codes if width == together else codes.shuffle(range(width), f.value(kind, 0))  # zeros beside
+                    wide = codes if width == together else codes.shuffle(range(width), f.value(kind, 0))  # padded with zeros
                     total = self.isa.dot(f, total, ones, wide, 8)
             self.sums.value = total
             self.at.value = self.at.value + self.step

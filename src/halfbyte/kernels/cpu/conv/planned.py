@@ -32,10 +32,10 @@ class ConvCall(NamedTuple):
         return cls(buffer, ctypes.addressof(buffer), out_shape, memory, threads, tensors)
 
 
-class OwnWeights(Protocol):
+class RearrangedWeights(Protocol):
     """A convolution that multiplies by weights in a form of its own, which are made of codes once.
 
-    form  what they depend on beside the codes: kernels of one form have the same
+    form  what they depend on in addition to the codes: kernels of one form have the same
     """
 
     form: str
@@ -56,7 +56,7 @@ class PlannedConv:
         self._number = next(_numbers)
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
-        """The call for images of the size of x, which nobody else has.
+        """The call for images of the size of x, exclusive to the caller.
 
         outside  the code of what lies outside of them
         weights  what the kernel reads
@@ -104,10 +104,10 @@ def convolved(
     line = width * channels
     out = torch.empty_strided(shape, (height * line, 1, line, channels), dtype=dtype, device="cpu")
     _memory, scratch = thread.memory(call.memory)
-    apart = 0
+    residual_offset = 0
     if residual is not None:
         residual = residual.to(dtype)
-        apart = residual.data_ptr() - out.data_ptr()  # the strides of both are the same
-    pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights, table, out.data_ptr(), apart, low, high)
+        residual_offset = residual.data_ptr() - out.data_ptr()  # the strides of both are the same
+    pack_call(call.buffer, CALL, 0, x.data_ptr(), 0, scratch, weights, table, out.data_ptr(), residual_offset, low, high)
     runtime.runner()(call.address, call.threads)
     return out

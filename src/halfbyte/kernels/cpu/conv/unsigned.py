@@ -26,7 +26,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv.direct import RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.conv.direct_call import OwnTiles, OwnWeightsKernel, line_run, lines_inside, tile_width, whole_bytes
+from halfbyte.kernels.cpu.conv.direct_call import RearrangedWeightsKernel, TileSizes, line_run, lines_inside, tile_width, whole_bytes
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
@@ -46,7 +46,7 @@ def _unit(run: int) -> int:
 
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """As `direct.build_tile`. It does not read sums and scale."""
+    """`direct.build_tile` for unsigned activations; it does not read sums and scale."""
     _UnsignedTile(spec, isa, f).emit(f.value("i64", 0))
 
 
@@ -95,7 +95,7 @@ def _left_out(sizes: Filter, window: Window, out_height: int) -> float:
     return 1 - sum(max(0, stop - first) for first, stop in inside) / (out_height * kernel)
 
 
-class UnsignedConvKernel(OwnWeightsKernel):
+class UnsignedConvKernel(RearrangedWeightsKernel):
     """Has signed weights in whole quads, which are made at the first call."""
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
@@ -114,5 +114,5 @@ class UnsignedConvKernel(OwnWeightsKernel):
         corrections = w.sum((2, 3), dtype=torch.int32).mul_(-128).view(sizes.groups, columns // width, width)
         return torch.cat((corrections.view(torch.uint8), quads.contiguous().view(torch.uint8)), 2)
 
-    def tiles(self, panel_bytes: int) -> OwnTiles:
-        return OwnTiles(build_tile, panel_bytes, tile_width(self.isa), self.padded, _unit(self.padded))
+    def tiles(self, panel_bytes: int) -> TileSizes:
+        return TileSizes(build_tile, panel_bytes, tile_width(self.isa), self.padded, _unit(self.padded))

@@ -126,13 +126,13 @@ def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
     if 128 * int(w.abs().sum((1, 2, 3), dtype=torch.int64).max()) >= 1 << 31 - SHIFT:
         return None
     g = torch.tensor(WEIGHTS, dtype=torch.float32, device="cpu")
-    made = torch.einsum("ai,bj,oijc->aboc", g, g, w.float()).to(torch.int16)  # small integers: exact
-    made = torch.stack([made[position] for position in ORDER])
+    products = torch.einsum("ai,bj,oijc->aboc", g, g, w.float()).to(torch.int16)  # small integers: exact
+    products = torch.stack([products[position] for position in ORDER])
     column = 2 * current().lanes
     columns = -(-sizes.out // column)
-    made = torch.nn.functional.pad(made, (0, 0, 0, columns * column - sizes.out))
-    made = made.view(-1, columns, column, sizes.channels // 2, 2).permute(1, 0, 3, 2, 4)
-    return allocate(2 * made.numel()).view(torch.int16).view(made.shape).copy_(made)
+    products = torch.nn.functional.pad(products, (0, 0, 0, columns * column - sizes.out))
+    products = products.view(-1, columns, column, sizes.channels // 2, 2).permute(1, 0, 3, 2, 4)
+    return allocate(2 * products.numel()).view(torch.int16).view(products.shape).copy_(products)
 
 
 def group_of(tiles: int, isa: ISA) -> int:
@@ -147,7 +147,7 @@ def _whole(tiles: int, isa: ISA) -> int:
 
 
 class Tiles(NamedTuple):
-    """Of images [B, Ho, Wo]: whole tiles of an image down and across, and whether short ones follow."""
+    """For outputs [B, Ho, Wo]: whole tiles of an image down and across, and whether partial tiles follow."""
 
     images: int
     high: int
@@ -321,7 +321,7 @@ class _Winograd(Emitter):
         matrix = channels * (2 * self.width)
         # What comes from far is asked for evenly: two groups of tiles ask for half of it each.
         alone = groups.equals(1)
-        step, beside = alone.select(f.value("i64", 2 * size), size), alone.select(f.value("i64", size), 0)
+        step, stride = alone.select(f.value("i64", 2 * size), size), alone.select(f.value("i64", size), 0)
         planes = self.image + self.get(f"planes_at_{n}")
         for p in f.loop(some.count):
             tiles = f.variable(planes + p * self.get(f"plane_bytes_{n}"))
@@ -335,7 +335,7 @@ class _Winograd(Emitter):
                     for pair in range(self.width // 2):
                         both = [w.value.load(isa.shorts, (2 * pair + v) * size, size) for v in range(2)]
                         f.prefetch(asked.value)
-                        f.prefetch(asked.value + beside)
+                        f.prefetch(asked.value + stride)
                         asked.value = asked.value + step
                         for i in range(rows):
                             a = at.value.load("i32", 2 * self.width * i + 4 * pair, 4).splat(isa.lanes)

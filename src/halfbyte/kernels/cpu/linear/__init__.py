@@ -5,5 +5,5 @@ tile.py          the micro-kernel; tile_spec.py: what it is compiled for; biased
 expanded.py, bracketed.py, amx.py    tiles on codes expanded once, with scale and offset multiplied at once, on matrix units
 driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
 activations.py   activations into the order of tiles
-sparse.py        2:4 sparse weights; tight.py: codes of 5 and 6 bits
+sparse.py        2:4 sparse weights; packed_planes.py: codes of 5 and 6 bits
 """

@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
-from halfbyte.kernels.cpu.linear.bracketed import CENTER, TURNED
+from halfbyte.kernels.cpu.linear.bracketed import CENTER, SIGN_BIT
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, ROUND_BITS, Inner
 
 _TOGETHER = 16  # blocks whose scales are found at once
@@ -103,10 +103,10 @@ class _Row(Emitter):
             ends = (b + 1).equals(blocks)
             real = ends.select(last, block)
             n = f.value("i64", 1) if spec.single else ends.select(last_units, units)
-            fields = record.value + n * self.rows * self.unit_bytes
-            yield x.value, real, n, record.value + self.row * self.unit_bytes, fields
+            act_meta = record.value + n * self.rows * self.unit_bytes
+            yield x.value, real, n, record.value + self.row * self.unit_bytes, act_meta
             x.value = x.value + block * self.element_bytes
-            record.value = fields + self.rows * (4 * FIELDS)
+            record.value = act_meta + self.rows * (4 * FIELDS)
 
     def emit(self) -> None:
         raise NotImplementedError
@@ -138,9 +138,9 @@ class _Row(Emitter):
         (data + u * self.rows * self.unit_bytes).store(laid_out)
         return laid_out
 
-    def field(self, fields: Value, which: int, value: Value) -> None:
+    def field(self, act_meta: Value, which: int, value: Value) -> None:
         at = (self.rows * which + self.row) * 4
-        fields.store(value, at, 4)
+        act_meta.store(value, at, 4)
 
 
 class _CodeSums:
@@ -149,17 +149,17 @@ class _CodeSums:
     def __init__(self, row: _Row) -> None:
         f, self.isa, self.correction = row.f, row.isa, row.spec.correction
         self.codes = f.variable(f.value(row.ints, 0))
-        self.pairs = f.variable(f.value(row.isa.ints, 0)) if row.spec.paired else None
+        self.pair_sums = f.variable(f.value(row.isa.ints, 0)) if row.spec.paired else None
 
     def add(self, laid_out: Value, codes: Value) -> None:
         self.codes.value = self.codes.value + codes
-        if self.pairs is not None:
-            self.pairs.value = self.isa.pair_sum(self.pairs.value, laid_out)
+        if self.pair_sums is not None:
+            self.pair_sums.value = self.isa.pair_sum(self.pair_sums.value, laid_out)
 
     def found(self) -> tuple[Value, Value]:
         codes = self.codes.value.reduce("add")
         start = codes * self.correction
-        return codes, start if self.pairs is None else start - self.pairs.value.reduce("add").shift_signed(1)
+        return codes, start if self.pair_sums is None else start - self.pair_sums.value.reduce("add").shift_signed(1)
 
 
 class _Int8Row(_Row):
@@ -193,24 +193,24 @@ class _Int8Row(_Row):
                 at.value = at.value + 4
 
     def _block(
-        self, x: Value, real: Value, n: Value, data: Value, fields: Value, scale: Value, inverse: Value, offset: Value | None
+        self, x: Value, real: Value, n: Value, data: Value, act_meta: Value, scale: Value, inverse: Value, offset: Value | None
     ) -> None:
         f, spec, sums = self.f, self.spec, _CodeSums(self)
         for u, left, raw in self.units(x, real, n):
             q = self._codes(self.isa.to_float(raw, spec.source), left, inverse, offset)
             sums.add(self.store(q, data, u), q)
         codes, start = sums.found()
-        self.field(fields, 0, scale)
-        self.field(fields, 1, start.to("float") * scale if spec.folded else start + ROUND_BITS if spec.biased else start)
+        self.field(act_meta, 0, scale)
+        self.field(act_meta, 1, start.to("float") * scale if spec.folded else start + ROUND_BITS if spec.biased else start)
         if spec.sums == "codes":
-            self.field(fields, 2, codes & 0xFFFF if spec.biased else codes.to("float"))
+            self.field(act_meta, 2, codes & 0xFFFF if spec.biased else codes.to("float"))
         elif spec.sums == "values":
             values = codes.to("float") * scale
-            self.field(fields, 2, values if offset is None else f.fma(real.to("float"), offset, values))
+            self.field(act_meta, 2, values if offset is None else f.fma(real.to("float"), offset, values))
         if spec.bracketed:
-            self.field(fields, 3, codes * ((1 << 16) - CENTER) + TURNED)
+            self.field(act_meta, 3, codes * ((1 << 16) - CENTER) + SIGN_BIT)
         if offset is not None:
-            self.field(fields, 3, offset)
+            self.field(act_meta, 3, offset)
 
     def _extent(self, x: Value, real: Value, n: Value) -> Value:
         """The bits of the largest magnitude of `real` elements from x on: the order of integers is the same, and NaN is the largest."""
@@ -267,28 +267,28 @@ class _CopiedRow(_Row):
     """Codes that are there already: only the sums for the accumulators are needed."""
 
     def emit(self) -> None:
-        for x, real, n, data, fields in self.blocks():
+        for x, real, n, data, act_meta in self.blocks():
             sums = _CodeSums(self)
             for u, _, codes in self.units(x, real, n):
                 sums.add(self.store(codes, data, u), codes.to("i32"))
-            self.field(fields, 1, sums.found()[1])
+            self.field(act_meta, 1, sums.found()[1])
 
 
 class _FloatRow(_Row):
     def emit(self) -> None:
         f, spec = self.f, self.spec
-        for x, real, n, data, fields in self.blocks():
+        for x, real, n, data, act_meta in self.blocks():
             total = f.variable(f.value(self.floats, 0.0))
             for u, _, raw in self.units(x, real, n):
                 if spec.inner == "bf16":
                     if spec.source != "bf16":
                         raise UnsupportedError(f"products of bfloat16 take activations of bfloat16, got {spec.source}: use compute='int8'")
-                    pairs = self.isa.bf16_order()
-                    order = [8 * g + k for g in range(spec.unit // 8) for pair in pairs for k in pair]
+                    pair_sums = self.isa.bf16_order()
+                    order = [8 * g + k for g in range(spec.unit // 8) for pair in pair_sums for k in pair]
                     (data + u * self.rows * self.unit_bytes).store(raw.shuffle(order))
                 else:
                     (data + u * self.rows * self.unit_bytes).store(self.isa.to_float(raw, spec.source))
                 if spec.sums != "none":
                     total.value = total.value + self.isa.to_float(raw, spec.source)
             if spec.sums != "none":
-                self.field(fields, 2, total.value.fold(lambda a, b: a + b))
+                self.field(act_meta, 2, total.value.fold(lambda a, b: a + b))

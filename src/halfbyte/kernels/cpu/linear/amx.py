@@ -23,7 +23,7 @@ _FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
 
 @function(*["ptr"] * 5, *["i64"] * 4)
 def build(spec: TileSpec, isa: AMXTiles, f: Function) -> None:
-    """As `tile.build`."""
+    """`tile.build` on matrix units."""
     tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
     tile.configure()
     for part in f.loop(PANEL // (isa.lanes * spec.vectors)):
@@ -65,25 +65,25 @@ class MatrixTile(Tile):
             shapes[_FIRST_W + v] = Register(COLUMN_BYTES, self.row_unit_bytes // 4)
         self.isa.configure(self.f, shapes)
 
-    def emit(self, first: Value) -> None:
+    def emit(self, row_offset: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        self._ask_for_outputs(first)
-        self._begin(first)
-        unpacking = _Unpacking(self, first) if self.int8.stored_bits == 4 else None
+        self._ask_for_outputs(row_offset)
+        self._begin(row_offset)
+        unpacking = _Unpacking(self, row_offset) if self.int8.stored_bits == 4 else None
         if unpacking is not None:
             for _ in f.loop(isa.units_ahead):
                 unpacking.step()
         for b in f.loop(self.blocks + 1):
             with f.when(b < self.blocks):
-                self._multiply(b, first, unpacking)
+                self._multiply(b, row_offset, unpacking)
             with f.when(b.equals(self.blocks)):
                 for n in range(len(self.parts) * spec.vectors):
                     self._store(n, b - 1)
             with f.when(b > 0):
                 for rows in self.parts:
-                    self._scale_part(rows, b - 1, first)
-        *_, fields = self._record(self.blocks - 1)
-        self._end(first, fields + 4 * FIELDS * spec.rows)
+                    self._scale_part(rows, b - 1, row_offset)
+        *_, act_meta = self._record(self.blocks - 1)
+        self._end(row_offset, act_meta + 4 * FIELDS * spec.rows)
 
     def _record(self, b: Value) -> tuple[Value, Value, Value, Value, Value]:
         """Where the weights and the activations of block b lie, its units, and where its scales and its fields lie."""
@@ -101,7 +101,7 @@ class MatrixTile(Tile):
         i, v = divmod(n, self.spec.vectors)
         self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.spec.vectors + v) * 64, 64 * self.spec.vectors)
 
-    def _multiply(self, b: Value, first: Value, unpacking: _Unpacking | None) -> None:
+    def _multiply(self, b: Value, row_offset: Value, unpacking: _Unpacking | None) -> None:
         """The sums of block b; those of the block before are stored between its first products."""
         spec, isa, f = self.spec, self.isa, self.f
         product = isa.tile_bf16_product if spec.inner == "bf16" else isa.tile_product if spec.bits == 4 else isa.tile_unsigned_product
@@ -113,7 +113,7 @@ class MatrixTile(Tile):
                 unpacking.step()
                 weights, stride = unpacking.taken(), 64 * spec.vectors
             else:
-                weights, stride = w + u * self.unit_bytes + first * 4, 4 * PANEL
+                weights, stride = w + u * self.unit_bytes + row_offset * 4, 4 * PANEL
                 self.ask_for(w + u * self.unit_bytes)
             for i, rows in enumerate(self.parts):
                 at = a + u * (spec.rows * self.row_unit_bytes) + rows.start * self.row_unit_bytes
@@ -141,23 +141,25 @@ class MatrixTile(Tile):
         for v, total in enumerate(weight_sums):
             self._slot(b).store(total.value, (self.count + v) * 64, 64)
 
-    def _scale_part(self, rows: range, b: Value, first: Value) -> None:
+    def _scale_part(self, rows: range, b: Value, row_offset: Value) -> None:
         """Adds the sums of these rows in block b: 16 x 16 outputs at a time."""
         spec, isa = self.spec, self.isa
-        _, _, units, tail, fields = self._record(b)
+        _, _, units, weight_meta, act_meta = self._record(b)
         slot = self._slot(b)
         weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
         for v in range(spec.vectors):
             self.scaled_rows, self.scaled_vectors = rows, range(v, v + 1)
-            self._scale(functools.partial(self._sum, slot, fields, tail, first), fields, tail, first, weight_sums, units)
+            self._scale(
+                functools.partial(self._sum, slot, act_meta, weight_meta, row_offset), act_meta, weight_meta, row_offset, weight_sums, units
+            )
 
-    def _sum(self, slot: Value, fields: Value, tail: Value, first: Value, n: int) -> Value:
+    def _sum(self, slot: Value, act_meta: Value, weight_meta: Value, row_offset: Value, n: int) -> Value:
         spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
         total = slot.load(self.sum_type, n * 64, 64)
         if spec.inner == "int8":
-            return total + self._field(fields, 1, row, "i32") if self.corrected else total
-        zero = self._zero(tail, first, v) if spec.zero == "point" else None
-        return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(fields, 2, row, "float"), total)
+            return total + self._field(act_meta, 1, row, "i32") if self.corrected else total
+        zero = self._zero(weight_meta, row_offset, v) if spec.zero == "point" else None
+        return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(act_meta, 2, row, "float"), total)
 
     def ask_for(self, unit: Value) -> None:
         """Ask for the memory that the stream of weights comes to some time after this unit."""
@@ -175,9 +177,9 @@ class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
 class _Unpacking:
     """The walk that unpacks 4-bit weights into the tile's ring."""
 
-    def __init__(self, tile: MatrixTile, first: Value) -> None:
+    def __init__(self, tile: MatrixTile, row_offset: Value) -> None:
         f = tile.f
-        self.tile, self.first = tile, first
+        self.tile, self.row_offset = tile, row_offset
         self.source, self.left = f.variable(tile.weights), f.variable(tile.units)
         self.done, self.used = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0))
 
@@ -187,7 +189,7 @@ class _Unpacking:
         with f.when(done < tile.all_units):
             unit, to = self.source.value, self._slot(done)
             tile.ask_for(unit)
-            self._unpack(unit + self.first * 4, to)
+            self._unpack(unit + self.row_offset * 4, to)
             left = self.left.value - 1
             ends = left.equals(0)
             self.source.value = unit + (ends.select(f.value("i64", tile.tail_bytes), 0) + tile.unit_bytes)

@@ -8,7 +8,7 @@ multiplication and a fused multiply-add; totals are multiplied by the power at t
 products: Zen 5.
 
 Accumulators begin at  codes * 2^16 - 8 * codes + 2^15:  when the block ends their high half is `codes` and the low one the sum of products
-of codes less 8, plus 2^15, which is an int16 as soon as its highest bit is turned.
+of codes less 8, plus 2^15, which is an int16 once its highest bit is flipped.
 
 The integers of a panel are made once for all row tiles, and lie in memory meanwhile:
 
@@ -36,7 +36,7 @@ from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 MOST_BLOCKS = 512  # of a panel whose integers fit in the memory for them
-CENTER, TURNED = 8, 1 << 15  # what is taken off codes, and the bit that makes an int16 of a sum
+CENTER, SIGN_BIT = 8, 1 << 15  # what is taken off codes, and the bit that makes an int16 of a sum
 _BLOCK_BYTES, _EXPONENTS, _INTEGERS = 4 * PANEL, 64, 64 + 4 * PANEL
 _SCALE_BITS = 10  # the least scale of an output is 2^10 or more: float16 has 11 bits
 _LEAST = 2.0**-24  # above 0 in float16
@@ -45,12 +45,12 @@ _LEAST = 2.0**-24  # above 0 in float16
 def fits(geo: Geometry) -> bool:
     """Whether products of a block's codes less CENTER sum to int16, and sums of activations times an offset are exact as float32."""
     fmt = geo.format
-    return fmt.zero == "offset" and fmt.code_bits == 4 and fmt.scale == torch.float16 and CENTER * 127 * geo.padded < TURNED
+    return fmt.zero == "offset" and fmt.code_bits == 4 and fmt.scale == torch.float16 and CENTER * 127 * geo.padded < SIGN_BIT
 
 
 @function(*["ptr"] * 6, *["i64"] * 4)
 def build(spec: TileSpec, isa: AVX512VNNI, f: Function) -> None:
-    """A function of (arguments, weights, activations, out, bias, integers, columns, ahead, turn, turns), otherwise as `tile.build`."""
+    """A function of (arguments, weights, activations, out, bias, integers, columns, ahead, tile_index, tile_count), as in `tile.build`."""
     BracketingTile(spec, isa, f).emit(f.value("i64", 0))
 
 
@@ -58,27 +58,27 @@ class BracketingTile(Tile):
     isa: AVX512VNNI
 
     def __init__(self, spec: TileSpec, isa: AVX512VNNI, f: Function) -> None:
-        *pointers, self.memory, columns, ahead, turn, turns = f.parameters
-        super().__init__(spec, isa, f, (*pointers, columns, ahead, turn, turns))
+        *pointers, self.memory, columns, ahead, tile_index, tile_count = f.parameters
+        super().__init__(spec, isa, f, (*pointers, columns, ahead, tile_index, tile_count))
         self.integers = f.variable(self.memory + _INTEGERS)
 
-    def _start(self, fields: Value, tail: Value, first: Value) -> list[Value]:
-        return [self._field(fields, 3, i, "i32") for i in range(self.spec.rows) for _ in range(self.spec.vectors)]
+    def _start(self, act_meta: Value, weight_meta: Value, row_offset: Value) -> list[Value]:
+        return [self._field(act_meta, 3, i, "i32") for i in range(self.spec.rows) for _ in range(self.spec.vectors)]
 
     def _scale(
-        self, total: Callable[[int], Value], fields: Value, tail: Value, first: Value, weight_sums: list[Value], units: Value
+        self, total: Callable[[int], Value], act_meta: Value, weight_meta: Value, row_offset: Value, weight_sums: list[Value], units: Value
     ) -> None:
         spec, isa, f, integers, size = self.spec, self.isa, self.f, self.integers.value, 4 * self.isa.lanes
         self.integers.value = integers + _BLOCK_BYTES
         for i in self.scaled_rows:
-            scale = None if spec.by_row else self._field(fields, 0, i, "float")
+            scale = None if spec.by_row else self._field(act_meta, 0, i, "float")
             for v in self.scaled_vectors:
                 n = i * spec.vectors + v
-                bracket = isa.short_products(f, total(n) ^ TURNED, integers.load(isa.ints, v * size, size)).to("float")
+                bracket = isa.short_products(f, total(n) ^ SIGN_BIT, integers.load(isa.ints, v * size, size)).to("float")
                 self._set_total(n, self._total(n) + bracket if scale is None else f.fma(bracket, scale, self._total(n)))
             f.fence()
 
-    def _end(self, first: Value, behind: Value) -> None:
+    def _end(self, row_offset: Value, act_end: Value) -> None:
         isa, f, size = self.isa, self.f, 4 * self.isa.lanes
         least = f.value(isa.floats, 0.0)
         for n in range(self.count):
@@ -87,7 +87,7 @@ class BracketingTile(Tile):
             exponents = (self.memory + _EXPONENTS).load(isa.floats, n % self.spec.vectors * size, size)
             self._set_total(n, isa.times_power(f, total, exponents))
         self.memory.store((least.bits(isa.ints) << 1).reduce("or").to("i64"))
-        super()._end(first, behind)
+        super()._end(row_offset, act_end)
 
 
 @function(*["ptr"] * 5, *["i64"] * 3, "ptr")
@@ -107,7 +107,7 @@ class _Panel(Emitter, BlockEnd):
         memory = f.alloca("i8", _INTEGERS + MOST_BLOCKS * _BLOCK_BYTES, 64)
         whole = self._integers(weights, memory)
         big, count, row_bytes, out_stride = map(self.get, ("tile_rows", "tiles", "row_bytes", "out_stride"))
-        asking = stop - f.umin(self.get("in_turn"), stop - first)  # from this tile on they ask in turn
+        asking = stop - f.umin(self.get("prefetching_tiles"), stop - first)  # from this tile on they share the prefetch
         ahead = weights.distance(following)
         row = f.variable(f.value("i64", 0))
         for t in f.loop(stop, first):
@@ -129,8 +129,8 @@ class _Panel(Emitter, BlockEnd):
         # The order of float16 without their signs is that of integers; 0 is the greatest of them less 1.
         halves = vector("i16", PANEL)
         least = f.variable(f.value(halves, -1))
-        for _, tail in self._tails(weights):
-            scales = (tail.load(halves) & 0x7FFF) - 1
+        for _, weight_meta in self._weight_metas(weights):
+            scales = (weight_meta.load(halves) & 0x7FFF) - 1
             least.value = f.call(halves, f"llvm.umin.{mangled(halves)}", least.value, scales)
         powers = []
         for v in range(spec.vectors):
@@ -138,28 +138,28 @@ class _Panel(Emitter, BlockEnd):
             exponent = isa.exponent(f, scale.max_or(_LEAST)) - _SCALE_BITS
             (memory + _EXPONENTS).store(exponent, v * size, size)
             powers.append(isa.times_power(f, f.value(isa.floats, 1.0), exponent * -1.0))
-        inexact, held = (f.variable(f.value(isa.ints, 0)) for _ in range(2))
-        for b, tail in self._tails(weights):
+        inexact, overflow = (f.variable(f.value(isa.ints, 0)) for _ in range(2))
+        for b, weight_meta in self._weight_metas(weights):
             for v, power in enumerate(powers):
-                numbers = [self._number(tail, v, which) * power for which in (0, 1)]
+                numbers = [self._number(weight_meta, v, which) * power for which in (0, 1)]
                 scale, offset = (isa.nearest(f, number) for number in numbers)
                 far = offset + scale * CENTER
                 for number, integer in zip(numbers, (scale, offset), strict=True):
                     inexact.value = inexact.value | (integer.to("float") - number).bits(isa.ints)
                 for integer in (scale, far):
-                    held.value = held.value | (integer ^ integer.shift_signed(31))
+                    overflow.value = overflow.value | (integer ^ integer.shift_signed(31))
                 (memory + b * _BLOCK_BYTES).store(far << 16 | scale & 0xFFFF, _INTEGERS + v * size, size)
-        return (inexact.value << 1 | held.value >> 15).reduce("or").equals(0)
+        return (inexact.value << 1 | overflow.value >> 15).reduce("or").equals(0)
 
-    def _tails(self, weights: Value) -> Iterator[tuple[Value, Value]]:
+    def _weight_metas(self, weights: Value) -> Iterator[tuple[Value, Value]]:
         """The number of each block, and where its scales lie."""
         blocks, unit_bytes = self.get("blocks"), self.spec.unit * PANEL // 2
         at = self.f.variable(weights)
         for b in self.f.loop(blocks):
-            tail = at.value + (b + 1).equals(blocks).select(self.get("last_units"), self.get("units")) * unit_bytes
-            yield b, tail
-            at.value = tail + 2 * PANEL * self.scale_bytes
+            weight_meta = at.value + (b + 1).equals(blocks).select(self.get("last_units"), self.get("units")) * unit_bytes
+            yield b, weight_meta
+            at.value = weight_meta + 2 * PANEL * self.scale_bytes
 
-    def _number(self, tail: Value, v: int, which: int) -> Value:
+    def _number(self, weight_meta: Value, v: int, which: int) -> Value:
         """Scales, or offsets, of one vector of outputs."""
-        return self.isa.to_float(self._lanes(tail, self.f.value("i64", 0), v, which * PANEL * self.scale_bytes), self.spec.scale)
+        return self.isa.to_float(self._lanes(weight_meta, self.f.value("i64", 0), v, which * PANEL * self.scale_bytes), self.spec.scale)

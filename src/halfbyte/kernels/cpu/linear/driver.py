@@ -1,4 +1,4 @@
-"""The loops around the micro-kernel, for every format and instruction set alike: rows in phase 0, panels in phase 1.
+"""The loops around the micro-kernel, for every format and instruction set: rows in phase 0, panels in phase 1.
 
 Rows of activations are cut into tiles whose sizes differ by one at most, so that no tail of M costs more than its share.
 Threads share the rows evenly and draw groups of panels from a counter: a thread that is held up costs a group, not its
@@ -112,7 +112,7 @@ def multiply(
             numbers = columns, *tiles, weights + after * panel_bytes
             f.call_pointer(LINEAR.load(args, "panel_function", "ptr"), args, panel, a, out + at_out, panel_bias, *numbers)
     together, all_panels = LINEAR.load(args, "together"), (n + (PANEL - 1)) // PANEL
-    asking = tiles[1] - f.umin(LINEAR.load(args, "in_turn"), tiles[1] - tiles[0])  # from this tile on they ask in turn
+    asking = tiles[1] - f.umin(LINEAR.load(args, "prefetching_tiles"), tiles[1] - tiles[0])  # from this tile on they share the prefetch
     some = f.variable(panels[0])
 
     def draw() -> Value:
@@ -120,18 +120,18 @@ def multiply(
 
     for first in f.draw(draw, plain.select(panels[1], panels[0])):
         stop = f.umin(first + together, panels[1])
-        behind = stop.equals(panels[1]).select(all_panels if following is None else following, stop)
+        next_panel = stop.equals(panels[1]).select(all_panels if following is None else following, stop)
         row = f.variable(f.value("i64", 0))
         for t in f.loop(tiles[1], tiles[0]):
             first_kind, asks = t.below(count), t > asking - 1
             tile = first_kind.select(function, lesser)
-            turn, turns = t - asks.select(asking, tiles[0]), asks.select(tiles[1] - asking, 0)
+            tile_index, tile_count = t - asks.select(asking, tiles[0]), asks.select(tiles[1] - asking, 0)
             for step in f.loop((stop - first + (at_once - 1)) // at_once):
                 p = first + step * at_once
-                after = ((p + at_once) < stop).select(p + at_once, behind)
+                after = ((p + at_once) < stop).select(p + at_once, next_panel)
                 ahead = (after < all_panels).select((after - p) * panel_bytes, 0)
                 panel, at_out, panel_bias, columns = of_panel(p, f.umin(p + at_once, stop))
                 at = a + row.value * row_bytes, out + row.value * out_stride + at_out
-                f.call_pointer(tile, args, panel, *at, panel_bias, columns, ahead, turn, turns)
+                f.call_pointer(tile, args, panel, *at, panel_bias, columns, ahead, tile_index, tile_count)
             row.value = row.value + first_kind.select(big, big - 1)
         some.value = stop

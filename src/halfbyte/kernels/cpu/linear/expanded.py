@@ -25,8 +25,8 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
 from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE
+from halfbyte.kernels.cpu.linear.packed_planes import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.sparse import SparseUnit, zeros_of
-from halfbyte.kernels.cpu.linear.tight import TightUnit
 from halfbyte.kernels.cpu.linear.tile import Part, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
@@ -41,7 +41,7 @@ class PanelSpec:
     """What the passing of row tiles over a panel is compiled for: fields of TileSpec, vectors of a tile, and what records have.
 
     points_off   points are taken off codes
-    lifts        beside each scale there is what takes ROUND off; where blocks are single units, making it anew is no slower
+    has_rounding_terms  each scale is stored with its -ROUND * scale; where blocks are single units, recomputing it is no slower
     """
 
     bits: int
@@ -50,16 +50,24 @@ class PanelSpec:
     unit: int
     vectors: int
     points_off: bool
-    lifts: bool
+    has_rounding_terms: bool
     sparse: bool
     packed_bits: int
 
     @classmethod
     def of(cls, spec: TileSpec) -> PanelSpec:
         points_off = spec.biased and spec.zero == "point"
-        lifts = spec.biased and not spec.single
+        has_rounding_terms = spec.biased and not spec.single
         return cls(
-            4 if spec.table else spec.bits, spec.scale, spec.zero, spec.unit, spec.vectors, points_off, lifts, spec.sparse, spec.packed_bits
+            4 if spec.table else spec.bits,
+            spec.scale,
+            spec.zero,
+            spec.unit,
+            spec.vectors,
+            points_off,
+            has_rounding_terms,
+            spec.sparse,
+            spec.packed_bits,
         )
 
     @property
@@ -68,14 +76,14 @@ class PanelSpec:
         return "none" if self.points_off else self.zero
 
     def record_bytes(self, isa: ISA, padded: int) -> int:
-        """Of a block of `padded` elements."""
-        return isa.lanes * self.vectors * (padded + 4 * (1 + self.lifts + (self.zeros != "none")))
+        """Bytes of a record of `padded` elements."""
+        return isa.lanes * self.vectors * (padded + 4 * (1 + self.has_rounding_terms + (self.zeros != "none")))
 
 
 def packed_tail(scale: Kind, zero: Zero) -> int:
     """Bytes behind the codes of a block as it is stored."""
     size = element_of(scale).size
-    return tail_bytes(size, zero_size(zero, size), pairs=False)
+    return tail_bytes(size, zero_size(zero, size), pair_sums=False)
 
 
 @function(*["ptr"] * 8, *["i64"] * 6)
@@ -104,40 +112,40 @@ class ExpandedTile(Tile):
         self.tail_bytes = self.panel.record_bytes(isa, 0)
         self.int8 = replace(self.int8, steps=self._steps)
 
-    def emit(self, first: Value) -> None:
+    def emit(self, row_offset: Value) -> None:
         f, size = self.f, 4 * self.isa.lanes
         begins, ends = (self.stage & _FIRST).equals(_FIRST), (self.stage & _LAST).equals(_LAST)
         with f.when(ends):
-            self._ask_for_outputs(first)
+            self._ask_for_outputs(row_offset)
         with f.when(begins):
-            self._begin(first)
+            self._begin(row_offset)
         if self.in_registers:
             with f.when(begins.equals(0)):
                 for n, total in enumerate(self.totals):
                     total.value = self.sums.load(self.isa.floats, n * size, size)
-        part = Part(first, first, first, first)
-        behind = self._blocks(lambda: iter([part]), self.count_blocks, self.last_units)
+        part = Part(row_offset, row_offset, row_offset, row_offset)
+        act_end = self._blocks(lambda: iter([part]), self.count_blocks, self.last_units)
         with f.when(ends):
-            self._end(first, behind)
+            self._end(row_offset, act_end)
         if self.in_registers:
             with f.when(ends.equals(0)):
                 for n, total in enumerate(self.totals):
                     self.sums.store(total.value, n * size, size)
 
-    def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
+    def _block(self, w: Value, a: Value, weight_meta: Value, act_meta: Value, units: Value, row_offset: Value) -> None:
         if self.spec.single:
             self._ask_for_next_activations(a, self.spec.rows * (self.row_unit_bytes + 4 * FIELDS))
-        super()._block(w, a, tail, fields, units, first)
+        super()._block(w, a, weight_meta, act_meta, units, row_offset)
         self.asked.value = self.asked.value + self.packed_tail
 
-    def _unit(self, w: Value, a: Value, tail: Value, first: Value, sums: list[Value]) -> list[Value]:
+    def _unit(self, w: Value, a: Value, weight_meta: Value, row_offset: Value, sums: list[Value]) -> list[Value]:
         asked = self.asked.value
         for line in self.f.loop(self.lines):
             self.f.prefetch(asked + line * _LINE)
         self.asked.value = asked + self.packed_unit
-        if not self.spec.single and self.isa.asks_in_turn:
+        if not self.spec.single and self.isa.least_prefetching_tiles:
             self._ask_for_next_activations(a, self.spec.rows * self.row_unit_bytes)
-        return super()._unit(w, a, tail, first, sums)
+        return super()._unit(w, a, weight_meta, row_offset, sums)
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
         return (tuple(self.isa.stored(records + k * self.width, self.spec.vectors)) for k in range(0, self.spec.unit, 4))
@@ -147,11 +155,19 @@ class ExpandedTile(Tile):
         for line in range(0, size, _LINE):
             self.f.prefetch(a + LINEAR.load(self.args, "row_bytes") * self.spec.rows + line)
 
-    def _zero(self, tail: Value, first: Value, v: int) -> Value | None:
-        return None if self.spec.zero == "none" else self._lanes(tail, first, v, 4 * self.width * (1 + self.panel.lifts))
+    def _zero(self, weight_meta: Value, row_offset: Value, v: int) -> Value | None:
+        return (
+            None
+            if self.spec.zero == "none"
+            else self._lanes(weight_meta, row_offset, v, 4 * self.width * (1 + self.panel.has_rounding_terms))
+        )
 
-    def _lift(self, tail: Value, first: Value, v: int, scale: Value) -> Value:
-        return self._lanes(tail, first, v, 4 * self.width) if self.panel.lifts else super()._lift(tail, first, v, scale)
+    def _rounding_term(self, weight_meta: Value, row_offset: Value, v: int, scale: Value) -> Value:
+        return (
+            self._lanes(weight_meta, row_offset, v, 4 * self.width)
+            if self.panel.has_rounding_terms
+            else super()._rounding_term(weight_meta, row_offset, v, scale)
+        )
 
 
 class ExpandingTile(ExpandedTile):
@@ -161,14 +177,14 @@ class ExpandingTile(ExpandedTile):
         super().__init__(spec, isa, f)
         self.at, self.scale, self.scale_size = f.variable(self.packed), spec.scale, element_of(spec.scale).size
 
-    def _block(self, w: Value, a: Value, tail: Value, fields: Value, units: Value, first: Value) -> None:
+    def _block(self, w: Value, a: Value, weight_meta: Value, act_meta: Value, units: Value, row_offset: Value) -> None:
         packed = self.at.value + units * self.packed_unit
-        self._expand_tail(packed, tail)
+        self._expand_weight_meta(packed, weight_meta)
         if self.spec.sparse:
             points = packed + self.column + PANEL * self.scale_size if self.panel.zero == "point" else None
             self.zeros = zeros_of(self.isa, self.f, self.spec.bits, points, self.spec.vectors)
         self.left = self._left_of_points(packed) if self.panel.points_off else None
-        super()._block(w, a, tail, fields, units, first)
+        super()._block(w, a, weight_meta, act_meta, units, row_offset)
         self.at.value = self.at.value + self.packed_tail
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
@@ -177,7 +193,7 @@ class ExpandingTile(ExpandedTile):
         if spec.sparse:
             steps = SparseUnit(isa, spec.bits, at, self.column, self.zeros).steps()
         elif spec.packed_bits:
-            steps = TightUnit(isa, spec.packed_bits, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
+            steps = PackedBitsUnit(isa, spec.packed_bits, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
         else:
             steps = isa.unit_steps(at + self.column * 4, replace(self.int8, steps=None))
         for step in steps:
@@ -187,26 +203,26 @@ class ExpandingTile(ExpandedTile):
             records = records + size * spec.vectors
             yield codes
 
-    def _left_of_points(self, tail: Value) -> list[Value]:
+    def _left_of_points(self, weight_meta: Value) -> list[Value]:
         """HIGHEST_CODE - point in each byte of an output, a vector each: what is added to unsigned codes."""
-        isa, at = self.isa, tail + self.column + PANEL * self.scale_size
+        isa, at = self.isa, weight_meta + self.column + PANEL * self.scale_size
         points = [at.load(vector("i8", isa.lanes), v * isa.lanes) for v in range(self.spec.vectors)]
         return [((p.to("i32", unsigned=True) * -1 + HIGHEST_CODE) * 0x01010101).bits(isa.quads) for p in points]
 
-    def _expand_tail(self, tail: Value, to: Value) -> None:
-        isa, at, behind = self.isa, tail + self.column * self.scale_size, PANEL * self.scale_size
+    def _expand_weight_meta(self, weight_meta: Value, to: Value) -> None:
+        isa, at, after_scales = self.isa, weight_meta + self.column * self.scale_size, PANEL * self.scale_size
         raw = vector(element_of(self.scale).stored, self.width)
         scales = isa.to_float(at.load(raw, 0, self.scale_size), self.scale)
         numbers = [scales]
-        if self.panel.lifts:
+        if self.panel.has_rounding_terms:
             numbers.append(scales * -ROUND)
         match self.panel.zeros:
             case "none":
                 pass
             case "offset":
-                numbers.append(isa.to_float(at.load(raw, behind, self.scale_size), self.scale))
+                numbers.append(isa.to_float(at.load(raw, after_scales, self.scale_size), self.scale))
             case "point":
-                points = (tail + self.column).load(vector("i8", self.width), behind)
+                points = (weight_meta + self.column).load(vector("i8", self.width), after_scales)
                 numbers.append(points.to("i32", unsigned=True).to("float"))
             case _:
                 raise unreachable(self.panel.zeros, "the zero of a format")
@@ -228,7 +244,7 @@ class _Panel(Emitter):
 
     def __init__(self, spec: PanelSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        _, self.weights, self.activations, self.out, self.bias, self.columns, self.first, self.stop, self.following = f.parameters
+        _, self.weights, self.activations, self.out, self.bias, self.columns, self.first_tile, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.units, self.blocks = self.get("units"), self.get("blocks")
         self.unit_bytes = data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
@@ -239,12 +255,12 @@ class _Panel(Emitter):
 
     def emit(self) -> None:
         f, most = self.f, self.get("expanded_blocks")
-        tiles = self.stop - self.first
+        tiles = self.stop - self.first_tile
         at_once = f.value("i64", WAITING_ROWS) // self.get("tile_rows")
         parts = (tiles + at_once - 1) // at_once
         chunks = (self.blocks + (most - 1)) // most
         for part in f.loop(parts):
-            some = self.first + part * tiles // parts, self.first + (part + 1) * tiles // parts
+            some = self.first_tile + part * tiles // parts, self.first_tile + (part + 1) * tiles // parts
             for c in f.loop(chunks):  # outside: activations that one side has read are near when the other comes
                 start, stop = c * self.blocks // chunks, (c + 1) * self.blocks // chunks
                 for side in f.loop((self.columns + (self.width - 1)) // self.width):
@@ -266,7 +282,7 @@ class _Panel(Emitter):
 
         asked = ends.select(self.following, self.weights + stop * self.packed_bytes)
         lines, shares = (self.unit_bytes + self.tail_bytes) // _LINE, tiles[1] - tiles[0]
-        row, sums = f.variable(rows_before(tiles[0]) - rows_before(self.first)), f.variable(self.sums + column * (4 * WAITING_ROWS))
+        row, sums = f.variable(rows_before(tiles[0]) - rows_before(self.first_tile)), f.variable(self.sums + column * (4 * WAITING_ROWS))
         for t in f.loop(tiles[1], tiles[0]):
             larger = t.below(count)
             rows = larger.select(big, big - 1)

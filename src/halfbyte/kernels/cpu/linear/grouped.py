@@ -65,13 +65,13 @@ def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bia
 
     `kernel` is that of one expert, whose conditions hold.
     """
-    pairs, share = len(ids), len(ids) // len(x)
-    out = torch.empty(pairs, kernel.geometry.n, dtype=kernel.out_dtype, device="cpu")
-    if len(set(ids)) == pairs:  # each row is a part: it stays where it is
+    routed_rows, share = len(ids), len(ids) // len(x)
+    out = torch.empty(routed_rows, kernel.geometry.n, dtype=kernel.out_dtype, device="cpu")
+    if len(set(ids)) == routed_rows:  # each row is a part: it stays where it is
         parts = [_Part(expert, i // share, i, 1) for i, expert in enumerate(ids)]
         _run(kernel, parts, (x, weight, bias, out))
     else:
-        order = sorted(range(pairs), key=ids.__getitem__)
+        order = sorted(range(routed_rows), key=ids.__getitem__)
         places, by_expert = torch.tensor(order, device="cpu"), torch.empty_like(out)
         _run(kernel, _sorted_parts([ids[i] for i in order]), (x[places // share], weight, bias, by_expert))
         out[places] = by_expert
@@ -79,7 +79,7 @@ def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bia
 
 
 def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
-    """Of pairs in the order of their experts, which these are; none has more rows than one pass takes."""
+    """Cut routed rows, which are sorted by these experts, into parts of at most the rows of one pass."""
     parts, start = list[_Part](), 0
     for expert, rows in Counter(experts).items():
         for done in range(0, rows, linear.ROWS_A_PASS):
@@ -90,9 +90,9 @@ def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
 
 def _run(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> None:
     """`operands`: x, weight, bias, out."""
-    geo, pairs = kernel.geometry, len(operands[3])
-    threads = max(1, min(runtime.threads(), pairs * geo.n * geo.k // linear.WORK_A_THREAD))
-    for some in _passes(parts) if pairs > linear.ROWS_A_PASS else (parts,):
+    geo, routed_rows = kernel.geometry, len(operands[3])
+    threads = max(1, min(runtime.threads(), routed_rows * geo.n * geo.k // linear.WORK_A_THREAD))
+    for some in _passes(parts) if routed_rows > linear.ROWS_A_PASS else (parts,):
         _pass(kernel, some, operands, threads)
 
 

@@ -148,16 +148,16 @@ class LinearKernel:
         out = x.new_empty((*lead, self.geometry.n), dtype=self.out_dtype)
         if out.nbytes >= _MAPPED:
             in_huge_pages(out)
-        apart = 0
+        residual_offset = 0
         if residual is not None:
             residual = residual.to(self.out_dtype)
-            apart = residual.data_ptr() - out.data_ptr()  # the rows of both are as long
+            residual_offset = residual.data_ptr() - out.data_ptr()  # the rows of both are as long
         if m <= ROWS_A_PASS:
-            self._pass(x, m, weights, bias, low, high, out, apart)
+            self._pass(x, m, weights, bias, low, high, out, residual_offset)
         else:
             rows = x if len(lead) == 1 else x.view(m, k)
             for some, part in zip(rows.split(ROWS_A_PASS), out.view(m, -1).split(ROWS_A_PASS), strict=True):
-                self._pass(some, len(some), weights, bias, low, high, part, apart)
+                self._pass(some, len(some), weights, bias, low, high, part, residual_offset)
         return out if self.out_dtype == self.dtype else out.to(self.dtype)
 
     def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0) -> None:
@@ -191,7 +191,7 @@ class LinearKernel:
         return call
 
     def threads(self, m: int, available: int) -> int:
-        """Of those available, how many are worth waking for M rows."""
+        """The number of available threads that are worth waking for M rows."""
         geo = self.geometry
         return max(1, min(available, m * geo.n * geo.k // WORK_A_THREAD, geo.panels))
 
@@ -218,12 +218,12 @@ class LinearKernel:
         share = max(1, geo.panels // (threads * _GROUPS_A_THREAD))
         fields = taken.fields(m, share)
         tiles = fields["tiles"] + fields["lesser_tiles"]
-        in_turn = taken.asking(m, tiles)
-        group_bytes = _READ_ONCE_BYTES if in_turn or tiles == 1 or "panel_function" in fields else _GROUP_BYTES
+        shares_prefetch = taken.asking(m, tiles)
+        group_bytes = _READ_ONCE_BYTES if shares_prefetch or tiles == 1 or "panel_function" in fields else _GROUP_BYTES
         group = round_up(max(1, min(group_bytes // geo.panel_bytes, share)), fields["at_once"])
         groups = round_up(-(-geo.panels // group), threads)  # as many for each
-        if in_turn:
-            fields |= {"in_turn": in_turn if fields["at_once"] == 1 else 0, "together": fields["at_once"]}
+        if shares_prefetch:
+            fields |= {"prefetching_tiles": shares_prefetch if fields["at_once"] == 1 else 0, "together": fields["at_once"]}
         phases = driver.phases(self.isa)
         near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
         chunks = max(1, min(m * taken.row_bytes // near, tiles))
@@ -231,12 +231,12 @@ class LinearKernel:
         return LINEAR.buffer(fields)
 
     def asking(self, m: int, tiles: int) -> int:
-        """How many of so many row tiles, the last ones, ask in turn for the next panel, where all pass over one before it; 0: none do."""
+        """How many of so many row tiles, the last ones, share the prefetch of the next panel; 0: none do."""
         isa, geo, size = self.isa, self.geometry, self.geometry.panel_bytes
         near = m * self.row_bytes + 2 * size <= isa.asking_bytes
         # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.
         alone = self.tile_spec.inner == "int8" and geo.bits == 8 and not geo.sparse and 2 * size > _GROUP_BYTES
-        return min(tiles, isa.asking_tiles) if 0 < isa.asks_in_turn <= tiles and (near or alone or self._brackets(m)) else 0
+        return min(tiles, isa.asking_tiles) if 0 < isa.least_prefetching_tiles <= tiles and (near or alone or self._brackets(m)) else 0
 
     def _brackets(self, m: int) -> bool:
         """Whether M rows go through tiles of `bracketed.py`."""
@@ -252,9 +252,9 @@ class LinearKernel:
         count = -(-m // most)
         rows, more = divmod(m, count)
         at_once = min(panels, most_at_once) if count == 1 else 1
-        in_turn = at_once == 1 and self.asking(m, count) > 0
+        shares_prefetch = at_once == 1 and self.asking(m, count) > 0
         near = self.isa.near(m, spec.inner, geo)
-        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, in_turn=in_turn, near=near)
+        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, shares_prefetch=shares_prefetch, near=near)
         build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
         tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
         return {
@@ -320,17 +320,17 @@ def specs(
     highest = HIGHEST_CODE if points_off else highest_point(isa, bits, fmt.zero, biased)
     brackets = integers and isa.brackets > 0 and bracketed.fits(geo) and source != "i8" and not shifted
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
-    folded = by_block and bits == 4 and correction != 0 and isa.apart(bits)
+    folded = by_block and bits == 4 and correction != 0 and isa.narrow_accumulators(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
     weight: dict[str, Any] = {"scale": kind_of(fmt.scale), "zero": fmt.zero, "packed_bits": fmt.packed_bits}
-    weight |= {"pairs": geo.pairs, "sparse": geo.sparse}
+    weight |= {"pair_sums": geo.pair_sums, "sparse": geo.sparse}
     weight |= {"table": fmt.family if fmt.codebook else ""}
     shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
     shared |= {"folded": folded, "biased": biased, "bracketed": brackets}
     row = RowSpec(
         **shared,
         source=source,
-        paired=geo.pairs and integers and isa.multiplies_sums,
+        paired=geo.pair_sums and integers and isa.multiplies_sums,
         by_row=whole_row or (integers and geo.blocks == 1),
         correction=correction,
         sums="none"

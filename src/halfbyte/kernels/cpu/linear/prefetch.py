@@ -1,7 +1,7 @@
 """Prefetches of weights, unit by unit.
 
 near   a tile's own, so far ahead; near a panel's end, those that it begins with when it is called next
-far    where row tiles take turns: each a share of what all of them pass over next, so that memory is read all the time
+far    where several row tiles pass over the same panel: each prefetches a share of the next one, so that memory is read all the time
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Prefetcher:
     """What a tile prefetches.
 
     panels        most that it takes at once
-    in_turn       whether `turns` may be any
+    shares_prefetch  whether `tile_count` may be any
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
     locality      of what is near, as `ISA.near` has it
-    turn, turns   its number, and of how many that ask in turn for what comes next; of none, or unless `all_ask_near`, number 0 alone asks
-                  for its own
+    tile_index, tile_count  its number among the row tiles that share the prefetch of the next panel; where none do, or unless
+                  `all_ask_near`, tile 0 alone prefetches the current panel
     """
 
     def __init__(
@@ -32,24 +32,24 @@ class Prefetcher:
         f: Function,
         panel_bytes: Value,
         panels: int,
-        in_turn: bool,
+        shares_prefetch: bool,
         record: int,
         locality: int | None,
         ahead: Value,
-        turn: Value,
-        turns: Value,
+        tile_index: Value,
+        tile_count: Value,
     ) -> None:
-        self.f, self.panel_bytes, self.record, self.ahead, self.turns = f, panel_bytes, record, ahead, turns
-        self.several, self.in_turn, self.locality = panels > 1, in_turn, locality or 0
+        self.f, self.panel_bytes, self.record, self.ahead, self.tile_count = f, panel_bytes, record, ahead, tile_count
+        self.several, self.shares_prefetch, self.locality = panels > 1, shares_prefetch, locality or 0
         self.distance = 0 if locality is None else isa.streams_ahead if self.several else isa.ahead
-        self.asks = turn.equals(0) | (turns > 0) if isa.all_ask_near else turn.equals(0)  # near
-        self.left = f.variable(turn)
+        self.asks = tile_index.equals(0) | (tile_count > 0) if isa.all_ask_near else tile_index.equals(0)  # near
+        self.left = f.variable(tile_index)
         self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
         self.side: tuple[Value, int] | None = None  # which of how many tiles of a panel: each asks for a share
 
     def begin_block(self, b: Value, blocks: Value, done: Value) -> None:
         """Block b of so many, which is so many bytes behind the panel's beginning."""
-        if self.record and self.in_turn:
+        if self.record and self.shares_prefetch:
             quarter = blocks >> 2
             other = (b < quarter * 4).select((b & 3) * quarter + (b >> 2), b)
             far = (self.panel_bytes > LONG_PANEL - 1) & (self.ahead > 0)
@@ -62,14 +62,14 @@ class Prefetcher:
             self.near.value = self.asks.select(near, 0)
 
     def begin_unit(self) -> None:
-        if self.in_turn:
-            mine = self.left.value.equals(0)
-            self.left.value = mine.select(self.turns, self.left.value) - 1
-            self.far.value = (mine & (self.turns > 0)).select(self.next.value, 0)
+        if self.shares_prefetch:
+            due = self.left.value.equals(0)
+            self.left.value = due.select(self.tile_count, self.left.value) - 1
+            self.far.value = (due & (self.tile_count > 0)).select(self.next.value, 0)
 
     def issue(self, weights: Value, size: int) -> None:
         """For what is ahead of so many bytes."""
-        ways = [(self.near, self.locality)] * (self.distance > 0) + [(self.far, 2)] * self.in_turn
+        ways = [(self.near, self.locality)] * (self.distance > 0) + [(self.far, 2)] * self.shares_prefetch
         if self.side is not None:
             side, sides = self.side
             size = -(-size // (_LINE * sides)) * _LINE
@@ -87,13 +87,13 @@ class SharingPrefetcher(Prefetcher):
     """
 
     def __init__(
-        self, isa: ISA, f: Function, size: Value, locality: int | None, weights: Value, ahead: Value, turn: Value, turns: Value
+        self, isa: ISA, f: Function, size: Value, locality: int | None, weights: Value, ahead: Value, tile_index: Value, tile_count: Value
     ) -> None:
-        super().__init__(isa, f, size, 1, False, 0, locality, ahead, turn, turns)
-        asks = (turns > 0) & (ahead > 0)
-        lines, tiles = size // _LINE, asks.select(turns, 1)
+        super().__init__(isa, f, size, 1, False, 0, locality, ahead, tile_index, tile_count)
+        asks = (tile_count > 0) & (ahead > 0)
+        lines, tiles = size // _LINE, asks.select(tile_count, 1)
         self.coming, self.part = weights + ahead, f.value("i64", 1 << 32) // tiles  # of 2^32: dividing with each unit would take long
-        self.line, self.stop = f.variable(lines * turn // tiles), asks.select(lines * (turn + 1) // tiles, 0)
+        self.line, self.stop = f.variable(lines * tile_index // tiles), asks.select(lines * (tile_index + 1) // tiles, 0)
 
     def issue(self, weights: Value, size: int) -> None:
         first, lines = self.line.value, -(-size // _LINE)

@@ -1,4 +1,4 @@
-"""2:4 sparse weights: unpacked in registers by tiles and rows alike, and packed.
+"""2:4 sparse weights: unpacked in registers for tiles and rows, and packed.
 
     dense[16 rows x 4 k] = expand(codes kept[16 rows x 2], places[64 bits]), the code of 0 elsewhere
 
@@ -34,7 +34,7 @@ _ELEMENTS_A_THREAD = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class SparseUnit:
-    """32 k of the rows from `first` on of a panel whose data for them lie at `at`.
+    """32 k of the rows from `row_offset` on of a panel whose data for them lie at `at`.
 
     zeros   what stands for 0 in each byte, a vector for each 16 rows
     """
@@ -42,20 +42,20 @@ class SparseUnit:
     isa: ISA
     bits: int
     at: Value
-    first: Value
+    row_offset: Value
     zeros: Sequence[Value]
 
     @classmethod
-    def of(cls, isa: ISA, bits: int, at: Value, first: Value, points: Value | None, vectors: int) -> SparseUnit:
+    def of(cls, isa: ISA, bits: int, at: Value, row_offset: Value, points: Value | None, vectors: int) -> SparseUnit:
         """With the zeros that `zeros_of` makes of the points."""
-        return cls(isa, bits, at, first, zeros_of(isa, at.fn, bits, points, vectors))
+        return cls(isa, bits, at, row_offset, zeros_of(isa, at.fn, bits, points, vectors))
 
     def _row(self, t: int) -> Iterator[list[Value]]:
         """The t-th row of stored codes: of each vector its elements, 4 k after 4 k."""
         each = 8 // self.bits  # steps of 4 k
-        places = self.at + (self.first >> 1) + SPARSE_UNIT * self.bits // 32 * _KEPT
+        places = self.at + (self.row_offset >> 1) + SPARSE_UNIT * self.bits // 32 * _KEPT
         for v, zeros in enumerate(self.zeros):
-            stored = (self.at + self.first * KEPT).load("<32 x i8>", t * _KEPT + v * _ROWS * KEPT, 32)
+            stored = (self.at + self.row_offset * KEPT).load("<32 x i8>", t * _KEPT + v * _ROWS * KEPT, 32)
             masks = (places.load("i64", (t * each + s) * _PLACES + v * _ROWS // 2, 8) for s in range(each))
             kept = self.isa.kept_codes(stored, self.bits)
             yield [self.isa.spread_kept(stored.fn, codes, mask, zeros) for codes, mask in zip(kept, masks, strict=True)]
@@ -159,8 +159,8 @@ def _two(mask: Value) -> Value:
     """The mask with its lowest zeros set until each 4 bits, of which at most two are, have two."""
     ones = 0x1111111111111111
     for _ in range(KEPT):
-        pairs = (mask & 5 * ones) + ((mask >> 1) & 5 * ones)
-        counts = (pairs & 3 * ones) + ((pairs >> 2) & 3 * ones)
+        pair_counts = (mask & 5 * ones) + ((mask >> 1) & 5 * ones)
+        counts = (pair_counts & 3 * ones) + ((pair_counts >> 2) & 3 * ones)
         fewer = ((counts >> 1 | counts >> 2) & ones ^ ones) * 15
         mask = mask | (mask ^ -1) & (mask + ones) & fewer
     return mask

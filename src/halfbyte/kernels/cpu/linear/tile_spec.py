@@ -20,20 +20,20 @@ class TileSpec:
 
     inner    what the products are made of
     bits (of a code), signed, scale ("f16", "bf16", "f32"), zero ("none", "point", "offset")   as in the weight's format
-    pairs    records hold sums of pairs
+    pair_sums  records hold sums of products of adjacent codes
     unit     elements of K taken at a time; `single`: a block is one unit of 32
     by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
     rows     R
     out      "f32", "bf16" or "f16", or "i8" for a tile that requantizes
     gelu     outputs go through `gelu.gelu`
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
-    panels   most that one call takes: more than one are taken in turn, unit by unit, and memory is read from as many places
-    in_turn  may be called as one of row tiles that ask in turn for what comes next
+    panels   most that one call takes: several are interleaved unit by unit, so that memory is read as several streams
+    shares_prefetch  may be called as one of several row tiles that share the prefetch of the next panel
     near     as `ISA.near` has it
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
     points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
     bracketed    the activation's scale is multiplied last: by scale * sum of products + offset * sum of codes, rounded once
-    expands, sparse, packed_bits   as in `expanded.py`, `sparse.py` and `tight.py`
+    expands, sparse, packed_bits   as in `expanded.py`, `sparse.py` and `packed_planes.py`
     table    the format's family, where its codes are in a codebook
     """
 
@@ -41,7 +41,7 @@ class TileSpec:
     bits: int
     scale: Kind
     zero: Zero
-    pairs: bool
+    pair_sums: bool
     unit: int
     single: bool
     by_row: bool
@@ -52,7 +52,7 @@ class TileSpec:
     gelu: bool = False
     folded: bool = False
     panels: int = 1
-    in_turn: bool = False
+    shares_prefetch: bool = False
     near: int | None = 3
     biased: bool = False
     points_off: bool = False

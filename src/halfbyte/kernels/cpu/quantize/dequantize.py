@@ -23,7 +23,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
-from halfbyte.kernels.cpu.linear import sparse, tight
+from halfbyte.kernels.cpu.linear import packed_planes, sparse
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
@@ -33,7 +33,7 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """As in TileSpec, but for `bits`, which are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `packed_bits`: as
+    """The fields of TileSpec; `bits` are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `packed_bits`: as
     in Format."""
 
     bits: int
@@ -41,7 +41,7 @@ class DequantizeSpec:
     zero: Zero
     unit: int
     out: Kind
-    pairs: bool = False
+    pair_sums: bool = False
     sparse: bool = False
     packed_bits: int = 0
     table: Family | Literal[""] = ""
@@ -68,7 +68,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
     lane, out_bytes, scale_bytes = row % PANEL, element_of(spec.out).size, element_of(spec.scale).size
     unit_bytes = cpu_tiles.data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
     zero_bytes = zero_size(spec.zero, scale_bytes)
-    tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pairs=spec.pairs)
+    tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pair_sums=spec.pair_sums)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
     buffer = f.alloca("<8 x float>", 1, 32)
     for b in f.loop(blocks):
@@ -81,7 +81,7 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
             if spec.sparse:
                 u = sparse.eight(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
             elif spec.packed_bits:
-                u = tight.eight(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
+                u = packed_planes.eight(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
             else:
                 u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
             if spec.table:
@@ -124,7 +124,7 @@ def _eight(f: Function, bits: int, data: Value) -> Value:
 @functools.lru_cache(maxsize=1024)
 def spec_of(geo: Geometry, out: Kind) -> DequantizeSpec:
     fmt = geo.format
-    how = geo.pairs, geo.sparse, fmt.packed_bits, fmt.family if fmt.codebook else ""
+    how = geo.pair_sums, geo.sparse, fmt.packed_bits, fmt.family if fmt.codebook else ""
     return DequantizeSpec(fmt.bits, kind_of(fmt.scale), fmt.zero, geo.unit, out, *how)
 
 

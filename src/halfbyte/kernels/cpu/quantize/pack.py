@@ -1,6 +1,6 @@
 """Canonical codes into the layout `cpu_tiles`, at the speed of memory: the same bytes that `layouts.cpu_tiles.pack` makes.
 
-Each thread takes whole panels. Eight codes of a row are one or two 32-bit words in canonical order and in the layout alike;
+Each thread takes whole panels. Eight codes of a row are one or two 32-bit words both in canonical order and in the layout;
 only the nibbles inside a word change places, and words of a row lie 128 bytes apart.
 """
 
@@ -17,7 +17,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
-from halfbyte.kernels.cpu.linear.tight import eight_to_planes
+from halfbyte.kernels.cpu.linear.packed_planes import eight_to_planes
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -34,7 +34,7 @@ class PackSpec:
     signed: bool
     scale_bytes: int
     zero_bytes: int
-    pairs: bool
+    pair_sums: bool
     packed_bits: int = 0
     unit: int = 0
 
@@ -57,7 +57,7 @@ def build(spec: PackSpec, isa: ISA, f: Function) -> None:
                 padded = ends.select(PACK.load(args, "last_padded_groups"), PACK.load(args, "padded_groups"))
                 to, tail = record.value + lane * 4, record.value + padded * (PANEL * (spec.packed_bits or spec.bits))
                 stands_for_zero = f.variable(f.value("i32", (0x88888888 if spec.bits == 4 else 0x80808080) if spec.signed else 0))
-                pairs = f.variable(f.value("<4 x i32>", 0))
+                pair_totals = f.variable(f.value("<4 x i32>", 0))
                 done = real.select(groups, 0)
                 if spec.packed_bits:
                     _planes(spec, codes.value, done, padded, to)
@@ -65,8 +65,8 @@ def build(spec: PackSpec, isa: ISA, f: Function) -> None:
                 with f.when(real):
                     for g in () if spec.packed_bits else f.loop(groups):
                         _eight(spec, codes.value + g * spec.bits, to + g * (PANEL * spec.bits))
-                        if spec.pairs:
-                            pairs.value = pairs.value + _pairs(spec, codes.value + g * spec.bits)
+                        if spec.pair_sums:
+                            pair_totals.value = pair_totals.value + _pair_sum(spec, codes.value + g * spec.bits)
                     number = row * scale_stride + b
                     _copy(scale + number * spec.scale_bytes, tail + lane * spec.scale_bytes, spec.scale_bytes)
                     if spec.zero_bytes:
@@ -77,12 +77,12 @@ def build(spec: PackSpec, isa: ISA, f: Function) -> None:
                 for g in f.loop(padded, start=done):
                     for word in range(spec.bits // 4):
                         (to + g * (PANEL * spec.bits)).store(stands_for_zero.value, 4 * PANEL * word, 4)
-                if spec.pairs:
+                if spec.pair_sums:
                     fill = stands_for_zero.value & 255
-                    total = pairs.value.reduce("add") + fill * fill * 4 * (padded - done).to("i32")
+                    total = pair_totals.value.reduce("add") + fill * fill * 4 * (padded - done).to("i32")
                     (tail + lane * 4).store(total, PANEL * (spec.scale_bytes + spec.zero_bytes), 4)
                 codes.value = codes.value + groups * spec.bits
-                record.value = tail + cpu_tiles.tail_bytes(spec.scale_bytes, spec.zero_bytes, pairs=spec.pairs)
+                record.value = tail + cpu_tiles.tail_bytes(spec.scale_bytes, spec.zero_bytes, pair_sums=spec.pair_sums)
 
 
 def _eight(spec: PackSpec, source: Value, to: Value) -> None:
@@ -119,7 +119,7 @@ def _planes(spec: PackSpec, source: Value, groups: Value, padded: Value, to: Val
             unit.store(second, (eights + byte) * 4 * PANEL, 4)
 
 
-def _pairs(spec: PackSpec, source: Value) -> Value:
+def _pair_sum(spec: PackSpec, source: Value) -> Value:
     """Four products of neighbours among eight codes of one row, as they are stored."""
     words = source.load("<4 x i16>")
     if spec.signed:
@@ -150,7 +150,7 @@ def pack(codes: Codes) -> Packed:
     zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()
     out = cpu_tiles.allocate(geo.nbytes)
     unit = geo.unit if fmt.packed_bits else 0
-    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pairs(fmt), fmt.packed_bits, unit)
+    spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pair_sums(fmt), fmt.packed_bits, unit)
     block = PACK.struct().pack(
         *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
         *(data.data_ptr(), data.shape[1], geo.n, scale.data_ptr(), 0 if zero is None else zero.data_ptr(), geo.blocks),

@@ -124,9 +124,11 @@ class _Rows(Emitter):
         stored = self._stored(exact)
         if spec.family != "int":
             inverse = self._inverse(exact)
-            away = functools.partial(self._away, inverse)
+            round_up = functools.partial(self._away_from_zero, inverse)
             truncated = functools.partial(self._truncated, inverse, lo, 0.5)
-            encode = lookup({"ggml": truncated if spec.bits == 4 else away, "inferllm": away}, spec.family, "the rounding of the family")
+            encode = lookup(
+                {"ggml": truncated if spec.bits == 4 else round_up, "inferllm": round_up}, spec.family, "the rounding of the family"
+            )
             return stored, None if lo is None else self._stored(lo), encode
         inverse = self._inverse(self.isa.to_float(stored, spec.scale))
         if lo is None:
@@ -214,7 +216,7 @@ class _Rows(Emitter):
         u = finite.select(v, 0.0).to("i32")
         return u.max_or(0).min_or(15)
 
-    def _away(self, inverse: Value, x: Value) -> Value:
+    def _away_from_zero(self, inverse: Value, x: Value) -> Value:
         v = x * inverse.splat(_CHUNK)
         whole = v.to("i32")
         rest = v - whole.to("float")
@@ -258,8 +260,8 @@ def supports(weight: Tensor, fmt: Format) -> str | None:
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
     """`quantizers.absmax.absmax(weight, fmt)`, fast; None where a value or a scale is not finite. The caller asks `supports` first."""
     shape, k = tuple(weight.shape), weight.shape[-1]
-    made = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in stored_tensors(fmt, shape).items()}
-    data, scale, zero = made["data"], made["scale"], made.get("zero")
+    outputs = {name: torch.empty(size, dtype=dtype, device="cpu") for name, (dtype, size) in stored_tensors(fmt, shape).items()}
+    data, scale, zero = outputs["data"], outputs["scale"], outputs.get("zero")
     if weight.numel():
         flat = weight.reshape(-1, k)
         if flat.stride(1) != 1:
@@ -275,4 +277,4 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         after = runtime.run(block, threads)
         if QUANTIZE.struct().unpack(after)[-1]:
             return None
-    return Codes.from_tensors(fmt, shape, made)
+    return Codes.from_tensors(fmt, shape, outputs)

@@ -73,7 +73,7 @@ class AttendSpec:
         masked: Whether there is a mask.
         enters: Whether keys and values are only written to the cache, and queries normed and rotated in place, for `attend_whole.py`.
         rotary_dim: As in `ops.transformer.decoder.Heads`.
-        plus_one: Whether norms multiply by 1 + weight.
+        unit_offset: Whether norms multiply by 1 + weight.
         capped: Whether scores have a soft cap.
         sinks: Whether there are attention sinks, float32 [H].
         rope_interleaved, norm_after_rope, projections, v_norm: As in `ops.transformer.decoder.Heads`.
@@ -86,7 +86,7 @@ class AttendSpec:
     masked: bool
     enters: bool = False
     rotary_dim: int | None = None
-    plus_one: bool = False
+    unit_offset: bool = False
     capped: bool = False
     sinks: bool = False
     rope_interleaved: RopeInterleaved = ""
@@ -181,14 +181,14 @@ class _Attend(Emitter):
         if norm is None:
             return [part * root for part in parts]
         weights = self._loaded(self.pointer(norm))
-        return [part * root * (w + 1.0 if self.spec.plus_one else w) for part, w in zip(parts, weights, strict=True)]
+        return [part * root * (w + 1.0 if self.spec.unit_offset else w) for part, w in zip(parts, weights, strict=True)]
 
     def _rotated(self, parts: list[Value], b: Value, j: Value) -> list[Value]:
         f = self.f
         if not self.rotary_dim:
             return parts
-        turn = b * self.get("rotary_batch") + j * self.get("rotary_token")
-        cos, sin = self.pointer("cos") + turn, self.pointer("sin") + turn
+        angles = b * self.get("rotary_batch") + j * self.get("rotary_token")
+        cos, sin = self.pointer("cos") + angles, self.pointer("sin") + angles
         half, out = self.rotary_dim // self.lanes // 2, []
         for at, part in enumerate(parts[: 2 * half]):
             if is_interleaved(self.spec.rope_interleaved):
@@ -356,7 +356,7 @@ def keep(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
     ints = vector("i32", lanes)
     for first in range(0, len(parts), BLOCK // lanes):
         block = parts[first : first + BLOCK // lanes]
-        # As integers sizes have the same order, and NaN is the largest.
+        # Absolute values have the same order as their bits read as integers, and NaN is the largest.
         largest = functools.reduce(Value.max_or, [x.bits(ints) & 0x7FFFFFFF for x in block]).fold(Value.max_or).bits("float")
         scale = largest / float(MOST)
         stored = isa.from_float((scale < LEAST_SCALE).select(row.fn.value("float", 0.0), scale), "bf16")
@@ -373,7 +373,7 @@ def _sums(parts: list[Value]) -> Value:
     while len(parts) > 1:
         half, merged = len(parts) // 2, []
         for a, b in zip(parts[:half], parts[half:], strict=True):
-            own = a.shuffle([j if not j & half else n + j for j in range(n)], b)
-            merged.append(own + a.shuffle([j + half if not j & half else n + j - half for j in range(n)], b))
+            kept_half = a.shuffle([j if not j & half else n + j for j in range(n)], b)
+            merged.append(kept_half + a.shuffle([j + half if not j & half else n + j - half for j in range(n)], b))
         parts = merged
     return parts[0]

@@ -78,7 +78,7 @@ class WholeSpec:
 
 
 class _Query(NamedTuple):
-    """Of a row of a tile: its elements' address, the first key that it may not see in each lane, and where its mask and bias lie."""
+    """A row of a tile: its elements' address, the first masked key in each lane, and the addresses of its mask and bias."""
 
     x: Value
     limits: Value
@@ -125,8 +125,8 @@ class _Whole(Emitter):
                         self.values.store(value, j * (4 * self.spec.dim) + 4 * at, self.bytes)
                 begin = first
                 if self.spec.causal:  # rows that see none of these keys
-                    behind = start - self.get("before")
-                    begin = (behind > 0).select(behind, 0) * group // _ROWS
+                    first_key = start - self.get("before")
+                    begin = (first_key > 0).select(first_key, 0) * group // _ROWS
                     begin = (begin < first).select(first, begin)
                 for tile in f.loop(stop, begin):
                     # Behind the last row it comes again: the same is computed and written more than once.
@@ -195,7 +195,7 @@ class _Whole(Emitter):
                     place.store(column, (d + i) * (4 * step), self.bytes)
 
     def _query(self, place: tuple[Value, Value, Value], start: Value, limit: Value) -> _Query:
-        """That of a place (sequence, head and token), which may see keys below `limit` of those from `start` on."""
+        """The row of a (sequence, head, token), which attends to keys start … limit - 1."""
         b, head, token = place
         mask = self.pointer("mask") + b * self.get("mask_batch") + token * self.get("mask_token") + start
         bias = self._of("bias", b, head) + token * self.get("bias_token") + start * 4
@@ -214,7 +214,7 @@ class _Whole(Emitter):
         return [each.value.fold(lambda x, y: x.max_or(y)) for each in largest]
 
     def _score_vectors(self, queries: list[_Query], first: Value, vectors: int, largest: list[Variable]) -> None:
-        """Of so many vectors of keys from key `first` on, at which those begin that lie together."""
+        """Store the scores of so many vectors of keys from key `first` on, where a group of contiguous keys begins."""
         f, n, step = self.f, self.lanes, _VECTORS * self.lanes
         totals, column, ints = self._totals(vectors), self.keys + first * (4 * self.spec.dim), vector("i32", self.lanes)
         for d in f.loop(self.spec.dim):
@@ -286,10 +286,10 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
     """Whether `attend` takes these: float32 [B, H, T, D] on the CPU, of one shape, a head's elements side by side; mask bool
     [B or 1, 1, T or 1, T] with its tokens side by side."""
     shape = query.shape
-    alike = query.dim() == 4 and key.shape == shape and value.shape == shape and shape[2] > 0 and shape[3] % 4 == 0
+    same_shapes = query.dim() == 4 and key.shape == shape and value.shape == shape and shape[2] > 0 and shape[3] % 4 == 0
     plain = all(x.dtype == torch.float32 and x.is_cpu and x.stride(3) == 1 for x in (query, key, value))
-    if mask is None or not (alike and plain):
-        return alike and plain and shape[3] > 0
+    if mask is None or not (same_shapes and plain):
+        return same_shapes and plain and shape[3] > 0
     fits = mask.dim() == 4 and mask.shape[3] == shape[2] and mask.shape[2] in (1, shape[2]) and mask.shape[1] == 1
     return fits and mask.shape[0] in (1, shape[0]) and mask.dtype == torch.bool and mask.stride(3) == 1
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from halfbyte.kernels.cpu.chain import Product
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.step_sequence import Product
 from halfbyte.kernels.cpu.transformer import attend, attend_whole
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, AttendSpec, CacheKind
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
@@ -36,7 +36,7 @@ _SEEN = WHOLE.offset("before")
 
 
 class Size(NamedTuple):
-    """Of a call. kind: of the cache."""
+    """The sizes of a call. kind: of the cache."""
 
     batch: int
     tokens: int
@@ -132,12 +132,12 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     heads, many = half.heads, size.tokens > FEW
     group = heads.num_heads // heads.num_kv_heads
     norms = None if heads.qk_norm_whole else heads.qk_norm
-    capped, sinks, plus_one = heads.softcap is not None, heads.sinks != 0, norms is not None and norms[0].unit_offset
+    capped, sinks, unit_offset = heads.softcap is not None, heads.sinks != 0, norms is not None and norms[0].unit_offset
     rotary_dim = None if heads.rotary_dim == heads.head_dim else heads.rotary_dim
     masked = size.masked and not many
     of_scores = capped and not many, sinks and not many
     spec = AttendSpec(
-        *(heads.head_dim, group, size.kind, norms is not None, masked, many, rotary_dim, plus_one, *of_scores),
+        *(heads.head_dim, group, size.kind, norms is not None, masked, many, rotary_dim, unit_offset, *of_scores),
         rope_interleaved=heads.rope_interleaved,
         norm_after_rope=heads.norm_after_rope,
         projections=heads.projections,

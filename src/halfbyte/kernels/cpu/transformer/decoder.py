@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import Chain
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend import CACHES
 from halfbyte.kernels.cpu.transformer.attention_half import Attention, AttentionPlan, Size
@@ -71,15 +71,15 @@ class Plan:
             self.blocks = [*self.blocks, *self._per_layer.blocks]
         self._whole = second is not None
 
-    def point(self, x: int, out: int, cache: Sequence[int], beside: tuple[int, int] | None = None) -> None:
-        """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`; `beside`: of a layer with an input of its own
-        where that lies, and bytes from row to row."""
+    def point(self, x: int, out: int, cache: Sequence[int], per_layer_input: tuple[int, int] | None = None) -> None:
+        """Fills in what changes; `cache`: the arguments of ATTEND from `cos` to `length`; `per_layer_input`: of a layer with an input of
+        its own where that lies, and bytes from row to row."""
         self._attention.point(x, self._memory.starts[0] if self._whole else out, cache)
         if self._whole:
             self._feed_forward.point(out if self._per_layer is None else self._memory.starts[1], x)
         if self._per_layer is not None:
-            assert beside is not None
-            self._per_layer.point(out, beside)
+            assert per_layer_input is not None
+            self._per_layer.point(out, per_layer_input)
 
 
 class Entry(NamedTuple):
@@ -97,20 +97,20 @@ def run(
     rotary: tuple[Tensor, Tensor],
     entries: Sequence[Entry],
     mask: Tensor | None,
-    beside: Tensor | None = None,
+    per_layer_inputs: Tensor | None = None,
 ) -> list[Tensor]:
     """x [B, t, K], contiguous float32 -> what each of the layers gives, one after the other.
 
     rotary  cosines and sines, each [B or 1, t, R or R / 2], contiguous float32
     mask    bool [B or 1, 1, t or 1, length + t or more] with contiguous last dimension; None: each token sees those before it
-    beside  of one layer that has an input of its own: float32 [B, t, P] with contiguous last dimension, the others a view of one
+    per_layer_inputs  of a layer that has one: float32 [B, t, P], contiguous in its last dimension
     """
     batch, tokens, _ = x.shape
     out = [torch.empty_like(x) for _ in layers]
     if mask is not None and tokens > FEW:
         mask = attend_whole.readable(mask)
     if batch * tokens <= _ROWS:
-        _run(layers, x, rotary, entries, mask, [y.data_ptr() for y in out], beside)
+        _run(layers, x, rotary, entries, mask, [y.data_ptr() for y in out], per_layer_inputs)
         return out
     sequences, most = max(1, _ROWS // tokens), min(tokens, _ROWS)
     pieces = -(-tokens // most)
@@ -120,13 +120,13 @@ def run(
             of_some = [part[some] if len(part) > 1 else part for part in (*rotary, mask) if part is not None]
             for i in range(pieces):
                 begin, end = (j * tokens // pieces for j in (i, i + 1))
-                turns = of_some[0][:, begin:end], of_some[1][:, begin:end]
+                rotary_rows = of_some[0][:, begin:end], of_some[1][:, begin:end]
                 seen = None if mask is None else of_some[2]
                 if seen is not None and seen.shape[2] > 1:
                     seen = seen[:, :, begin:end]
                 place = Entry(entry.keys[some], entry.values[some], entry.length + begin)
-                own = None if beside is None else beside[some, begin:end]
-                _run((layer,), x[some, begin:end], turns, (place,), seen, [y[some, begin:end].data_ptr()], own)
+                layer_inputs = None if per_layer_inputs is None else per_layer_inputs[some, begin:end]
+                _run((layer,), x[some, begin:end], rotary_rows, (place,), seen, [y[some, begin:end].data_ptr()], layer_inputs)
         x = y
     return out
 
@@ -138,7 +138,7 @@ def _run(
     entries: Sequence[Entry],
     mask: Tensor | None,
     targets: Sequence[int],
-    beside: Tensor | None,
+    per_layer_inputs: Tensor | None,
 ) -> None:
     """`run` for up to _ROWS rows; targets: where what the layers give goes."""
     batch, tokens, _ = x.shape
@@ -150,19 +150,19 @@ def _run(
     if mask is not None:
         after = mask.data_ptr(), mask.stride(0) if len(mask) > 1 else 0, mask.stride(2) if mask.shape[2] > 1 else 0
     source = x.data_ptr()
-    own = None if beside is None else (beside.data_ptr(), 4 * beside.stride(1))
+    layer_inputs = None if per_layer_inputs is None else (per_layer_inputs.data_ptr(), 4 * per_layer_inputs.stride(1))
     plans = []
     for layer, (keys, values, length), target in zip(layers, entries, targets, strict=True):
         size = Size(batch, tokens, CACHES[keys.dtype], mask is not None, threads)
         plan: Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(Plan, layer, size))
-        plan.point(source, target, (*before, *places(keys, values), *after, length), own)
+        plan.point(source, target, (*before, *places(keys, values), *after, length), layer_inputs)
         source = target
         plans.append(plan)
-    _chain(first, tuple(plans), threads).run()
+    _sequence(first, tuple(plans), threads).run()
 
 
 def threads_of(layer: Layer, rows: int) -> int:
-    """Of those there are, how many are worth waking for so many rows."""
+    """The number of available threads that are worth waking for so many rows."""
     return max(1, min(runtime.threads(), rows * layer.work // WORK_A_THREAD))
 
 
@@ -175,11 +175,11 @@ def places(keys: Tensor, values: Tensor) -> list[int]:
     return found
 
 
-def _chain(first: Layer, plans: tuple[Plan, ...], threads: int) -> Chain:
+def _sequence(first: Layer, plans: tuple[Plan, ...], threads: int) -> StepSequence:
     """The steps of all plans, kept with the first layer until others follow it."""
     key = "chain", len(plans), threads
     found = first.plans.entries.get(key)
     if found is None or found[0] != plans:
-        found = first.plans.entries[key] = plans, Chain([block for plan in plans for block in plan.blocks], threads)
-    chain: Chain = found[1]
-    return chain
+        found = first.plans.entries[key] = plans, StepSequence([block for plan in plans for block in plan.blocks], threads)
+    sequence: StepSequence = found[1]
+    return sequence

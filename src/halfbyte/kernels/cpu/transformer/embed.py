@@ -3,8 +3,8 @@
     y[b, t] = norm(dequantize(W0)[ids0[b, t]] + dequantize(W1)[ids1[b, t]] + …),  float32
 
 Tables have layout `cpu_tiles` and one K. Rows are dequantized as in `quantize/dequantize.py` and added in that order, so that the sum is
-torch's bit for bit; the norm is a layer norm as in `chain.py`. An id that its table does not have raises a flag, and row 0 is read in its
-place.
+torch's bit for bit; the norm is a layer norm as in `step_sequence.py`. An id that its table does not have raises a flag, and row 0 is
+read in its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import RowNorm
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Block
 from halfbyte.kernels.cpu.codegen.ir import Function
@@ -25,6 +24,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.quantize import dequantize
 from halfbyte.kernels.cpu.quantize.dequantize import DequantizeSpec
+from halfbyte.kernels.cpu.step_sequence import RowNorm
 from halfbyte.layouts.cpu_tiles import Geometry
 
 MOST_TABLES = 3
@@ -52,7 +52,7 @@ def build(spec: EmbedSpec, isa: ISA, f: Function) -> None:
     args, thread, threads = f.parameters
     out, weight, shift = (EMBED.load(args, name, "ptr") for name in ("out", "weight", "shift"))
     tokens, rows, k = (EMBED.load(args, name) for name in ("tokens", "rows", "k"))
-    norm = RowNorm(f, isa, k, (weight, shift), args + EMBED.offset("eps"), centred=True)
+    norm = RowNorm(f, isa, k, (weight, shift), args + EMBED.offset("eps"), layer_norm=True)
     for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
         b, t, to = r // tokens, r % tokens, out + r * k * 4
         for i, table in enumerate(spec.tables):
@@ -66,8 +66,8 @@ def build(spec: EmbedSpec, isa: ISA, f: Function) -> None:
 
 
 class Tables:
-    """Tables, by the addresses of their packed bytes, and the norm behind them, by those of its weight and its shift, float32 [K]; whoever
-    calls sees to it that they are there."""
+    """Tables, by the addresses of their packed bytes, and the norm behind them, by those of its weight and its shift, float32 [K];
+    the caller must keep them alive."""
 
     def __init__(self, tables: Sequence[tuple[Geometry, int]], norm: tuple[int, int, float]) -> None:
         self._norm, self.k = norm, tables[0][0].k

@@ -1,8 +1,8 @@
-"""Encoder layers of BERT and its like, one after the other, for whole sequences in one call: x [B, T, K] -> [B, T, K], float32.
+"""Encoder layers (BERT and others), one after the other, for whole sequences in one native call: x [B, T, K] -> [B, T, K], float32.
 
     qkv = x · Wqkvᵀ + bias                   each is a product of `linear.py`: activations are laid out, and quantized, once
     a   = attention(qkv)                     every token sees every other, where a mask lets it (`attend_whole.py`)
-    h   = norm(a · Woᵀ + bias + x)           layer norms (`chain.py`)
+    h   = norm(a · Woᵀ + bias + x)           layer norms (`step_sequence.py`)
     g   = gelu(h · Wupᵀ + bias)
     y   = norm(g · Wdownᵀ + bias + h)
 
@@ -12,7 +12,7 @@ or, where the norms come before (ViT):
 
 A norm is computed with the laying out of its rows, so the last one of a layer with that of the next layer. Everything between the steps is
 float32. Many sequences are taken some at a time, so that what lies between the steps stays in caches; where there are enough of them each
-thread takes its own, so that nothing goes from core to core and nobody waits for others.
+thread takes its own, so that no data moves between cores and there are no barriers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Chain, Product, Step, phase, run_lanes
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -37,6 +36,7 @@ from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import driver
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepSequence, phase, run_lanes
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
 
@@ -61,7 +61,7 @@ class Norm(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Of a call. `lane`: which of those that run side by side; each has memory of its own."""
+    """The sizes of a call. `lane`: the index of a parallel lane, each of which has its own memory."""
 
     batch: int
     tokens: int
@@ -73,7 +73,7 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The weights of a layer, by their addresses: whoever calls sees to it that they are there.
+    """The weights of a layer by their addresses; the caller must keep them alive.
 
     up      its kernel has GELU
     norms   after attention and after `down`; where they come `before`, before qkv and before `up`
@@ -93,7 +93,7 @@ class Layer:
 
     @property
     def row_bytes(self) -> int:
-        """Of a token between the steps."""
+        """Bytes of a token between the steps."""
         laid_out = max(product.kernel.row_bytes for product in (self.qkv, self.o, self.up, self.down))
         return laid_out + 4 * (self.qkv.n + self.o.k + 2 * self.o.n + self.up.n)
 
@@ -154,10 +154,10 @@ class _Plan:
             last = _norm(layers[-1].norms[1], sums, self._m, first.o.n)
             self._blocks.append(last)
             self._places[-1].append((last, NORM.offset("out"), 1, 0))
-        self._chain = Chain(self._blocks, size.threads)
+        self._sequence = StepSequence(self._blocks, size.threads)
 
     def _norm_last(self, layer: Layer, before: Layer | None, x: _Places) -> None:
-        """y = norm(sums), which whoever comes next computes."""
+        """y = norm(sums), which the next step computes."""
         qkv, attended, hidden, sums, gates = self._between
         kept = 0, 0, 4 * layer.o.n
         if before is None:
@@ -195,17 +195,17 @@ class _Plan:
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
             fields |= dict(zip(("normed", "normed_thread", "normed_row"), normed, strict=True))
-        rows = arguments(PRODUCT, phase(Step("rows", centred=True)), fields)
+        rows = arguments(PRODUCT, phase(Step("rows", layer_norm=True)), fields)
         self._blocks += [rows, linear]
         return rows, linear
 
-    def ready(self, addresses: Sequence[int], mask: tuple[int, ...], bias: tuple[int, ...]) -> Chain:
+    def ready(self, addresses: Sequence[int], mask: tuple[int, ...], bias: tuple[int, ...]) -> StepSequence:
         """addresses: of x and of what each layer gives; mask, bias: as `attend_whole` gives their fields."""
         for address, places in zip(addresses, self._places, strict=True):
             for block, offset, sign, summand in places:
                 _pack_one(block, offset, sign * address + summand)
         _pack_seven(self._attend, _MASK, *mask, *bias)
-        return self._chain
+        return self._sequence
 
 
 def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
@@ -219,7 +219,7 @@ def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
         "shift": norm.bias,
         "eps": (norm.eps, 0.0),
     }
-    return arguments(NORM, phase(Step("norm", centred=True)), fields)
+    return arguments(NORM, phase(Step("norm", layer_norm=True)), fields)
 
 
 def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> _Buffer:
@@ -247,7 +247,7 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
 def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> list[Tensor]:
     """x [B, T, K], contiguous float32 -> what each of the layers gives, one after the other, each [B, T, K].
 
-    The layers are of one size, and alike in where their norms come.
+    The layers have the same sizes, and their norms the same places.
 
     mask    bool [B or 1, 1, T or 1, T] with contiguous last dimension: which tokens each may see; None: all
     bias    float32 [B or 1, H or 1, T or 1, T] with contiguous last dimension: what is added to scores
@@ -262,7 +262,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
     at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * first.row_bytes))
     rounds = -(-batch // (lanes * at_once))
     for i in range(rounds):
-        chains = list[Chain]()
+        sequences = list[StepSequence]()
         for lane in range(lanes):
             first_one, last = lane * batch // lanes, (lane + 1) * batch // lanes
             start, stop = (first_one + j * (last - first_one) // rounds for j in (i, i + 1))
@@ -274,9 +274,9 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
                 plan = first.plans.entries[size] = _Plan(key, size)
             at = 4 * start * tokens * width
             scores = ((fields[0] + start * fields[1], *fields[1:]) for fields in (seen, added))
-            chains.append(plan.ready([t.data_ptr() + at for t in (x, *outputs)], *scores))
+            sequences.append(plan.ready([t.data_ptr() + at for t in (x, *outputs)], *scores))
         if lanes > 1:
-            run_lanes(chains)
+            run_lanes(sequences)
         else:
-            chains[0].run()
+            sequences[0].run()
     return outputs

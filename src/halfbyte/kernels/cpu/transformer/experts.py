@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import KernelError, unreachable
-from halfbyte.kernels.cpu.chain import PRODUCT, Chain, Product, Step, drawn_shares, phase, prepare, shares, through_gates
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block, Buffer
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
@@ -41,12 +40,13 @@ from halfbyte.kernels.cpu.codegen.kernel import phase as emitted
 from halfbyte.kernels.cpu.linear import driver
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.step_sequence import PRODUCT, Product, Step, StepSequence, drawn_shares, phase, prepare, shares, through_gates
 from halfbyte.kernels.cpu.transformer.halves import Fields, Laid, Norm, shared
 from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
-_LEAST = 1e-20  # beside the sum of scores, which may be 0, as transformers' routers have it
+_LEAST = 1e-20  # is added to the sum of scores, which may be 0, as in transformers' routers
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 EXPERTS = Block(
     (
@@ -184,11 +184,11 @@ class _Experts(Emitter):
             with f.when(_larger(logit, (weights + (self.chosen - 1) * 4).load("float", 0, 4))):
                 carried, number = f.variable(logit), f.variable(e)
                 for j in f.loop(self.chosen):
-                    here, own = (weights + j * 4).load("float", 0, 4), (ids + j * 8).load("i64", 0, 8)
+                    here, expert = (weights + j * 4).load("float", 0, 4), (ids + j * 8).load("i64", 0, 8)
                     larger = _larger(carried.value, here)
                     (weights + j * 4).store(larger.select(carried.value, here), 0, 4)
-                    (ids + j * 8).store(larger.select(number.value, own), 0, 8)
-                    carried.value, number.value = larger.select(here, carried.value), larger.select(own, number.value)
+                    (ids + j * 8).store(larger.select(number.value, expert), 0, 8)
+                    carried.value, number.value = larger.select(here, carried.value), larger.select(expert, number.value)
         if scored:
             total = one
             if self.spec.normalized:
@@ -248,12 +248,12 @@ class _Experts(Emitter):
 
     def _sort(self) -> None:
         """Places by counting, those of an expert in the order of rows."""
-        f, pairs = self.f, self.rows * self.chosen
+        f, routed_rows = self.f, self.rows * self.chosen
         ids, order, counts = (self.pointer(name) for name in ("ids", "order", "counts"))
         none = f.value("i64", 0)
         for e in f.loop(self.experts):
             (counts + e * 8).store(none, 0, 8)
-        for i in f.loop(pairs):
+        for i in f.loop(routed_rows):
             at = counts + (ids + i * 8).load("i64", 0, 8) * 8
             at.store(at.load("i64", 0, 8) + 1, 0, 8)
         before = f.variable(none)
@@ -261,7 +261,7 @@ class _Experts(Emitter):
             at, first = counts + e * 8, before.value
             before.value = first + at.load("i64", 0, 8)
             at.store(first, 0, 8)
-        for i in f.loop(pairs):
+        for i in f.loop(routed_rows):
             at = counts + (ids + i * 8).load("i64", 0, 8) * 8
             to = at.load("i64", 0, 8)
             (order + to * 8).store(i, 0, 8)
@@ -284,7 +284,7 @@ class _Experts(Emitter):
     def up(self) -> None:
         """Groups are of the panels of all pairs of a row and an expert, which are pairs of panels: of gates and what they are for."""
         f, linear, gate = self.f, self._prepare(), self.get("gate")
-        tile, apart = (f.value("i64", 0), f.value("i64", 1)), gate * (4 * PANEL)
+        tile, up_offset = (f.value("i64", 0), f.value("i64", 1)), gate * (4 * PANEL)
         for start, stop in drawn_shares(f):
             at = f.variable(start)
             for i in f.draw(lambda at=at: at.value, stop):  # type: ignore[misc]
@@ -301,16 +301,16 @@ class _Experts(Emitter):
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
                     driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias)
                     begin = out + first * (4 * PANEL)
-                    through_gates(f, self.isa, begin, (last - first) * PANEL, begin + apart)
+                    through_gates(f, self.isa, begin, (last - first) * PANEL, begin + up_offset)
                 at.value = i + (last - first)
 
-    def _clamped(self, pairs: Value, to: Value, count: Value) -> None:
+    def _clamped(self, gate_up: Value, to: Value, count: Value) -> None:
         """So many pairs of a gate and its up to one number each."""
         f, isa, n = self.f, self.isa, self.isa.lanes
         alpha, limit = (part.splat(n) for part in EXPERTS.load_floats(self.args, "alpha_limit"))
         lowest = f.value(isa.floats, -0.0) - limit
         for i in f.loop(count, step=n):
-            first, second = ((pairs + i * 8).load(isa.floats, at, 4) for at in (0, 4 * n))
+            first, second = ((gate_up + i * 8).load(isa.floats, at, 4) for at in (0, 4 * n))
             gate, up = (first.shuffle(range(at, 2 * n, 2), second) for at in (0, 1))
             gate, up = gate.min_or(limit), up.min_or(limit).max_or(lowest)
             sigmoid = f.value(isa.floats, 1.0) / (exp(f, (f.value(isa.floats, -0.0) - gate) * alpha) + 1.0)
@@ -358,7 +358,7 @@ class _Experts(Emitter):
 
 
 def _score_of(scores: Value, ids: Value, j: Value) -> Value:
-    """Of the j-th chosen expert."""
+    """The score of the j-th chosen expert."""
     return (scores + (ids + j * 8).load("i64", 0, 8) * 4).load("float", 0, 4)
 
 
@@ -427,18 +427,20 @@ class ExpertsPlan:
     """Steps for m rows, with all arguments but where y goes, or those that `point_all` takes."""
 
     def __init__(self, half: Experts, m: int, threads: int, hidden: int) -> None:
-        alone, pairs, router, panels = m == 1, m * half.chosen, half.router, half.gate_up.n // PANEL // 2
+        alone, routed_rows, router, panels = m == 1, m * half.chosen, half.router, half.gate_up.n // PANEL // 2
         copies, normed = threads if alone else 1, 4 * m * half.k
         (up, up_row), (down, down_row) = (product.kernel.arguments(1, threads) for product in (half.gate_up, half.down))
-        up_all, down_all = (rows * row + 63 & ~63 for rows, row in ((m, up_row), (pairs, down_row)))
-        sizes = copies * normed, copies * up_all, copies * down_all, 4 * pairs * half.gate_up.n, 4 * pairs * half.k
-        of_clamped = 0 if half.clamped is None else 4 * pairs * half.down.k
-        memory = shared("experts", (*sizes, of_clamped, 4 * m * (half.experts + 1), 8 * pairs, 4 * pairs, 8 * pairs, 8 * half.experts))
+        up_all, down_all = (rows * row + 63 & ~63 for rows, row in ((m, up_row), (routed_rows, down_row)))
+        sizes = copies * normed, copies * up_all, copies * down_all, 4 * routed_rows * half.gate_up.n, 4 * routed_rows * half.k
+        of_clamped = 0 if half.clamped is None else 4 * routed_rows * half.down.k
+        memory = shared(
+            "experts", (*sizes, of_clamped, 4 * m * (half.experts + 1), 8 * routed_rows, 4 * routed_rows, 8 * routed_rows, 8 * half.experts)
+        )
         normed_at, up_at, down_at, gates, products, gated, logits, ids, weights, order, counts = memory.starts
         inner, stride = (gates, 4 * half.gate_up.n) if half.clamped is None else (gated, 4 * half.down.k)
         _fill(up, half.gate_up, m, (hidden, 4 * half.k, up_at, gates))
-        _fill(down, half.down, pairs, (inner, stride, down_at, products))
-        cuts = shares(pairs * panels, threads), shares(-(-half.k // PANEL), threads)
+        _fill(down, half.down, routed_rows, (inner, stride, down_at, products))
+        cuts = shares(routed_rows * panels, threads), shares(-(-half.k // PANEL), threads)
         tables = [(ctypes.c_int64 * len(cut))(*cut) for cut in cuts]
         common = {"rows": m, "experts": half.experts, "chosen": half.chosen}
         common |= {"logits": logits, "ids": ids, "weights": weights, "order": order, "counts": counts}
@@ -512,21 +514,21 @@ class Mixture:
 
     def __init__(self, gate_up: Product, down: Product, experts: int, clamped: Clamped | None = None) -> None:
         self._stacks, self._work, self._clamped = (gate_up, down, experts), gate_up.n * gate_up.k, clamped
-        self._plans: PlanCache[tuple[ExpertsPlan, Chain]] = PlanCache()
+        self._plans: PlanCache[tuple[ExpertsPlan, StepSequence]] = PlanCache()
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [m, K], ids [m, T] in 0 … E - 1, int64, weights [m, T], the others float32, all contiguous -> y, float32."""
         m, chosen = ids.shape
         threads = max(1, min(runtime.threads(), m * chosen * self._work // WORK_A_THREAD))
-        plan, chain = self._plans.get((m, chosen, threads), lambda: self._plan(m, chosen, threads))
+        plan, sequence = self._plans.get((m, chosen, threads), lambda: self._plan(m, chosen, threads))
         out = torch.empty_like(x)
         plan.point_all(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
-        chain.run()
+        sequence.run()
         return out
 
-    def _plan(self, m: int, chosen: int, threads: int) -> tuple[ExpertsPlan, Chain]:
+    def _plan(self, m: int, chosen: int, threads: int) -> tuple[ExpertsPlan, StepSequence]:
         plan = Experts(*self._stacks, chosen, clamped=self._clamped).plan(m, threads, 0)
-        return plan, Chain(plan.blocks, threads)
+        return plan, StepSequence(plan.blocks, threads)
 
 
 def _fill(linear: Buffer, product: Product, rows: int, places: tuple[int, int, int, int]) -> None:

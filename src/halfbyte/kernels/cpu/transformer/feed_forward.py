@@ -11,8 +11,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from halfbyte.kernels.cpu.chain import Product
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.step_sequence import Product
 from halfbyte.kernels.cpu.transformer.halves import Added, Laid, Norm, needs_sums, room, shared
 from halfbyte.kernels.layer_kinds import GateFunction
 

@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import NORM, PRODUCT, Product, Step, StepKind, phase, shares
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.kernel import arguments
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepKind, phase, shares
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -48,7 +48,7 @@ class Norm(NamedTuple):
 
 
 class FeedForward(Protocol):
-    """The second half of a layer, from h [m, K] to y [m, K]: its norm, and that h is added, are its own business.
+    """The second half of a layer, from h [m, K] to y [m, K]: it applies its own norm and residual connection.
 
     k     elements of a row of h and y
     work  multiplications for a row, or nearly
@@ -137,13 +137,13 @@ class Laid:
         norm: Norm | None = None,
         gates: GateFunction | Literal["none"] = "none",
         gated: bool = True,
-        beside: bool = False,
+        external_up: bool = False,
         stride: int | None = None,
     ) -> ProductSteps:
         """The product of (normed) rows at x, `stride` bytes apart, or contiguous ones. x and out may be filled in later.
 
         gates   their function, or, where outputs are not `gated`, that of all of these
-        beside  these are multiplied by what will lie beside
+        external_up  gates are multiplied by a tensor from outside, not by the product's up half
         """
         linear, _ = product.kernel.arguments(self.m, self.threads)
         stride = 4 * product.k if stride is None else stride
@@ -151,7 +151,7 @@ class Laid:
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_thread, "private": self.private}
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
-        kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated, beside=beside)
+        kind = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated, external_up=external_up)
         blocks, table = product_steps(product.n, linear, fields, alone=self.m == 1, threads=self.threads, kind=kind)
         return ProductSteps(blocks, linear, table)
 
@@ -199,7 +199,7 @@ def _rows(step: Step, m: int, k: int, stride: int, fields: Fields) -> Buffer:
 
 
 class ProductSteps(NamedTuple):
-    """Steps, the arguments of their product, and what they read beside."""
+    """Steps, the arguments of their product, and the other buffers that they read."""
 
     blocks: list[Buffer]
     linear: Buffer
@@ -216,6 +216,8 @@ def product_steps(
     cut = shares(panels, threads)
     table = (ctypes.c_int64 * len(cut))(*cut)
     of_panels = {"groups": len(cut) - 1, "shares": ctypes.addressof(table), "gate": panels if gated else 0}
-    rows = replace(kind, kind="rows", gates="none", alone=False, beside=False)
-    steps = (replace(kind, kind="product"),) if alone else (rows, Step("panels", kind.gates, alone=kind.alone, beside=kind.beside))
+    rows = replace(kind, kind="rows", gates="none", alone=False, external_up=False)
+    steps = (
+        (replace(kind, kind="product"),) if alone else (rows, Step("panels", kind.gates, alone=kind.alone, external_up=kind.external_up))
+    )
     return [arguments(PRODUCT, phase(step), {**fields, **of_panels, "linear": ctypes.addressof(linear)}) for step in steps], table

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.cpu.chain import PRODUCT, Product
 from halfbyte.kernels.cpu.codegen.arguments import Buffer
+from halfbyte.kernels.cpu.step_sequence import PRODUCT, Product
 from halfbyte.kernels.cpu.transformer.halves import Added, Laid, Norm, room, shared
 from halfbyte.kernels.layer_kinds import GateFunction
 
-_pack = PRODUCT.struct("beside", "beside_row").pack_into
-_BESIDE = PRODUCT.offset("beside")
+_pack = PRODUCT.struct("up", "up_row").pack_into
+_UP = PRODUCT.offset("up")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +36,12 @@ class PerLayerInputPlan:
         widths = half.gate.n, half.projection.n
         memory = shared("per_layer", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
         laid, (inner, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate, hidden, inner, gates=half.activation, gated=False, beside=True)
+        first = laid.steps(half.gate, hidden, inner, gates=half.activation, gated=False, external_up=True)
         self._last = Added(laid, half.projection, inner, 4 * half.gate.n, sums, half.post_norm, 1.0, half.layer_scale)
         self._kept, self._product = (memory, first), first.blocks[-1]
         self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
 
-    def point(self, out: int, beside: tuple[int, int]) -> None:
-        """From now on y goes to that address, and e lies beside: its address, and bytes from row to row."""
+    def point(self, out: int, per_layer_input: tuple[int, int]) -> None:
+        """Set the address of y, and the address and row stride in bytes of the per-layer input."""
         self._last.point(out, self._hidden)
-        _pack(self._product, _BESIDE, *beside)
+        _pack(self._product, _UP, *per_layer_input)

@@ -3,10 +3,10 @@
 The tokens are one of each of B sequences, or the next 1 … FEW of one sequence. Each row is computed in the same order of operations
 whatever M is: the logits after a token are the same, bit by bit, whether it is alone or among others of its sequence.
 
-    x  = factor * table[ids]     rows of a quantized table; of any other, whoever calls writes table[ids] to x
+    x  = factor * table[ids]     rows of a quantized table; of any other, the caller writes table[ids] to x
     e  = s * (factor * table[ids] + norm(x · Wᵀ))    where layers have inputs of their own: with a table, factor and norm for these
     x  = layer(x)                each of the layers, as in `decoder.py`, in place; with its part of e, if it has one
-    y  = f(norm(x) · Wᵀ + bias)  the head, a product as in `chain.py`; norm(x) [B, K] where it is none that is packed
+    y  = f(norm(x) · Wᵀ + bias)  the head, a product as in `step_sequence.py`; norm(x) [B, K] where it is none that is packed
 
 From token to token all arguments stay but the ids, the rotary positions, the length of the cache and where y goes: what a program does
 between two tokens runs with caches that are full of weights, some three times as long as otherwise.
@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.chain import NORM, Chain, Product, Step, phase
 from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
 from halfbyte.kernels.cpu.quantize import dequantize
+from halfbyte.kernels.cpu.step_sequence import NORM, Product, Step, StepSequence, phase
 from halfbyte.kernels.cpu.transformer import decoder
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, CACHES
 from halfbyte.kernels.cpu.transformer.attention_half import Size
@@ -61,30 +61,37 @@ class Inputs:
     norm: Norm
     scale: int
 
-    def steps(self, rows: int, layers: int, threads: int, ids: int, x: int, beside: int) -> tuple[list[Buffer], object]:
+    def steps(self, rows: int, layers: int, threads: int, ids: int, x: int, per_layer_inputs: int) -> tuple[list[Buffer], object]:
         """From so many rows x, of a model of so many layers, to e [rows, layers * P]; and what these steps read, to be kept."""
         product = self.projection
         wide, width = 4 * product.n, product.n // layers
         memory = shared("per_layer_inputs", (*Laid.sizes((product,), rows, threads), rows * wide))
         laid, projected = Laid.of((product,), rows, threads, memory.starts), memory.starts[2]
         first = laid.steps(product, x, projected)
-        fields: Fields = {"x": projected, "x_stride": 4 * width, "out": beside, "out_stride": 4 * width, "rows": rows * layers, "k": width}
+        fields: Fields = {
+            "x": projected,
+            "x_stride": 4 * width,
+            "out": per_layer_inputs,
+            "out_stride": 4 * width,
+            "rows": rows * layers,
+            "k": width,
+        }
         fields |= {"weight": self.norm.weight, "shift": self.scale, "eps": (self.norm.eps, 0.0)}
         added = arguments(NORM, phase(self.norm.step("norm", added=True, scaled=True)), fields)
-        return [*_looked_up(self.table, self.factor, rows, product.n, ids, beside), *first.blocks, added], (memory, first)
+        return [*_looked_up(self.table, self.factor, rows, product.n, ids, per_layer_inputs), *first.blocks, added], (memory, first)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Model:
-    """Its weights, by their addresses: whoever calls sees to it that they are there.
+    """The model's weights by their addresses; the caller must keep them alive.
 
     table    the shape of the embedding and the address of its packed bytes, or None
     factor   of its rows
     norm     the last one
     head     None: there is none, or none that is packed
-    logits   f, one of `chain.EACH`, and its constant, if any
+    logits   f, one of `step_sequence.EACH`, and its constant, if any
     windows  of each layer, how many tokens a new one sees, itself the last; None: all
-    turns    of each layer, the number of its rotary positions
+    rope_index  of each layer: which of the rope caches it uses
     inputs   what its layers' own inputs are made of, if they have any
     """
 
@@ -95,7 +102,7 @@ class Model:
     head: Product | None
     logits: tuple[LogitsFunction, float] | None
     windows: tuple[int | None, ...]
-    turns: tuple[int, ...]
+    rope_index: tuple[int, ...]
     inputs: Inputs | None = None
 
 
@@ -122,7 +129,7 @@ class Steps:
     token of each, or of `tokens` of one sequence.
 
     x       [M, K], the tokens' rows: to be written where the model has no table
-    beside  the same of layers' own inputs, [M, layers * P], or of none
+    per_layer_inputs  the same, [M, layers * P], or empty
     ids     of the tokens, each a row of the table
     cache   the type of keys and values
     """
@@ -132,14 +139,14 @@ class Steps:
         rows = batch * tokens
         self.cache = entries[0].keys.dtype
         self.threads = decoder.threads_of(first, rows)
-        turns, turned = 1 + max(model.turns), max(layer.rotary for layer in model.layers)
+        rope_count, rotary_dim = 1 + max(model.rope_index), max(layer.rotary for layer in model.layers)
         with torch.inference_mode(False):  # written again and again, and not always in that mode
             self.x = torch.zeros(rows, first.k, dtype=torch.float32, device="cpu")
-            self._turns = torch.zeros(rows, turns, 2, turned, dtype=torch.float32, device="cpu")
+            self._rope_tables = torch.zeros(rows, rope_count, 2, rotary_dim, dtype=torch.float32, device="cpu")
             width = 0 if model.inputs is None else model.inputs.projection.n
-            self.beside = torch.zeros(rows, width, dtype=torch.float32, device="cpu")
+            self.per_layer_inputs = torch.zeros(rows, width, dtype=torch.float32, device="cpu")
         self.ids = (ctypes.c_int64 * rows)()
-        self._model, self._batch, self._rows, self._sines, self._width = model, batch, rows, 4 * turned, 8 * turned * turns
+        self._model, self._batch, self._rows, self._sines, self._width = model, batch, rows, 4 * rotary_dim, 8 * rotary_dim * rope_count
         size = Size(batch, tokens, CACHES[self.cache], masked, self.threads)
         self._plans = [Plan(layer, size) for layer in model.layers]
         kinds = list(zip(self._plans, model.windows, strict=True))
@@ -150,7 +157,7 @@ class Steps:
         self._last: list[tuple[Buffer, int]]  # the blocks that have the place of y, and where
         of_layers = (block for plan, attention in zip(self._plans, self._of_tokens, strict=True) for block in _with(plan, attention))
         blocks = [*self._begin(), *of_layers, *self._end()]
-        self._chain = Chain(blocks, self.threads)
+        self._sequence = StepSequence(blocks, self.threads)
         self.point(entries, length)
 
     def _begin(self) -> list[Buffer]:
@@ -159,7 +166,7 @@ class Steps:
         if model.inputs is None:
             return blocks
         layers = len(model.layers)
-        more, self._inputs = model.inputs.steps(self._rows, layers, self.threads, ids, x, self.beside.data_ptr())
+        more, self._inputs = model.inputs.steps(self._rows, layers, self.threads, ids, x, self.per_layer_inputs.data_ptr())
         return [*blocks, *more]
 
     def _end(self) -> list[Buffer]:
@@ -195,14 +202,14 @@ class Steps:
 
     def point(self, entries: Sequence[Entry], length: int) -> None:
         """From now on to these, of the same type and batch, the last of `length` tokens."""
-        at, turns = self.x.data_ptr(), self._turns.data_ptr()
-        of_one, row = (4 * n for n in (self.beside.shape[1] // len(self._plans), self.beside.shape[1]))
-        for index, (plan, entry, number) in enumerate(zip(self._plans, entries, self._model.turns, strict=True)):
-            cosines = turns + 2 * number * self._sines
-            apart = (self._width, 0) if self._batch > 1 else (0, self._width)  # of sequences, or of the tokens of one
-            rotary = cosines, cosines + self._sines, *apart
-            beside = self.beside.data_ptr() + index * of_one, row
-            plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length), beside)
+        at, ropes = self.x.data_ptr(), self._rope_tables.data_ptr()
+        of_one, row = (4 * n for n in (self.per_layer_inputs.shape[1] // len(self._plans), self.per_layer_inputs.shape[1]))
+        for index, (plan, entry, number) in enumerate(zip(self._plans, entries, self._model.rope_index, strict=True)):
+            cosines = ropes + 2 * number * self._sines
+            strides = (self._width, 0) if self._batch > 1 else (0, self._width)  # of sequences, or of the tokens of one
+            rotary = cosines, cosines + self._sines, *strides
+            layer_input = self.per_layer_inputs.data_ptr() + index * of_one, row
+            plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length), layer_input)
         layers = zip(self._plans, self._of_tokens, entries, self._model.windows, strict=True)
         self._windowed = []
         for plan, blocks, entry, window in layers:
@@ -210,9 +217,9 @@ class Steps:
                 _point_each(blocks, plan.attention[0], self._width)
                 self._windowed.append(_Windowed.of(blocks, entry, length, window))
 
-    def turn(self, b: int, rotary: int) -> None:
-        """Row b by the cosines and sines, [turns, 2, R] float32, at an address."""
-        ctypes.memmove(self._turns.data_ptr() + b * self._width, rotary, self._width)
+    def set_rope(self, b: int, rotary: int) -> None:
+        """Copy the cosines and sines [rope caches, 2, R], float32, at an address into row b."""
+        ctypes.memmove(self._rope_tables.data_ptr() + b * self._width, rotary, self._width)
 
     def run(self, length: int, out: int, mask: Tensor | None) -> None:
         """length: of the cache before; out: the address of y; mask: bool [B, length + 1], contiguous, which tokens each may see."""
@@ -232,7 +239,7 @@ class Steps:
                 _pack_mask(block, _MASK, at, stride)
         for block, place in self._last:
             _pack(block, place, out)
-        self._chain.run()
+        self._sequence.run()
 
 
 def _a_token_each(block: Buffer, tokens: int) -> list[Buffer]:
@@ -278,5 +285,5 @@ def _looked_up(table: tuple[Geometry, int] | None, factor: float, rows: int, wid
 
 
 def _each(function: LogitsFunction, count: int, constant: float, x: int = 0) -> Buffer:
-    """One of `chain.EACH` of so many floats in place, from the address x on."""
+    """One of `step_sequence.EACH` of so many floats in place, from the address x on."""
     return arguments(NORM, phase(Step(function)), {"x": x, "k": count, "eps": (0.0, constant)})

@@ -41,18 +41,33 @@ def convert(
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
-    """Quantizes the float model in `src` and writes it to the folder `dst`, holding no more than one tensor in memory.
+    """Quantize the float model in `src` and write it to the folder `dst`, holding no more than one tensor in memory.
 
-    src          a Hugging Face folder, another folder with safetensors files, one such file, or a GGUF file. Its weights may be 8- or 4-bit
-                 floats, but not integer codes: `export` converts those
-    calibration  as for `quantize_`. Memory then also holds one decoder layer in float32, the hidden states of all tokens and the
-                 modules outside the decoder layers
-    progress     called after each tensor with (bytes read, bytes in all, name); with a calibration as `quantize_` does
-    resume       continue a conversion to the same place that was killed; not with a calibration
+    Where config.json names an architecture of transformers, the result is what `save(quantize_(from_pretrained(src)))` would write.
+    Otherwise every 2-D floating-point tensor called *.weight is taken as the weight of a Linear. Small other files (tokenizer, …) are
+    copied.
 
-    Where config.json names an architecture of transformers, the result is what `save(quantize_(from_pretrained(src)))` would
-    write. Otherwise every 2-D floating-point tensor called *.weight is taken as the weight of a Linear. Small other files (tokenizer,
-    …) are copied. Raises what `quantize_` and `save` raise; `dst` is then unchanged.
+    Args:
+        src: a Hugging Face folder, another folder with safetensors files, one such file, or a GGUF file. Its weights may be 8- or 4-bit
+            floats, but not integer codes: `export` converts those.
+        dst: The new folder.
+        config: As for `quantize_`.
+        calibration: As for `quantize_`. Memory then also holds one decoder layer in float32, the hidden states of all tokens and the
+            modules outside the decoder layers.
+        progress: Called after each tensor with (bytes read, bytes in all, name); with a calibration as `quantize_` does.
+        resume: Continue a conversion to the same place that was killed; not with a calibration.
+        shard_bytes: The most bytes of a file.
+
+    Returns:
+        The report of the new model.
+
+    Raises:
+        HalfbyteError: As for `quantize_` and `save`; `dst` is unchanged then.
+
+    Example:
+        >>> save_file({"up.weight": torch.randn(64, 64)}, folder / "float.safetensors")
+        >>> print(hb.convert(folder / "float.safetensors", folder / "q8", "q8_0").rows[0].format)
+        q8_0
     """
     config, calibration = take_calibration(as_config(config), calibration, in_memory=False)
     if resume and calibration is not None:

@@ -31,7 +31,7 @@ def token(
     mask: Tensor | None,
     layers: list[Any],
     rotary: tuple[Tensor, Tensor],
-    own: Tensor | None,
+    per_layer_input: Tensor | None,
     shared: SharedStates,
 ) -> Tensor | None:
     """The layer's output for one token of each sequence, x [B, 1, K]; None if that is not supported.
@@ -42,7 +42,7 @@ def token(
         mask: As transformers makes it.
         layers: Of the cache.
         rotary: Cosines and sines.
-        own: The layer's own input [B, 1, P], if it has one.
+        per_layer_input: The layer's input [B, 1, P], if it has one.
         shared: Keys and values that layers reuse.
     """
     reads, kind = found.shared.reuses, found.shared.kind
@@ -52,17 +52,17 @@ def token(
     index: int = number
     if not _fits(x, layers, index) or not found.decodes or not _is_mask(found, mask, layers[index].keys.shape[2]):
         return None
-    own = contiguous_rows(own)
-    if (own is None) != (found.layer.per_layer is None):
+    per_layer_input = contiguous_rows(per_layer_input)
+    if (per_layer_input is None) != (found.layer.per_layer is None):
         return None
     heads = found.layer.attention.heads
     if not heads.accepts_rope_of(rotary[0].shape[2]) or not layer.self_attn.is_causal:
         return None
     kept = layers[index]
-    turns = (rotary[0][:, 0], rotary[1][:, 0]) if heads.rotary_dim else None
+    rope_cache = (rotary[0][:, 0], rotary[1][:, 0]) if heads.rotary_dim else None
     seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, isinstance(kept, Ring)
     cache = KeyValues(kept.keys, kept.values, length, scales_or_none(kept), ring)
-    y = decode(found.layer, x, turns, cache, seen, own, advance=0 if index == 0 or reads else 1)
+    y = decode(found.layer, x, rope_cache, cache, seen, per_layer_input, advance=0 if index == 0 or reads else 1)
     if reads:
         return y
     if index == 0:

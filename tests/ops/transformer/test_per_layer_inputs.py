@@ -11,8 +11,8 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm, PerLayerInput, why_not
-from halfbyte.ops.transformer.decoding_step import DecodingStep, Inputs
 from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
 
 K, P = 64, 32
 NORM = Norm(torch.ones(K), 1e-6)
@@ -32,11 +32,11 @@ def halves(**heads: Any) -> tuple[Attention, MLP, PerLayerInput]:
     )
 
 
-def call(layer: DecoderLayer, beside: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+def call(layer: DecoderLayer, extra: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     x, keys, values = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, K), (2, 2, 9, 16), (2, 2, 9, 16)))
-    turn = torch.ones(1, 3, 16)
-    return layer(x, (turn, turn), keys, values, 5, None, beside)
+    rope = torch.ones(1, 3, 16)
+    return layer(x, (rope, rope), keys, values, 5, None, extra)
 
 
 @pytest.mark.parametrize("projections", ["qkv", "qk", "q"])
@@ -44,33 +44,37 @@ def test_inputs_as_they_lie(projections: str) -> None:
     """A part of a row of all layers' inputs, tokens that lie apart, another type: the same bits as of those that lie side by side."""
     layer = DecoderLayer(*halves(projections=projections, v_norm=projections != "q"))
     wide = torch.randn(2, 3, 5, P).bfloat16().float()
-    beside = wide[:, :, 3].contiguous()
-    expected = call(layer, beside)
-    for other in (wide[:, :, 3], beside.bfloat16(), wide.transpose(0, 1).contiguous().transpose(0, 1)[:, :, 3], beside.mT.contiguous().mT):
+    extra = wide[:, :, 3].contiguous()
+    expected = call(layer, extra)
+    for other in (wide[:, :, 3], extra.bfloat16(), wide.transpose(0, 1).contiguous().transpose(0, 1)[:, :, 3], extra.mT.contiguous().mT):
         assert torch.equal(call(layer, other), expected)
     assert not torch.equal(call(layer, wide[:, :, 2]), expected)
 
 
 def test_layers_of_what_does_not_fit() -> None:
-    attention, dense, own = halves()
-    layer, plain = DecoderLayer(attention, dense, own), DecoderLayer(attention, dense)
-    beside = torch.zeros(2, 3, P)
-    for one, wrong in ((layer, None), (layer, beside[:, :2]), (layer, beside[..., 1:]), (plain, beside)):
+    attention, dense, custom = halves()
+    layer, plain = DecoderLayer(attention, dense, custom), DecoderLayer(attention, dense)
+    extra = torch.zeros(2, 3, P)
+    for one, wrong in ((layer, None), (layer, extra[:, :2]), (layer, extra[..., 1:]), (plain, extra)):
         with pytest.raises(ArgumentError, match="an input of its own"):
             call(one, wrong)
     with pytest.raises(ArgumentError, match="has a feed-forward half"):
-        DecoderLayer(attention, None, own)
+        DecoderLayer(attention, None, custom)
     short = Norm(torch.ones(3), 0.0)
-    for wrong_own in (own._replace(projection=weight(K, 64)), own._replace(post_norm=short), own._replace(layer_scale=torch.ones(2))):
+    for wrong_input in (
+        custom._replace(projection=weight(K, 64)),
+        custom._replace(post_norm=short),
+        custom._replace(layer_scale=torch.ones(2)),
+    ):
         with pytest.raises(ArgumentError, match="the last half of a decoder layer takes weights"):
-            DecoderLayer(attention, dense, wrong_own)
+            DecoderLayer(attention, dense, wrong_input)
     with pytest.raises(ArgumentError, match="the attention half of a decoder layer takes weights"):
         DecoderLayer(attention._replace(heads=attention.heads._replace(projections="qk")), dense)
     with pytest.raises(ArgumentError, match="the feed-forward half of a decoder layer takes weights"):
         DecoderLayer(attention, dense._replace(layer_scale=torch.ones(3)))
     narrow = PerLayerInput(weight(24, K), weight(K, 24), NORM)
     assert why_not(attention, dense, narrow) == "a layer's own input of 24 elements is not whole panels of 32"
-    assert why_not(attention, dense, own._replace(activation="swiglu")) == "its activation is swiglu, not silu or gelu_tanh or relu2"
+    assert why_not(attention, dense, custom._replace(activation="swiglu")) == "its activation is swiglu, not silu or gelu_tanh or relu2"
     normless = attention._replace(heads=attention.heads._replace(qk_norm=None, v_norm=True))
     assert why_not(normless, dense) == "its values have a norm, its queries have none, or one of all heads together"
     scaled = dense._replace(post_norm=None, layer_scale=torch.ones(1))

@@ -1,7 +1,7 @@
-"""Steps that follow each other in one call: threads are woken once, and meet between the steps.
+"""Sequences of steps in one native call: threads are woken once, with a barrier between the steps.
 
-    chain(steps)        every thread runs its share of each step; none begins a step before all have finished the one before
-    lanes(chains)       every thread runs chains of its own, alone
+    sequence(steps)     every thread runs its share of each step; none begins a step before all have finished the one before
+    lanes(sequences)    every thread runs sequences of its own, alone
     norm(args)          y = norm(x), or that + residual, or c * (that + residual)
     scale(args)         y = factor * x + residual
     each(args)          x = function(x, c) in place, one of `EACH`
@@ -9,13 +9,12 @@
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
 
-Norms are RMS norms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or with 1 + weight in its place (Gemma), or,
-centred, layer norms, (x - mean(x)) /
-sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450), the mean taken before the squares.
+Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), with 1 + weight under `unit_offset` (Gemma), or
+LayerNorms, (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450).
 
-A product of one row: every thread prepares the row for itself, so that nobody waits. Of more rows: threads share them in a step before.
-Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
-nobody waits long for the last.
+Before a product of one row every thread prepares the row for itself, without a barrier; more rows are shared by the threads in a separate
+step. Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
+the wait for the last thread is short.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _HEADER = LINEAR.fields[:4]
-CHAIN = Block((*_HEADER, "steps", "count"))
-LANES = Block((*_HEADER, "chains", "count"))
+SEQUENCE = Block((*_HEADER, "steps", "count"))
+LANES = Block((*_HEADER, "sequences", "count"))
 NORM = Block(
     # `residual`: bytes from an output to what is added to it; `eps` and the factor
     (*_HEADER, "x", "x_stride", "out", "residual", "out_stride", "rows", "k", "weight", "shift", "eps"),
@@ -57,13 +56,13 @@ PRODUCT = Block(
         "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
         *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
         "gate",  # panels of gates; those behind them are multiplied by a function of them, in their place
-        *("beside", "beside_row"),  # what outputs are multiplied by that are all gates, float32, and bytes between its rows
+        *("up", "up_row"),  # what outputs are multiplied by that are all gates, float32, and bytes between its rows
     ),
     frozenset({"eps"}),
 )
 
 
-StepKind = Literal["", "chain", "lanes", "norm", "scale", "times", "over", "cap", "rows", "panels", "product"]
+StepKind = Literal["", "sequence", "lanes", "norm", "scale", "times", "over", "cap", "rows", "panels", "product"]
 EACH: dict[LogitsFunction, Callable[[Function, Value, Value], Value]] = {
     "times": lambda f, x, c: x * c,
     "over": lambda f, x, c: x / c,
@@ -74,27 +73,27 @@ GATES: dict[GateFunction, Callable[[Function, Value], Value]] = {"silu": silu, "
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """kind: "chain", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
-    (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; centred: norms are layer norms;
-    plus_one: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing of
-    the product; beside: it multiplies what is given beside; scaled: a sum with a residual is multiplied by a float that lies where an RMS
-    norm would have its shift."""
+    """kind: "sequence", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
+    (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; layer_norm: norms are layer norms;
+    unit_offset: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing of
+    the product; external_up: gates multiply a tensor from outside; scaled: a sum with a residual is multiplied by a float that lies where
+    an RMS norm would have its shift."""
 
     kind: StepKind
     gates: GateFunction | Literal["none"] = "none"
-    centred: bool = False
-    plus_one: bool = False
+    layer_norm: bool = False
+    unit_offset: bool = False
     added: bool = False
     alone: bool = False
-    beside: bool = False
+    external_up: bool = False
     scaled: bool = False
 
 
 @kernel.phase
 def build(step: Step, isa: ISA, f: Function) -> None:
     match step.kind:
-        case "chain":
-            _chain(f)
+        case "sequence":
+            _sequence(f)
         case "lanes":
             _lanes(f)
         case "norm":
@@ -121,34 +120,38 @@ def _product(f: Function, isa: ISA, step: Step) -> None:
     linear = PRODUCT.load(args, "linear", "ptr")
     m = LINEAR.load(linear, "m")
     if step.kind == "rows":
-        prepare(f, isa, linear, (thread * m // threads, (thread + 1) * m // threads), centred=step.centred, plus_one=step.plus_one)
+        prepare(
+            f, isa, linear, (thread * m // threads, (thread + 1) * m // threads), layer_norm=step.layer_norm, unit_offset=step.unit_offset
+        )
         return
     if step.kind == "product":
-        prepare(f, isa, linear, (f.value("i64", 0), m), centred=step.centred, plus_one=step.plus_one)
+        prepare(f, isa, linear, (f.value("i64", 0), m), layer_norm=step.layer_norm, unit_offset=step.unit_offset)
     _multiply(f, isa, linear, step)
 
 
 def _lanes(f: Function) -> None:
     args, thread, threads = f.parameters
     for i in f.loop((LANES.load(args, "count") - thread + (threads - 1)) // threads):
-        chain = (LANES.load(args, "chains", "ptr") + (thread + i * threads) * 8).load("ptr", 0, 8)
-        f.call_pointer(chain.load("ptr", 0, 8), chain, f.value("i64", 0), f.value("i64", 1))
+        sequence = (LANES.load(args, "sequences", "ptr") + (thread + i * threads) * 8).load("ptr", 0, 8)
+        f.call_pointer(sequence.load("ptr", 0, 8), sequence, f.value("i64", 0), f.value("i64", 1))
 
 
-def _chain(f: Function) -> None:
+def _sequence(f: Function) -> None:
     args, thread, threads = f.parameters
-    steps, count = CHAIN.load(args, "steps", "ptr"), CHAIN.load(args, "count")
+    steps, count = SEQUENCE.load(args, "steps", "ptr"), SEQUENCE.load(args, "count")
     for i in f.loop(count):
         step = (steps + i * 8).load("ptr", 0, 8)
         more = (i + 1) < count
-        with f.when(thread.equals(0) & more):  # nobody counts in the next step now
+        with f.when(thread.equals(0) & more):  # no thread uses the next step's counter yet
             (steps + (i + 1) * 8).load("ptr", 0, 8).store(f.value("i64", 0), LINEAR.offset("counter"), 8)
         f.call_pointer(step.load("ptr", 0, 8), step, thread, threads)
         with f.when((threads > 1) & more):
             f.call_pointer(LINEAR.load(args, "openmp", "ptr").load("ptr", 8 * 3))
 
 
-def prepare(f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, centred: bool = False, plus_one: bool = False) -> None:
+def prepare(
+    f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, layer_norm: bool = False, unit_offset: bool = False
+) -> None:
     """Rows first … stop - 1 of x, normed, into the order that tiles read, as `driver.py` does it; the arguments of `f` are PRODUCT's."""
     args, thread, _ = f.parameters
     x, stride, k = LINEAR.load(linear, "x", "ptr"), LINEAR.load(linear, "x_stride"), LINEAR.load(linear, "k")
@@ -158,7 +161,7 @@ def prepare(f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, 
     row_bytes, big, count = (LINEAR.load(linear, field) for field in ("row_bytes", "tile_rows", "tiles"))
     split = big * count
     vectors = PRODUCT.load(args, "norm", "ptr"), PRODUCT.load(args, "shift", "ptr")
-    norm = RowNorm(f, isa, k, vectors, args + PRODUCT.offset("eps"), centred, plus_one)
+    norm = RowNorm(f, isa, k, vectors, args + PRODUCT.offset("eps"), layer_norm, unit_offset)
     plain = norm.weight.is_null()
     for r in f.loop(rows[1], rows[0]):
         row, to = x + r * stride, normed + r * PRODUCT.load(args, "normed_row")
@@ -176,7 +179,7 @@ def _norms(f: Function, isa: ISA, step: Step) -> None:
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
     vectors = NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")
-    norm = RowNorm(f, isa, k, vectors, args + NORM.offset("eps"), step.centred, step.plus_one)
+    norm = RowNorm(f, isa, k, vectors, args + NORM.offset("eps"), step.layer_norm, step.unit_offset)
     for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
         norm.emit(x + r * x_stride, out + r * out_stride, residual if step.added else None, vectors[1] if step.scaled else None)
 
@@ -214,13 +217,13 @@ def _each(f: Function, isa: ISA, function: Callable[[Function, Value, Value], Va
 
 
 class RowNorm:
-    """Of rows of k elements. Sums are four side by side, those of squares by fused multiply-adds."""
+    """RMSNorm or LayerNorm of rows of k elements: four partial sums, those of squares by fused multiply-adds."""
 
     def __init__(
-        self, f: Function, isa: ISA, k: Value, vectors: tuple[Value, Value], eps: Value, centred: bool, plus_one: bool = False
+        self, f: Function, isa: ISA, k: Value, vectors: tuple[Value, Value], eps: Value, layer_norm: bool, unit_offset: bool = False
     ) -> None:
         self.f, self.isa, self.k, (self.weight, self.shift), self.eps = f, isa, k, vectors, eps
-        self.centred, self.plus_one = centred, plus_one
+        self.layer_norm, self.unit_offset = layer_norm, unit_offset
         self.size, self.step = 4 * isa.lanes, 4 * isa.lanes
         self.whole = k // self.step * self.step
 
@@ -228,13 +231,13 @@ class RowNorm:
         """residual: bytes from an output to what is added to it; factor: where that of the sum lies, if it has one."""
         f, lanes = self.f, self.isa.lanes
         count = self.k.to("float")
-        mean = self._sum(x, lambda total, part: total + part) / count if self.centred else None
+        mean = self._sum(x, lambda total, part: total + part) / count if self.layer_norm else None
 
-        def centred(part: Value) -> Value:
+        def minus_mean(part: Value) -> Value:
             return part if mean is None else part - (mean if part.type == "float" else mean.splat(lanes))
 
         def squared(total: Value, part: Value) -> Value:
-            difference = centred(part)
+            difference = minus_mean(part)
             return f.fma(difference, difference, total)
 
         root = inverse_root(f, self._sum(x, squared) / count + self.eps.load("float", 0, 4))
@@ -242,10 +245,10 @@ class RowNorm:
         of_sum = None if factor is None else factor.load("float", 0, 4)
 
         def write(at: Value, type_: str, by: Value, more: int = 0) -> None:
-            part, weight = centred((x + at).load(type_, more, 4)) * by, (self.weight + at).load(type_, more, 4)
-            if self.plus_one:
+            part, weight = minus_mean((x + at).load(type_, more, 4)) * by, (self.weight + at).load(type_, more, 4)
+            if self.unit_offset:
                 weight = weight + 1.0
-            if self.centred:
+            if self.layer_norm:
                 y = f.fma(part, weight, (self.shift + at).load(type_, more, 4))
             elif residual is not None:
                 y = f.fma(part, weight, (to + residual + at).load(type_, more, 4))
@@ -290,8 +293,8 @@ def _multiply(f: Function, isa: ISA, linear: Value, step: Step) -> None:
             for row in f.loop(LINEAR.load(linear, "m")):
                 at = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
                 up = at + gate * (4 * PANEL) if gated else None
-                if step.beside:
-                    up = PRODUCT.load(args, "beside", "ptr") + row * PRODUCT.load(args, "beside_row") + start * (4 * PANEL)
+                if step.external_up:
+                    up = PRODUCT.load(args, "up", "ptr") + row * PRODUCT.load(args, "up_row") + start * (4 * PANEL)
                 through_gates(f, isa, at, (stop - start) * PANEL, up, gate_function(step))
 
 
@@ -350,14 +353,14 @@ def shares(panels: int, threads: int) -> list[int]:
     return [0, *accumulate(sizes)]
 
 
-class Chain:
+class StepSequence:
     """Steps, ready to run again and again: `blocks` of arguments, each with its phase in the first field."""
 
     def __init__(self, blocks: Sequence[ctypes.Array[ctypes.c_char]], threads: int) -> None:
         self._blocks, self._threads = blocks, threads
         self._steps = (ctypes.c_int64 * len(blocks))(*map(ctypes.addressof, blocks))
         fields = {"steps": ctypes.addressof(self._steps), "count": len(blocks)}
-        self._buffer = kernel.arguments(CHAIN, phase(Step("chain")), fields)
+        self._buffer = kernel.arguments(SEQUENCE, phase(Step("sequence")), fields)
         self._address = ctypes.addressof(self._buffer)
         self._run = runtime.runner()
 
@@ -376,8 +379,8 @@ class Chain:
             self._run(address, self._threads)
 
 
-def run_lanes(chains: Sequence[Chain]) -> None:
-    """Chains that know nothing of each other, each made for one thread, side by side."""
-    addresses = (ctypes.c_int64 * len(chains))(*(chain.ready() for chain in chains))
-    block = kernel.arguments(LANES, phase(Step("lanes")), {"chains": ctypes.addressof(addresses), "count": len(chains)})
-    runtime.runner()(ctypes.addressof(block), len(chains))
+def run_lanes(sequences: Sequence[StepSequence]) -> None:
+    """Run independent single-threaded sequences in parallel."""
+    addresses = (ctypes.c_int64 * len(sequences))(*(sequence.ready() for sequence in sequences))
+    block = kernel.arguments(LANES, phase(Step("lanes")), {"sequences": ctypes.addressof(addresses), "count": len(sequences)})
+    runtime.runner()(ctypes.addressof(block), len(sequences))

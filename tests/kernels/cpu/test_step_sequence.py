@@ -6,11 +6,11 @@ import pytest
 import torch
 from support import RUNNABLE
 
-from halfbyte.kernels.cpu import chain
-from halfbyte.kernels.cpu.chain import EACH, NORM, Step
+from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.step_sequence import EACH, NORM, Step
 
 EPS = 2.0**-24
 EXACT = {"times": lambda x, c: x * c, "over": lambda x, c: x / c, "cap": lambda x, c: c * torch.tanh(x / c)}
@@ -26,7 +26,7 @@ def test_elements_in_place(function: str, isa: ISA) -> None:
         if count > 40:
             x[11], x[45] = torch.nan, torch.inf
         ends, wanted = memory[[0, -1]].clone(), EXACT[function](x.double(), torch.tensor(constant).double())
-        block = arguments(NORM, compiled(chain.build, Step(function), isa), {"x": x.data_ptr(), "k": count, "eps": (0.0, constant)})
+        block = arguments(NORM, compiled(step_sequence.build, Step(function), isa), {"x": x.data_ptr(), "k": count, "eps": (0.0, constant)})
         runtime.runner()(ctypes.addressof(block), threads)
         assert torch.equal(memory[[0, -1]], ends)
         assert torch.equal(x.isnan(), wanted.isnan())

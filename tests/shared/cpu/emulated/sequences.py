@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.dispatch import cpu as dispatch
-from halfbyte.kernels.cpu.chain import CHAIN, NORM, PRODUCT
 from halfbyte.kernels.cpu.codegen import isas, jit, runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, SEQUENCE
 from halfbyte.kernels.cpu.transformer import encoder, halves
 from halfbyte.kernels.cpu.transformer.attend import ATTEND
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE
@@ -54,10 +54,10 @@ class _Image:
         self._functions_at, self._counters_at = list[int](), list[int]()
 
     def run(self, address: int) -> None:
-        count = ctypes.c_int64.from_address(address + CHAIN.offset("count")).value
-        chain = self._block(CHAIN, address)
-        steps = self._copied(ctypes.c_int64.from_address(address + CHAIN.offset("steps")).value, 8 * count)
-        self._write(chain + CHAIN.offset("steps"), IMAGE + steps)
+        count = ctypes.c_int64.from_address(address + SEQUENCE.offset("count")).value
+        sequence = self._block(SEQUENCE, address)
+        steps = self._copied(ctypes.c_int64.from_address(address + SEQUENCE.offset("steps")).value, 8 * count)
+        self._write(sequence + SEQUENCE.offset("steps"), IMAGE + steps)
         for i in range(count):
             step = self._read(steps + 8 * i)
             name = self._emulator.functions[ctypes.c_int64.from_address(step).value]

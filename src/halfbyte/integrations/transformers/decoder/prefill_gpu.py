@@ -19,13 +19,13 @@ from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, prefill, pre
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.cache.kv_place import SharedStates
 from halfbyte.integrations.transformers.cache.static_codes import StaticInt8Layer
-from halfbyte.integrations.transformers.decoder import decoding_gpu
+from halfbyte.integrations.transformers.decoder import decode_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import add_mlp, visible
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, contiguous_rows
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.prompt import why_not_many
+from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
@@ -37,13 +37,13 @@ def tokens(
     mask: Tensor | None,
     past: Cache | None,
     rotary: tuple[Tensor, Tensor],
-    own: Tensor | None,
+    per_layer_input: Tensor | None,
     shared: SharedStates,
 ) -> Tensor | None:
     """The layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported.
 
     Args:
-        layer, found, mask, rotary, own, shared: As for `decoding_gpu.token`.
+        layer, found, mask, rotary, per_layer_input, shared: As for `decode_gpu.token`.
         x: The tokens' hidden states.
         past: The cache of all layers, or None.
     """
@@ -59,25 +59,27 @@ def tokens(
     seen = _seen(layer, mask, x.shape[1], eager=found.eager)
     if isinstance(seen, str):
         return None
-    own = contiguous_rows(own)
-    if (own is None) != (computed.per_layer is None):
+    per_layer_input = contiguous_rows(per_layer_input)
+    if (per_layer_input is None) != (computed.per_layer is None):
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
-    turns = None if heads.rotary_dim == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
+    rope_cache = None if heads.rotary_dim == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
     cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
     if found.shared.reuses:
         place = _lent(layer, found.shared, x, mask, past, shared)
-        return None if place is None else prefill(computed, x, turns, KeyValues(*place), _of_tokens(seen), own, name="others")
+        return (
+            None if place is None else prefill(computed, x, rope_cache, KeyValues(*place), _of_tokens(seen), per_layer_input, name="others")
+        )
     if isinstance(cache, StaticLayer) and not cache.is_initialized:
         # A copy from the host would wait for the GPU.
         cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
     if type(cache) is StaticLayer:
-        y, kept = _with_static(computed, x, seen, turns, cache, own)
+        y, kept = _with_static(computed, x, seen, rope_cache, cache, per_layer_input)
     else:
-        # Of codes all of a static cache comes back as floats; of it the new tokens see what is before them.
+        # A static int8 cache is dequantized as a whole; the mask hides from the new tokens what comes after them.
         before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
         update = None if past is None else partial(past.update, layer_idx=index)
-        y, kept = prefill_with(computed, x, turns, update, _of_tokens(seen), own, before)
+        y, kept = prefill_with(computed, x, rope_cache, update, _of_tokens(seen), per_layer_input, before)
     if found.shared.provides:
         shared[found.shared.kind] = kept
     return y if computed.mlp is not None else add_mlp(layer, found.spec, y)
@@ -108,14 +110,14 @@ def _lent(layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: C
 
 
 def _with_static(
-    layer: GpuLayer, x: Tensor, mask: Tensor | None, turns: Rotary, cache: Any, own: Tensor | None
+    layer: GpuLayer, x: Tensor, mask: Tensor | None, rope_cache: Rotary, cache: Any, per_layer_input: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The output, and keys and values."""
     heads = layer.attention.heads
     if not cache.is_initialized:
         new = x.new_empty(len(x), heads.num_kv_heads, 0, heads.head_dim)
         cache.lazy_initialization(new, new)
-    y = prefill(layer, x, turns, KeyValues(cache.keys, cache.values, cache.cumulative_length), _of_tokens(mask), own)
+    y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), _of_tokens(mask), per_layer_input)
     cache.cumulative_length.add_(x.shape[1])
     return y, (cache.keys, cache.values)
 
@@ -164,7 +166,7 @@ def _seen(layer: Any, mask: Tensor | None, tokens: int, *, eager: bool) -> Tenso
 def _fits(layer: Any, found: LoweredLayer, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor]) -> bool:
     """Whether the call is for many tokens, with nothing else than their results asked for."""
     return (
-        x.device.type in decoding_gpu.DEVICES
+        x.device.type in decode_gpu.DEVICES
         and (x.shape[1] > 1 or found.shared.reuses)
         and plain(x)
         and rotary[0].dim() == 3

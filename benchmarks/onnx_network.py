@@ -21,21 +21,21 @@ from halfbyte.nn.static.integer import AveragePool, Dequantize, IntegerConv2d, I
 _MICROSOFT = "com.microsoft"
 
 
-def onnx_model(made: fx.GraphModule, shape: Sequence[int]) -> bytes:
+def onnx_model(network: fx.GraphModule, shape: Sequence[int]) -> bytes:
     """The model, from "x" float32 of `shape` to "y". Raises UnsupportedError for what these networks do not have."""
-    return _Writer(made).model(shape)
+    return _Writer(network).model(shape)
 
 
 class _Writer:
-    def __init__(self, made: fx.GraphModule) -> None:
-        self.made = made
+    def __init__(self, network: fx.GraphModule) -> None:
+        self.network = network
         self.nodes: list[Any] = []
         self.constants: dict[str, Tensor] = {}
         self.scales: dict[str, Scale] = {}  # of each tensor of codes, by its name
 
     def model(self, shape: Sequence[int]) -> bytes:
-        modules = dict(self.made.named_modules())
-        for node in self.made.graph.nodes:
+        modules = dict(self.network.named_modules())
+        for node in self.network.graph.nodes:
             if node.op == "placeholder":
                 node.name = "x"
             elif node.op == "output":

@@ -16,7 +16,7 @@ from halfbyte.ops.transformer.decoder import DecoderLayer, Norm, norm_of
 from halfbyte.ops.transformer.layers import Addresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.transformer.decoding_step import Steps
+    from halfbyte.kernels.cpu.transformer.whole_model import Steps
 
 MOST_IN_A_ROW = 8  # tokens of one sequence: attention of more is computed in another order
 _MOST_KINDS = 128  # of calls, for which a thread keeps the arguments: batches of 1 to 64 sequences, with and without a mask
@@ -59,7 +59,7 @@ class DecodingStep:
     norm     the one behind the layers
     head     [N, K]; None: the result is the normed rows
     windows  of each layer, how many tokens it sees, itself the last; None: all
-    turns    of each layer, the number of its rotary positions; None: all have the same
+    rope_index  of each layer: which of the model's rope caches it uses; None: all use one
     logits   f and c: "over", y / c, "times", y * c, or "cap", c * tanh(y / c); None: none, as where there is no head
     inputs   what layers' own inputs are made of, if they have any
 
@@ -73,7 +73,7 @@ class DecodingStep:
         norm: Norm,
         head: Weight | None,
         windows: Sequence[int | None] | None = None,
-        turns: Sequence[int] | None = None,
+        rope_index: Sequence[int] | None = None,
         *,
         factor: float = 1.0,
         logits: tuple[LogitsFunction, float] | None = None,
@@ -81,7 +81,7 @@ class DecodingStep:
     ) -> None:
         from halfbyte.kernels.cpu.codegen import runtime
         from halfbyte.kernels.cpu.plan_cache import PlanCache
-        from halfbyte.kernels.cpu.transformer import decoding_step
+        from halfbyte.kernels.cpu.transformer import whole_model
 
         k = layers[0].k
         shapes = [tuple(table.shape), tuple(norm.weight.shape), *([] if head is None else [tuple(head.packed.shape)])]
@@ -103,7 +103,7 @@ class DecodingStep:
         last = None if head is None else tensors.product(head)
         self._windows = tuple(windows or (None,) * len(layers))
         inner = tuple(layer.inner for layer in layers)
-        turns = tuple(turns or (0,) * len(layers))
+        rope_index = tuple(rope_index or (0,) * len(layers))
         of_layers = None
         if inputs is not None:
             # norm(s * y) is that of y with another eps.
@@ -111,9 +111,9 @@ class DecodingStep:
             with torch.inference_mode(False):
                 scale = tensors.of(torch.tensor([inputs.scale], dtype=torch.float32, device="cpu"))
             product = tensors.product(inputs.projection)
-            of_layers = decoding_step.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
+            of_layers = whole_model.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
         of_last = norm_of(tensors, norm)
-        self._model = decoding_step.Model(inner, rows[0], factor, of_last, last, logits, self._windows, turns, of_layers)
+        self._model = whole_model.Model(inner, rows[0], factor, of_last, last, logits, self._windows, rope_index, of_layers)
         self._threads = runtime.threads
         self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
         self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.copied]
@@ -132,7 +132,7 @@ class DecodingStep:
         """Tokens ids [B], appended to a cache that has `length` tokens -> float32 [B, 1, N], or [B, 1, K].
 
         rotary   the address of each token's cosines and sines, [turns, 2, R] float32
-        cache    stands for the memory of the cache's keys and values: other memory, something else, for ever
+        cache    stands for the memory of the cache's keys and values: unique per allocation, never reused
         entries  gives for each layer keys, values and length as a call of DecoderLayer takes them, of one batch and type; of `length`
                  tokens a window may have lost the first. It is called if the thread's last call had another cache
         mask     bool [B, length + 1], contiguous: which tokens of the cache and new ones may be seen
@@ -149,11 +149,11 @@ class DecodingStep:
             raise ArgumentError(f"1 to {MOST_IN_A_ROW} tokens of one sequence, without a mask, are decoded in a row, got {len(ids)}")
         steps = self._steps((1, len(ids)) if in_a_row else (len(ids), 1), mask is not None, cache, entries, length)
         steps.ids[:] = [*ids]
-        for table, to in zip(self._tables, (steps.x, steps.beside), strict=False):
+        for table, to in zip(self._tables, (steps.x, steps.per_layer_inputs), strict=False):
             if isinstance(table, Tensor):
                 to.copy_(table[ids])
         for b, at in enumerate(rotary):
-            steps.turn(b, at)
+            steps.set_rope(b, at)
         y = torch.empty(len(ids), 1, self._width, dtype=torch.float32, device="cpu")
         steps.run(length, y.data_ptr(), mask)
         return y
@@ -165,13 +165,13 @@ class DecodingStep:
         kept = self._kept.entries.get(kind)
         if kept is not None and kept[1] == cache:
             return kept[0]
-        from halfbyte.kernels.cpu.transformer import decoding_step
+        from halfbyte.kernels.cpu.transformer import whole_model
         from halfbyte.kernels.cpu.transformer.decoder import Entry
 
         found, x = tuple(entries()), torch.empty(batch, tokens, self._k, dtype=torch.float32, device="cpu")
         for layer, entry in zip(self._layers, found, strict=True):
-            turn = x.new_empty(1, tokens, layer.rotary)
-            layer.check(x, (turn, turn), *entry, None)
+            angles = x.new_empty(1, tokens, layer.rotary)
+            layer.check(x, (angles, angles), *entry, None)
         if len(dtypes := {keys.dtype for keys, _, _ in found}) > 1:
             raise ArgumentError(f"a cache of one type is taken, got {dtypes}")
         for (_, _, there), window in zip(found, self._windows, strict=True):
@@ -182,7 +182,7 @@ class DecodingStep:
             steps = kept[0]
             steps.point(places, length)
         else:
-            steps = decoding_step.Steps(self._model, places, length, masked=masked, tokens=tokens)
+            steps = whole_model.Steps(self._model, places, length, masked=masked, tokens=tokens)
         self._kept.entries[kind] = steps, cache
         return steps
 

@@ -18,20 +18,20 @@ _GROUP = 4 * PANEL  # bytes of a group: 4 of each output
 
 
 @dataclass(frozen=True, slots=True)
-class TightUnit:
-    """A unit of k of the outputs from `first` on of a panel whose data for it lie at `at`: codes of `bits` bits."""
+class PackedBitsUnit:
+    """A unit of k of the outputs from `row_offset` on of a panel whose data for it lie at `at`: codes of `bits` bits."""
 
     isa: ISA
     bits: int
     signed: bool
     unit: int
     at: Value
-    first: Value
+    row_offset: Value
     vectors: int
 
     def stored(self, t: int) -> Iterator[Value]:
         """The t-th 4 k as the layout of 8-bit codes has them, a vector of quads each."""
-        isa, groups, row = self.isa, plane_groups(self.bits), self.at + self.first * 4
+        isa, groups, row = self.isa, plane_groups(self.bits), self.at + self.row_offset * 4
         to = 4 - t % groups * (self.bits - 4)  # where bits go to: bit 4
         lows = isa.stored(row + t // 2 * _GROUP, self.vectors)
         highs = isa.stored(row + (self.unit // 8 + t // groups) * _GROUP, self.vectors)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, triton_trouble
+from halfbyte.dispatch.gpu import choose_gpu, why_no_triton
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
@@ -47,13 +47,13 @@ SOFTCAP = "the kernels have no soft cap of scores"
 _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "normed_linear(Tensor x, Tensor? norm, float eps, bool plus_one, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
+    "normed_linear(Tensor x, Tensor? norm, float eps, bool unit_offset, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
     "bool gated, float factor) -> Tensor"
 )
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool plus_one, Tensor? sinks, float scale, int rotary_dim, str rope_interleaved, "
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor? sinks, float scale, int rotary_dim, str rope_interleaved, "
     "bool norm_after_rope, str projections, bool v_norm, float factor, int advance, bool ring, float? cap) -> Tensor"
 )
 
@@ -82,9 +82,9 @@ def normed_linear(
     n, k = packed.shape
     if norm is not None and norm.layer_norm:
         x, norm = normed(x, norm), None
-    weight, eps, plus_one = rms_parts(norm)
+    weight, eps, unit_offset = rms_parts(norm)
     settings = packed.name, n, k, gates, gated, factor
-    return OPS.normed_linear.default(x, weight, eps, plus_one, packed.data, bias, *settings)  # type: ignore[no-any-return]
+    return OPS.normed_linear.default(x, weight, eps, unit_offset, packed.data, bias, *settings)  # type: ignore[no-any-return]
 
 
 def attend(
@@ -126,9 +126,9 @@ def attend(
     """
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.qk_norm
-    (q_norm, eps, plus_one), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
+    (q_norm, eps, unit_offset), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
     of_heads = heads.scale, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, heads.projections, heads.v_norm
-    settings = eps, plus_one, heads.sinks, *of_heads, factor, advance, ring, heads.softcap
+    settings = eps, unit_offset, heads.sinks, *of_heads, factor, advance, ring, heads.softcap
     of_codes = (None, None) if scales is None else scales
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, *of_codes, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
@@ -151,7 +151,7 @@ def _normed(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
     format: str,
@@ -163,16 +163,16 @@ def _normed(
 ) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
     _check_normed(x, norm, n, k, gates, gated=gated)
-    z = x if norm is None else norm_in_torch(x, Norm(norm, eps, plus_one))
+    z = x if norm is None else norm_in_torch(x, Norm(norm, eps, unit_offset))
     y = _product(z, weight, bias, format, n, k)
     return activated_in_torch(y, gates, factor, gated=gated) if gates else y
 
 
-def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
+def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, multiplier: Tensor | None = None) -> Tensor:
     """`activated` by a kernel, of contiguous y on the current device."""
     from halfbyte.kernels.gpu.transformer import gates as kernel
 
-    other = None if beside is None else beside.view(-1, beside.shape[-1])
+    other = None if multiplier is None else multiplier.view(-1, multiplier.shape[-1])
 
     def steps() -> Tensor:
         out = output(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))
@@ -183,9 +183,9 @@ def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bo
     return replayed(steps, (y, other), "gates", gates, factor, gated)
 
 
-def activated_in_torch(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, beside: Tensor | None = None) -> Tensor:
-    """Of a product's result, as `normed_linear` has it, in float32, rounded once; what is not `gated` times what lies beside."""
-    gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if beside is None else beside.float())
+def activated_in_torch(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, multiplier: Tensor | None = None) -> Tensor:
+    """Apply the gate function in float32, rounded once; `multiplier` is the other factor where `y` has no up projection."""
+    gate, up = y.float().chunk(2, -1) if gated else (y.float(), None if multiplier is None else multiplier.float())
     active = gate_in_torch(gate, gates)
     return (active * factor if up is None else active * up * factor).to(y.dtype)
 
@@ -199,7 +199,7 @@ def _normed_cuda(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
     format: str,
@@ -218,7 +218,7 @@ def _normed_cuda(
     problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
     plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=bias is not None)
     if isinstance(plan, str):
-        return _normed(x, norm, eps, plus_one, weight, bias, format, n, k, gates, gated, factor)
+        return _normed(x, norm, eps, unit_offset, weight, bias, format, n, k, gates, gated, factor)
     from halfbyte.kernels.gpu.linear import skinny, skinny_hopper
 
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
@@ -226,9 +226,9 @@ def _normed_cuda(
         check_bias(bias, n, x.device)
     shape = *x.shape[:-1], n // 2 if gates and gated else n
     within = gates if gated and plan.config is not None else ""  # what the product has
-    inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, plus_one)
+    inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, unit_offset)
     with on(x):
-        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, plus_one))
+        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, unit_offset))
         z = z.view(rows, k)
         if plan.config is not None:
             weight, bias = aligned(weight), None if bias is None else bias.contiguous()
@@ -289,8 +289,8 @@ def _plan(problem: Problem, normed: bool, gated: bool, biased: bool, here: Gpu) 
         config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
         return NormedPlan(problem, "skinny", config, normed and config is not None and skinny.takes_norm(config))
     if choice.taken.candidate.home == "linear.skinny_hopper" and not biased:
-        alike = (o.config for o in direct if o.candidate.home == "linear.skinny_hopper")
-        best = next((found for config in alike if (found := skinny_hopper_config.gated(problem, config, here))), None)
+        times = (o.config for o in direct if o.candidate.home == "linear.skinny_hopper")
+        best = next((found for config in times if (found := skinny_hopper_config.gated(problem, config, here))), None)
         if best is not None:
             return NormedPlan(problem, "skinny_hopper", best, False)
     gates = (skinny.gated(problem, o.config) for o in options)
@@ -318,7 +318,7 @@ class _Token(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
-    plus_one: bool
+    unit_offset: bool
     sinks: Tensor | None
     scale: float
     rotary_dim: int
@@ -340,7 +340,7 @@ class _Token(NamedTuple):
     def norms(self) -> tuple[Norm, Norm] | None:
         if self.q_norm is None or self.k_norm is None:
             return None
-        return Norm(self.q_norm, self.eps, self.plus_one), Norm(self.k_norm, self.eps, self.plus_one)
+        return Norm(self.q_norm, self.eps, self.unit_offset), Norm(self.k_norm, self.eps, self.unit_offset)
 
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
@@ -348,7 +348,7 @@ class _Token(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Of codes; none where the cache has floats."""
+        """The scales of an int8 cache; empty for a floating-point one."""
         return () if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     @property
@@ -376,7 +376,7 @@ class _Token(NamedTuple):
             fits &= self.rope_interleaved in ROPE_INTERLEAVED and not (self.norm_after_rope and self.of_all_heads)
             fits &= self.projections in PROJECTIONS and (self.others > 0 or self.advance == 0)
             fits &= not self.v_norm or (self.q_norm is not None and not self.of_all_heads)
-            turns, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
+            rotary, norms = (self.cos, self.sin), (self.q_norm, self.k_norm)
             if fits and self.rotary is not None:
                 fits = all(t.dim() == 2 and t.shape[0] in (1, batch) for t in self.rotary) and self.rotary_dim % 2 == 0
                 fits &= 0 < self.rotary_dim <= dim
@@ -384,7 +384,7 @@ class _Token(NamedTuple):
                     [self.rotary_dim] if self.rope_interleaved == "repeated" else [self.rotary_dim, self.rotary_dim // 2]
                 )
                 fits &= self.rotary[0].shape == self.rotary[1].shape
-            fits &= (turns[0] is None) == (turns[1] is None)
+            fits &= (rotary[0] is None) == (rotary[1] is None)
             fits &= mask is None or (mask.dim() == 2 and mask.shape[0] in (1, batch) and mask.shape[1] == size)
             fits &= mask is None or mask.dtype == torch.bool or mask.is_floating_point()
             fits &= self.sinks is None or (self.sinks.shape == (heads,) and self.sinks.is_floating_point())
@@ -412,8 +412,8 @@ def _attend(*args: Any) -> Tensor:
     if token.v_norm:
         v = wide_norm(v, Norm(torch.ones_like(v[0, 0]), token.eps))
     rotary = None if token.rotary is None else (token.rotary[0].float()[:, None], token.rotary[1].float()[:, None])
-    turns = token.rotary_dim, token.rope_interleaved, token.norm_after_rope
-    q, k = placed_in_torch(q, k, token.norms, rotary, *turns, rows=token.of_all_heads)
+    rope = token.rotary_dim, token.rope_interleaved, token.norm_after_rope
+    q, k = placed_in_torch(q, k, token.norms, rotary, *rope, rows=token.of_all_heads)
     at = token.length.view(1) - (0 if token.others else 1)
     place = at % size if token.ring else at
     if token.others:
@@ -427,7 +427,7 @@ def _attend(*args: Any) -> Tensor:
     tokens = torch.arange(size, device=keys.device)[None]
     seen, mask = tokens <= at, token.mask
     if mask is not None:
-        # By their age: what follows the new token in a ring that is full is the oldest.
+        # Ordered by age: in a full ring buffer the entry after the newest token is the oldest.
         ages = torch.where(at >= size, (tokens - place - 1) % size, tokens) if token.ring else tokens
         mask = mask.gather(1, ages.expand(len(mask), -1))
         seen = seen & mask if mask.dtype == torch.bool else seen
@@ -466,15 +466,15 @@ def placed_in_torch(
 ) -> tuple[Tensor, Tensor]:
     """q [..., H, D] and k [..., Hkv, D] with the norms and positions that `ops.transformer.decoder.Heads` has."""
 
-    def turn(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         return x if rotary is None else rope_in_torch(x, *rotary, rotary_dim, rope_interleaved)
 
     if norms is None:
-        return turn(q), turn(k)
+        return rotated(q), rotated(k)
     if norm_after_rope:
-        q, k = turn(q), turn(k)
+        q, k = rotated(q), rotated(k)
     q, k = (wide_norm(t.flatten(-2) if rows else t, norm).view(t.shape) for t, norm in zip((q, k), norms, strict=True))
-    return (q, k) if norm_after_rope else (turn(q), turn(k))
+    return (q, k) if norm_after_rope else (rotated(q), rotated(k))
 
 
 def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, rope_interleaved: RopeInterleaved) -> Tensor:
@@ -542,8 +542,8 @@ def why_not_attend(
     """
     if cap is not None:
         return SOFTCAP
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    if (reason := why_no_triton()) is not None:
+        return reason
     if here.backend != "cuda":
         return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
     from halfbyte.kernels.gpu.transformer import attend as kernel
@@ -560,7 +560,7 @@ def _normed_fake(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    plus_one: bool,
+    unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
     format: str,

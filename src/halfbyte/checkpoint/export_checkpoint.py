@@ -40,16 +40,30 @@ def export(
     resume: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
-    """Writes the model in `src` (whatever `load` reads, or a float Hugging Face folder) to `dst`, a new folder or a GGUF file.
+    """Write a model to a new folder or a GGUF file, in the format of another project.
 
-    to        "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"; may be left out where `dst` ends in .gguf, as every
-              GGUF file does
-    progress  is called after each tensor with (bytes written, bytes in all, name)
-    resume    continue an export to the same place that was killed
+    Codes and scales are those of `src`. Where the target kind cannot hold a format the weight is dequantized, and the report says so. No
+    more than one weight is held in memory.
 
-    Codes and scales are those of `src`. Where the target kind cannot hold a format the weight is dequantized, and the report says so.
-    No more than one weight is held in memory. Raises CheckpointError (`dst` is then unchanged), ArgumentError where no weight at all
-    could stay quantized.
+    Args:
+        src: Whatever `load` reads, or a float Hugging Face folder.
+        dst: The new folder or file.
+        to: "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"; may be left out where `dst` ends in .gguf, as every GGUF file does.
+        progress: is called after each tensor with (bytes written, bytes in all, name).
+        resume: Continue an export to the same place that was killed.
+        shard_bytes: The most bytes of a file.
+
+    Returns:
+        The report of what was written.
+
+    Raises:
+        CheckpointError: The model cannot be read or written; `dst` is unchanged then.
+        ArgumentError: No weight at all could stay quantized.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
+        >>> hb.save(model, folder / "model")
+        >>> report = hb.export(folder / "model", folder / "gptq", "halfbyte")
     """
     source, target = model_path(src), model_path(dst)
     to = kind_to_write(target, to)

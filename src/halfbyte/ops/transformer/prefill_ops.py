@@ -1,4 +1,4 @@
-"""What a decoder layer does to many tokens of each sequence, as in prompts, beside its products and norms: positions, attention, gates.
+"""What a decoder layer computes in a prefill apart from its products and norms: rope, attention, gates.
 
 Plain functions: under torch.compile a layer takes other steps. On NVIDIA GPUs each is one kernel, or two, whose launches are replayed where
 only addresses differ (`replay.py`); elsewhere the same formula in torch's operations. No gradients.
@@ -9,22 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import triton_trouble
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, GateFunction, key_value_heads
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.replay import replayed
+from halfbyte.ops.transformer.decode_ops import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
 from halfbyte.ops.transformer.decoder import Heads, Norm
-from halfbyte.ops.transformer.decoding import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
 from halfbyte.ops.transformer.norms import why_not_norm, wide_norm
 
 
 def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
-    """Why a GPU computes `turn` and `attend_many` for such heads in torch's operations; None if by kernels."""
-    if (trouble := triton_trouble()) is not None:
-        return trouble
+    """Why a GPU computes `apply_rope` and `attend_many` for such heads in torch's operations; None if by kernels."""
+    if (reason := why_no_triton()) is not None:
+        return reason
     if here.backend != "cuda":
         return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
     from halfbyte.kernels.gpu.transformer import attend_many as kernel
@@ -38,23 +38,27 @@ def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
 # Gates
 
 
-def activated(y: Tensor, gates: GateFunction, factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None) -> Tensor:
+def activated(y: Tensor, gates: GateFunction, factor: float = 1.0, *, gated: bool = True, multiplier: Tensor | None = None) -> Tensor:
     """factor * f(y[..., : N / 2]) * y[..., N / 2 :], or factor * f(y) where it is not `gated`; `gates` names f, as in `layer_kinds.py`.
-    beside: of y's shape and type, where it is not gated: what that is multiplied by; its rows lie equally far apart, and their elements
-    side by side."""
-    if beside is not None and (gated or beside.shape != y.shape or beside.dtype != y.dtype):
-        raise ArgumentError(f"what is without gates is multiplied by its like, {y.dtype} {list(y.shape)}, got {list(beside.shape)}")
+
+    multiplier: for y that is not gated, the other factor, of y's shape and dtype, with contiguous rows.
+    """
+    if multiplier is not None and (gated or multiplier.shape != y.shape or multiplier.dtype != y.dtype):
+        got = f"{multiplier.dtype} {list(multiplier.shape)}{' for gated y' if gated else ''}"
+        raise ArgumentError(f"`multiplier` must have y's shape and dtype, {y.dtype} {list(y.shape)}, where y is not gated; got {got}")
     here = gpu(y.get_device()) if y.is_cuda and y.numel() and y.is_contiguous() else None
     if here is None or why_not_norm(1, here) is not None:
-        return activated_in_torch(y, gates, factor, gated=gated, beside=beside)
+        return activated_in_torch(y, gates, factor, gated=gated, multiplier=multiplier)
     with on(y):
-        return activated_on_gpu(y, gates, factor, gated=gated, beside=beside)
+        return activated_on_gpu(y, gates, factor, gated=gated, multiplier=multiplier)
 
 
 # Positions
 
 
-def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads) -> Tensor:
+def apply_rope(
+    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
+) -> Tensor:
     """Queries [B, T, H, D] of qkv [B, T, (H + 2 Hkv) * D], heads after heads, with the norms and positions of `heads`; keys and values are
     written to `keys` and `values` [B, Hkv, S, D] from `length` on; where `heads` say that queries alone are made, nothing is.
 
@@ -63,11 +67,11 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
 
     Where S is too small all queries are NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not fit.
     """
-    _check_turn(qkv, rotary, keys, values, length, heads)
+    _check_rope(qkv, rotary, keys, values, length, heads)
     if not qkv.is_cuda or not qkv.numel() or why_not_many(heads, qkv.dtype, gpu(qkv.get_device())) is not None:
-        return _turn(qkv, rotary, keys, values, length, heads)
+        return _apply_rope(qkv, rotary, keys, values, length, heads)
     if keys.stride() != values.stride() or any(t.stride(-1) != 1 for t in (keys, *(rotary or ()))):
-        return _turn(qkv, rotary, keys, values, length, heads)
+        return _apply_rope(qkv, rotary, keys, values, length, heads)
     from halfbyte.kernels.gpu.transformer import norm
     from halfbyte.kernels.gpu.transformer import turn as kernel
 
@@ -96,7 +100,7 @@ def turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values
         return replayed(steps, operands, "rope", qkv.shape[:2], heads.num_heads, heads.num_kv_heads, heads.qk_norm_whole, *how, settings)
 
 
-def _check_turn(
+def _check_rope(
     qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
 ) -> None:
     shape, width = (keys.shape[0], heads.num_kv_heads, keys.shape[2], heads.head_dim), heads.outputs
@@ -119,12 +123,14 @@ def _check_turn(
     if not fits:
         got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (qkv, keys, values, *(rotary or ()), length) if t is not None)
         raise ArgumentError(
-            f"turn takes qkv [B, T, (H + 2 Hkv) * D], keys and values [B, Hkv, S, D] of its type, cosines and sines [B, T, R], R <= D, and "
-            f"one int64, got {got} for {heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}"
+            f"apply_rope takes qkv [B, T, (H + 2 Hkv) * D], keys and values [B, Hkv, S, D] of its type, cosines and sines [B, T, R], "
+            f"R <= D, and one int64, got {got} for {heads.num_heads} and {heads.num_kv_heads} heads of {heads.head_dim}"
         )
 
 
-def _turn(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads) -> Tensor:
+def _apply_rope(
+    qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, length: Tensor | None, heads: Heads
+) -> Tensor:
     """In torch's operations, and in float32 like the kernel."""
     tokens = qkv.shape[1]
     q, k, v = parted_in_torch(qkv.view(*qkv.shape[:2], -1, heads.head_dim).float(), heads.num_heads, heads.num_kv_heads, heads.projections)
@@ -164,7 +170,7 @@ def attend_many(
     length        int64, one number: query t sees keys up to length + t, and no key behind length + T - 1 is read; None: 0
     mask          bool [B or 1, T, S]: which keys each query sees, in place of that; None: by `length`
     scale         more than 0
-    sinks         [H]: a score of what each head sees beside keys, which adds nothing but to the sum of exponentials; None: there are none
+    sinks         [H]: each head's attention sink, a score that adds to the softmax denominator alone; None: no sinks
     cap           scores s are cap * tanh(s / cap); None: as they are
 
     A query that sees nothing gets 0. Raises ArgumentError for shapes and dtypes that do not fit.
