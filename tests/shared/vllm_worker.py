@@ -38,19 +38,22 @@ class Answer(NamedTuple):
 
 
 def ask(folder: Path, adapter: Path | None = None, **settings: Any) -> list[Answer]:
-    """The answers of vLLM to PROMPTS, all in one batch."""
+    """The answers of vLLM to PROMPTS, all in one batch; without log-probabilities where there is an adapter, for which vLLM 0.32 has none
+    of prompts."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
     model = LLM(str(folder), **SETTINGS | settings)
-    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, prompt_logprobs=-1, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NEW, ignore_eos=True, prompt_logprobs=-1 if adapter is None else None, detokenize=False
+    )
     lora = None if adapter is None else LoRARequest("adapter", 1, str(adapter))
     outputs = model.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False, lora_request=lora)
     answers = []
     for output in outputs:
-        rows = [[row[token].logprob for token in range(len(row))] for row in output.prompt_logprobs[1:]]
+        rows = [[row[token].logprob for token in range(len(row))] for row in (output.prompt_logprobs or [])[1:]]
         answers.append(Answer(torch.tensor(rows), list(output.outputs[0].token_ids)))
     del model
     gc.collect()

@@ -84,17 +84,18 @@ def test_adapters(tmp_path: Path) -> None:
     torch.manual_seed(1)
     peft.get_peft_model(opened(folder), config).save_pretrained(tmp_path / "adapter")
     expected = reference(peft.PeftModel.from_pretrained(opened(folder), tmp_path / "adapter").eval())
-    check_rounding(ask(folder, tmp_path / "adapter", enable_lora=True, max_lora_rank=8), expected)
+    answers = ask(folder, tmp_path / "adapter", enable_lora=True, max_lora_rank=8)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert [answer.tokens for answer in expected] != [answer.tokens for answer in reference(opened(folder))]
 
 
-@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-@pytest.mark.parametrize("name", ["llama, mixed formats", "qwen3 with experts"])
-def test_two_processes_answer_like_one(name: str, settings: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama, q4_0, tied", "llama, mixed formats", "qwen3 with experts"])
+def test_two_processes_answer_like_one(name: str, tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("vLLM binds each of two processes to a core of its own, and there is one")
     folder = make_served(name, tmp_path / "model")
-    given = json.dumps({"distributed_executor_backend": "mp", **settings})
+    given = json.dumps({"distributed_executor_backend": "mp", "tensor_parallel_size": 2})
     program = [sys.executable, str(Path(__file__).parents[2] / "shared" / "vllm_worker.py"), str(folder), str(tmp_path / "out.pt"), given]
     bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
     done = subprocess.run(program, env=os.environ | bound, capture_output=True, text=True, check=False)
