@@ -63,9 +63,9 @@ def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     for clients in args.clients:
         of_first = {row["round"]: row["rate"] for row in rows if (row["contender"], row["clients"]) == (args.contenders[0], clients)}
         for contender in args.contenders:
-            own = [row for row in rows if (row["contender"], row["clients"]) == (contender, clients)]
-            median = {name: statistics.median(row[name] for row in own) for name in ("rate", "p50", "p95", "cpu")}
-            ratio = statistics.median(of_first[row["round"]] / row["rate"] for row in own)
+            rounds_of = [row for row in rows if (row["contender"], row["clients"]) == (contender, clients)]
+            median = {name: statistics.median(row[name] for row in rounds_of) for name in ("rate", "p50", "p95", "cpu")}
+            ratio = statistics.median(of_first[row["round"]] / row["rate"] for row in rounds_of)
             figures = f"{median['rate']:9.1f} {ratio:6.2f} {median['p50']:16.0f} {median['p95']:8.0f} {median['cpu']:7.2f}"
             print(f"{clients:7} {contender:18} {figures}")
 

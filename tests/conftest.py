@@ -56,15 +56,15 @@ def _compiled_kernels() -> Path | None:
     digest = jit.source_digest()
     try:
         kernels = platformdirs.user_cache_path("halfbyte-tests", appauthor=False) / "kernels"
-        mine = kernels / str(digest)
-        mine.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.utime(mine)
+        digest_folder = kernels / str(digest)
+        digest_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.utime(digest_folder)
         for folder in kernels.iterdir():
             if folder.stat().st_mtime < time.time() - KEPT_DAYS * 24 * 3600:
                 shutil.rmtree(folder, ignore_errors=True)
     except (OSError, RuntimeError):  # another process was faster; a user without a home
         return None
-    return None if digest is None else mine
+    return None if digest is None else digest_folder
 
 
 @pytest.fixture(autouse=True)

@@ -78,8 +78,8 @@ def folders_of_tests() -> dict[str, set[Path]]:
     return found
 
 
-def is_own(folder: Path, of_tests: Path) -> bool:
-    """Whether tests of a module in `folder` belong there: below it, too, and in the folder of GPUs' tests beside it."""
+def is_mirrored(folder: Path, of_tests: Path) -> bool:
+    """Whether tests of a module in `folder` belong there: below it, too, and in the folder of GPUs' tests next to it."""
     return of_tests == folder or (folder.parts and folder in of_tests.parents) or of_tests in (folder.parent / "gpu", folder / "gpu")
 
 
@@ -88,7 +88,7 @@ def test_each_module_is_tested_in_its_own_folder() -> None:
     missing = {
         module.removeprefix("halfbyte.")
         for module, folders in folders_of_tests().items()
-        if files[module].name != "__init__.py" and not any(is_own(files[module].parent.relative_to(SRC), folder) for folder in folders)
+        if files[module].name != "__init__.py" and not any(is_mirrored(files[module].parent.relative_to(SRC), folder) for folder in folders)
     }
     assert missing - listed == set(), "no test of the folder that mirrors src imports these: test them there"
     assert listed - missing == set(), "take these out of elsewhere.txt"
@@ -110,11 +110,11 @@ def test_names_are_followed_to_their_modules() -> None:
 
 
 def test_which_folder_is_a_modules_own() -> None:
-    assert is_own(Path("nn"), Path("nn"))
-    assert is_own(Path("nn"), Path("nn/static"))
-    assert is_own(Path("ops/conv"), Path("ops/gpu"))
-    assert not is_own(Path("nn/static"), Path("nn"))
-    assert not is_own(Path("."), Path("nn")), "files of the package itself are tested by files of tests itself"
+    assert is_mirrored(Path("nn"), Path("nn"))
+    assert is_mirrored(Path("nn"), Path("nn/static"))
+    assert is_mirrored(Path("ops/conv"), Path("ops/gpu"))
+    assert not is_mirrored(Path("nn/static"), Path("nn"))
+    assert not is_mirrored(Path("."), Path("nn")), "files of the package itself are tested by files of tests itself"
 
 
 def test_what_make_quick_runs_is_there() -> None:

@@ -123,8 +123,10 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     package = {path.relative_to(ROOT / "src").as_posix() for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    own = {f"halfbyte-{__version__}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    assert names == package | own
+    metadata = {
+        f"halfbyte-{__version__}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    }
+    assert names == package | metadata
     assert {"halfbyte/py.typed", "halfbyte/dispatch/tables/h100.json"} <= names
 
 

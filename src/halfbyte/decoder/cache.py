@@ -142,8 +142,8 @@ class LayerCache:
         self.memory = next(_stamps)
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [buffer.new_empty((1, buffer.shape[1], size, buffer.shape[3])) for buffer in other.buffers]
-            for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-                mine[0, :, :count] = theirs[slot, :, skipped : skipped + count]
+            for buffer, source in zip(self.buffers, other.buffers, strict=True):
+                buffer[0, :, :count] = source[slot, :, skipped : skipped + count]
         self.length = count
 
     def can_cut(self, length: int) -> bool:
@@ -227,8 +227,8 @@ class Cache:
 
     def _copy(self, slot: int, start: int, length: int) -> Cache:
         other = self._new()
-        for mine, source in zip(other.layers, self.layers, strict=True):
-            mine.copy_from(source, slot, start, length)
+        for layer, source in zip(other.layers, self.layers, strict=True):
+            layer.copy_from(source, slot, start, length)
         other.length = length
         return other
 
@@ -420,7 +420,7 @@ class PrefixCache:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """The number of tokens, at most so many, in which two sequences begin alike."""
+    """The number of tokens, at most so many, of the common prefix of two sequences."""
     most = min(most, len(one), len(other))
     if one[:most] == other[:most]:
         return most

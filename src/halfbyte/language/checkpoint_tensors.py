@@ -371,8 +371,8 @@ def dtype_on_gpu(config: Mapping[str, Any]) -> torch.dtype:
 
     A GGUF file names none. Most models are trained in bfloat16, and the hidden states of some leave the range of float16.
     """
-    own = dtype_named(config.get("dtype", config.get("torch_dtype")))
-    return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
+    config_dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
+    return config_dtype if config_dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 def _opened(path: Path, quantize: Config | None, header: File | None, device: torch.device | None) -> tuple[dict[str, Any], Source]:

@@ -82,39 +82,41 @@ def _definitions(schema: Any) -> Iterator[tuple[str, Any]]:
 class Answer:
     """The text of an answer, in which there may be tool calls.
 
-    What may be a call is held back until the end: text that was given out is never taken back.
+    What may be a call is pending back until the end: text that was given out is never taken back.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         """Begin. names: of the functions that may be called; none: all is text."""
-        self._names, self._held, self._given = frozenset(names), "", False
+        self._names, self._pending, self._given = frozenset(names), "", False
 
     def push(self, text: str) -> str:
         """Take more text; return what is no call for certain."""
         if not self._names:
             return text
-        self._held += text
-        begins = self._held.lstrip()[:1]
+        self._pending += text
+        begins = self._pending.lstrip()[:1]
         if not self._given and (not begins or begins in "{["):
             return ""
-        end = self._held.find(_MARK)
+        end = self._pending.find(_MARK)
         if end < 0:
-            partial = (i for i in range(max(0, len(self._held) - len(_MARK) + 1), len(self._held)) if _MARK.startswith(self._held[i:]))
-            end = next(partial, len(self._held))
-        given, self._held = self._held[:end], self._held[end:]
+            partial = (
+                i for i in range(max(0, len(self._pending) - len(_MARK) + 1), len(self._pending)) if _MARK.startswith(self._pending[i:])
+            )
+            end = next(partial, len(self._pending))
+        given, self._pending = self._pending[:end], self._pending[end:]
         self._given = self._given or bool(given.strip())
         return given
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text that was held back and is no call, and the calls."""
-        held, self._held = self._held, ""
-        calls, rest = [], held
-        if _MARK in held:
-            calls = [call for match in _BLOCK.finditer(held) for call in self._calls(match[1])]
-            rest = _BLOCK.sub("", held).strip() if calls else held
-        elif held.lstrip()[:1] in ("{", "["):
-            calls = list(self._calls(held))
-            rest = "" if calls else held
+        """Return the text that was pending back and is no call, and the calls."""
+        pending, self._pending = self._pending, ""
+        calls, rest = [], pending
+        if _MARK in pending:
+            calls = [call for match in _BLOCK.finditer(pending) for call in self._calls(match[1])]
+            rest = _BLOCK.sub("", pending).strip() if calls else pending
+        elif pending.lstrip()[:1] in ("{", "["):
+            calls = list(self._calls(pending))
+            rest = "" if calls else pending
         return rest, calls
 
     def _calls(self, text: str) -> Iterator[dict[str, Any]]:

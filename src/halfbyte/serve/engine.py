@@ -73,7 +73,7 @@ class Request:
     Attributes:
         jobs: The sequences.
         deadline: Time of `time.monotonic` at which it is ended.
-        cancelled: Whether nobody waits for it any more.
+        cancelled: Whether no client waits for it any more.
         error: Why it has failed, or None.
     """
 
@@ -84,7 +84,7 @@ class Request:
         self._event = asyncio.Event()
 
     def cancel(self) -> None:
-        """End it: nobody waits for its text any more."""
+        """End it: no client waits for its text any more."""
         self.cancelled = True
         self._event.set()
 
@@ -278,10 +278,10 @@ class Engine:
                 job.generation = self._batch.submit(job.prompt_ids, job.sampling, job.processors)
                 self._jobs[job.generation] = job
             except HalfbyteError as e:
-                self._tell([self._failure(job, ApiError(400, str(e)))])
+                self._notify([self._failure(job, ApiError(400, str(e)))])
 
     def _drop(self) -> None:
-        """End sequences that nobody waits for, or whose time is over."""
+        """End sequences that no client waits for, or whose time is over."""
         now, changes = time.monotonic(), []
         for generation, job in list(self._jobs.items()):
             is_late = now > job.request.deadline
@@ -292,7 +292,7 @@ class Engine:
             error = ApiError(504, "the time of this request is over: ask for fewer tokens, or later", "timeout") if is_late else None
             changes.append(self._failure(job, error))
         if changes:
-            self._tell(changes)
+            self._notify(changes)
 
     def _step(self) -> None:
         try:
@@ -318,7 +318,7 @@ class Engine:
             job.sent_tokens = count
         self._metrics.step(self._batch, sum(change.new_tokens for change in changes))
         if changes:
-            self._tell(changes)
+            self._notify(changes)
 
     def _fail(self, error: Exception) -> None:
         """End the sequence whose prompt could not be read, or all of them after an error of another step."""
@@ -330,7 +330,7 @@ class Engine:
             self._batch.cancel(job.generation)
             del self._jobs[job.generation]
         said = str(error) if isinstance(error, HalfbyteError) else f"{type(error).__name__}, which the server's log describes"
-        self._tell([self._failure(job, ApiError(500, f"the model has failed ({said}): ask again", "model_failed")) for job in ended])
+        self._notify([self._failure(job, ApiError(500, f"the model has failed ({said}): ask again", "model_failed")) for job in ended])
 
     def _end_all(self, error: ApiError) -> None:
         left = list(self._jobs.values())
@@ -339,12 +339,12 @@ class Engine:
             while True:
                 job = self._inbox.get(block=False)
                 left += [] if job is None else [job]
-        self._tell([self._failure(job, error) for job in left])
+        self._notify([self._failure(job, error) for job in left])
 
     def _failure(self, job: Job, error: ApiError | None) -> _Change:
         return _Change(job, "", [], 0, "cancelled", error)
 
-    def _tell(self, changes: list[_Change]) -> None:
+    def _notify(self, changes: list[_Change]) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: no client waits
             self._loop.call_soon_threadsafe(self._deliver, changes)

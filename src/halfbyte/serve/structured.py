@@ -35,7 +35,7 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
 
     @lru_cache(maxsize=1)  # noqa: B019 - one object lives as long as the server
-    def _own(self) -> Any:
+    def _ll_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
 
         ends = [id for id in self._tokenizer.eos_ids if id < self._vocabulary]
@@ -56,16 +56,16 @@ class Grammars:
         import llguidance
         from llguidance import LLMatcher
 
-        own, limits = self._own(), llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
+        ll_tokenizer, limits = self._ll_tokenizer(), llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)  # type: ignore[arg-type]
         try:
             document = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
             grammar = LLMatcher.grammar_from_json_schema(document, overrides=cast(Any, _JSON))
         except ValueError as e:
             raise ArgumentError(f"the JSON schema cannot be read ({_short(e)}): send another one") from e
-        matcher = LLMatcher(own, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ArgumentError(f"the JSON schema is not supported, or too large ({_short(matcher.get_error())}): use a simpler one")
-        return Grammar(matcher, self._vocabulary, own.eos_tokens)
+        return Grammar(matcher, self._vocabulary, ll_tokenizer.eos_tokens)
 
 
 def _short(error: object) -> str:

@@ -24,8 +24,8 @@ def part(fmt: str, n: int, order: Tensor | None = None) -> Part:
 
 def dequantized(one: Part) -> Tensor:
     """The weight [N, K] whose columns are in the order of the inputs, in float64."""
-    made = one.weight.dequantize(torch.float64) if isinstance(one.weight, Codes) else one.weight.double()
-    return made if one.input_order is None else made[:, one.input_order.argsort()]
+    found = one.weight.dequantize(torch.float64) if isinstance(one.weight, Codes) else one.weight.double()
+    return found if one.input_order is None else found[:, one.input_order.argsort()]
 
 
 def check(layer: PackedLayer, parts: list[Part]) -> None:

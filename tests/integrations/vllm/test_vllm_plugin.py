@@ -36,13 +36,16 @@ CPU = api.PlatformEnum.CPU
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, list[type]]]:
     """vLLM's tables of kernels, without halfbyte's."""
-    mine = {HalfbyteInt8Kernel, HalfbyteWNA16Kernel}
-    made = []
+    halfbyte_kernels = {HalfbyteInt8Kernel, HalfbyteWNA16Kernel}
+    emptied = []
     for name in ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS"):
-        table = {key: [kernel for kernel in kernels if kernel not in mine] for key, kernels in getattr(api.linear_kernels, name).items()}
+        table = {
+            key: [kernel for kernel in kernels if kernel not in halfbyte_kernels]
+            for key, kernels in getattr(api.linear_kernels, name).items()
+        }
         monkeypatch.setattr(api.linear_kernels, name, table)
-        made.append(table)
-    return made
+        emptied.append(table)
+    return emptied
 
 
 @pytest.fixture(autouse=True)
@@ -148,11 +151,11 @@ def check_loading(fmt: str, load: Any) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rows_are_sharded(fmt: str, rank: int) -> None:
     def load(codes: Any, module: Module, tensors: dict[str, Tensor]) -> None:
-        made = codes_parameters(module, 16, 64, lambda *_: None)
+        created = codes_parameters(module, 16, 64, lambda *_: None)
         for name, tensor in tensors.items():
-            made[f"weight_{name}"].tp_rank, made[f"weight_{name}"].tp_size = rank, 2
-            made[f"weight_{name}"].load_column_parallel_weight(tensor)
-        assert torch.equal(loaded_codes(module, (16, 64), made).dequantize(), codes.dequantize()[16 * rank :][:16])
+            created[f"weight_{name}"].tp_rank, created[f"weight_{name}"].tp_size = rank, 2
+            created[f"weight_{name}"].load_column_parallel_weight(tensor)
+        assert torch.equal(loaded_codes(module, (16, 64), created).dequantize(), codes.dequantize()[16 * rank :][:16])
 
     check_loading(fmt, load)
 
@@ -162,11 +165,11 @@ def test_rows_are_sharded(fmt: str, rank: int) -> None:
 def test_inputs_are_sharded(fmt: str, rank: int) -> None:
     def load(codes: Any, module: Module, tensors: dict[str, Tensor]) -> None:
         check_inputs(module, 32, "layer")
-        made = codes_parameters(module, 32, 32, lambda *_: None)
+        created = codes_parameters(module, 32, 32, lambda *_: None)
         for name, tensor in tensors.items():
-            made[f"weight_{name}"].tp_rank, made[f"weight_{name}"].tp_size = rank, 2
-            made[f"weight_{name}"].load_row_parallel_weight(tensor)
-        assert torch.equal(loaded_codes(module, (32, 32), made).dequantize(), codes.dequantize()[:, 32 * rank :][:, :32])
+            created[f"weight_{name}"].tp_rank, created[f"weight_{name}"].tp_size = rank, 2
+            created[f"weight_{name}"].load_row_parallel_weight(tensor)
+        assert torch.equal(loaded_codes(module, (32, 32), created).dequantize(), codes.dequantize()[:, 32 * rank :][:, :32])
 
     check_loading(fmt, load)
 

@@ -24,11 +24,11 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    """own: halfbyte's, drawn thicker. label: drawn beside its last point. colour: 0 to 7; None: its place among the others."""
+    """is_halfbyte: drawn thicker. label: drawn next to its last point. colour: 0 to 7; None: its place among the others."""
 
     name: str
     points: Sequence[Point]
-    own: bool = False
+    is_halfbyte: bool = False
     label: str = ""
     colour: int | None = None
 
@@ -45,14 +45,14 @@ def chart(
     """Points and lines on two axes, with a legend that can hide a series.
 
     Args:
-        ceilings: Dashed lines with their names beside them.
+        ceilings: Dashed lines with their names next to them.
     """
     ceilings = ceilings or {}
     xs = [p.x for one in series for p in one.points] + [x for line in ceilings.values() for x, _ in line]
     ys = [p.y for one in series for p in one.points] + [y for line in ceilings.values() for _, y in line]
-    own_xs = sorted({p.x for one in series for p in one.points})
-    are_apart = all(int(x) == x for x in own_xs) and all(b >= 1.4 * a for a, b in pairwise(own_xs))
-    x_ticks = own_xs if log_x and are_apart and len(own_xs) <= _MOST_TICKS else _thinned(ticks(xs, log_x))
+    point_xs = sorted({p.x for one in series for p in one.points})
+    are_spread = all(int(x) == x for x in point_xs) and all(b >= 1.4 * a for a, b in pairwise(point_xs))
+    x_ticks = point_xs if log_x and are_spread and len(point_xs) <= _MOST_TICKS else _thinned(ticks(xs, log_x))
     y_ticks = _thinned(ticks(ys, log_y))
     to_x = scale(xs + x_ticks, log_x, _LEFT, _WIDTH - _RIGHT)
     to_y = scale(ys + y_ticks, log_y, _HEIGHT - _BOTTOM, _TOP)
@@ -82,7 +82,14 @@ def _drawn(one: Series, colour: str, places: Sequence[tuple[float, float]]) -> M
     line = element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in places)) if len(places) > 1 else ""
     circles = [
         element(
-            "circle", cx=x, cy=y, r=5 if one.own else 4, data_tip=f"{one.name}\n{p.tip}", data_x=repr(p.x), data_y=repr(p.y), tabindex=0
+            "circle",
+            cx=x,
+            cy=y,
+            r=5 if one.is_halfbyte else 4,
+            data_tip=f"{one.name}\n{p.tip}",
+            data_x=repr(p.x),
+            data_y=repr(p.y),
+            tabindex=0,
         )
         for p, (x, y) in zip(one.points, places, strict=True)
     ]
@@ -91,7 +98,7 @@ def _drawn(one: Series, colour: str, places: Sequence[tuple[float, float]]) -> M
         x, y = places[-1]
         left = x > (_WIDTH + _LEFT) / 2
         name = element("text", one.label, x=x - 9 if left else x + 9, y=y + 4, text_anchor="end" if left else "start", class_="label")
-    return element("g", line, *circles, name, class_=f"{colour} own" if one.own else colour, data_series=one.name)
+    return element("g", line, *circles, name, class_=f"{colour} own" if one.is_halfbyte else colour, data_series=one.name)
 
 
 def _colour(one: Series, place: int) -> str:

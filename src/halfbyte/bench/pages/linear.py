@@ -107,18 +107,18 @@ def _of_gpu(one: GpuMeasurement) -> _Row:
 
 
 def _tiles(found: Sequence[_Row]) -> dict[str, str]:
-    own = [one for one in found if not one.peer]
+    halfbyte_rows = [one for one in found if not one.peer]
     tiles = {}
-    if compared := [one for one in own if one.best_peer is not None]:
+    if compared := [one for one in halfbyte_rows if one.best_peer is not None]:
         best = max(compared, key=lambda one: one.best_peer or 0)
         least = min(compared, key=lambda one: one.best_peer or 0)
         tiles[f"the best peer's speed, {best.label}, M = {best.m}"] = f"{best.best_peer:.2f}×"
         tiles[f"where it is least: {least.label}, M = {least.m}"] = f"{least.best_peer:.2f}×"
-    if near := [one for one in own if one.fraction is not None]:
+    if near := [one for one in halfbyte_rows if one.fraction is not None]:
         nearest = max(near, key=lambda one: one.fraction or 0)
         tiles[f"of the roofline at most: {nearest.label}, M = {nearest.m}"] = f"{nearest.fraction:.0%}"
-    if own:
-        fastest = max(own, key=lambda one: one.rate)
+    if halfbyte_rows:
+        fastest = max(halfbyte_rows, key=lambda one: one.rate)
         tiles[f"{fastest.label}, M = {fastest.m}"] = f"{fastest.rate / 1e9:,.0f} GOP/s"
     return tiles
 
@@ -129,7 +129,8 @@ def _cards(title: str, group: Sequence[_Row], bandwidth: float | None, peaks: di
     lines = {label: sorted((one for one in ordered if one.label == label), key=lambda one: one.m) for label in labels}
     if bandwidth:
         series = [
-            Series(label, [Point(one.intensity, one.rate, one.tip) for one in some], own=not some[0].peer) for label, some in lines.items()
+            Series(label, [Point(one.intensity, one.rate, one.tip) for one in some], is_halfbyte=not some[0].peer)
+            for label, some in lines.items()
         ]
         drawn = chart(
             series,
@@ -143,7 +144,8 @@ def _cards(title: str, group: Sequence[_Row], bandwidth: float | None, peaks: di
             f"Roofline: {title}", drawn, note="A point for each number of rows M. Dashed: what the machine can do, measured in this run."
         )
     times = [
-        Series(label, [Point(one.m, one.seconds * 1e6, one.tip) for one in some], own=not some[0].peer) for label, some in lines.items()
+        Series(label, [Point(one.m, one.seconds * 1e6, one.tip) for one in some], is_halfbyte=not some[0].peer)
+        for label, some in lines.items()
     ]
     drawn = chart(times, x_label="M, rows of activations", y_label="microseconds", log_x=True, log_y=True)
     yield card(f"Time against M: {title}", drawn, note="Medians; lower is faster. Point at a mark for its figures.")

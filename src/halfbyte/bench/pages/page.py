@@ -34,7 +34,7 @@ def page(title: str, about: Sequence[str], tiles: Mapping[str, str], cards: Iter
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
-        element("style", _own("style.css")),
+        element("style", _read_asset("style.css")),
     )
     header = element(
         "header",
@@ -55,7 +55,7 @@ def page(title: str, about: Sequence[str], tiles: Mapping[str, str], cards: Iter
         ),
         element("div", id="tip", hidden=True),
         element("script", embedded, type="application/json", id="data"),
-        element("script", _own("script.js")),
+        element("script", _read_asset("script.js")),
     )
     return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
 
@@ -83,5 +83,5 @@ def listed(lines: Iterable[str]) -> Markup:
     return element("ul", *(element("li", line) for line in lines))
 
 
-def _own(name: str) -> Markup:
+def _read_asset(name: str) -> Markup:
     return join(Markup(files(__package__).joinpath(name).read_text(encoding="utf-8")))

@@ -37,7 +37,7 @@ def _perplexities(models: Sequence[dict[str, Any]]) -> Markup:
         Series(
             one["model"],
             [Point(one["weight_bytes"] / 1e6, one["perplexity"], f"{_mb(one)} MB, perplexity {one['perplexity']:.4f}")],
-            own=True,
+            is_halfbyte=True,
             label=one["model"],
         )
         for one in models
@@ -60,7 +60,7 @@ def _divergences(models: Sequence[dict[str, Any]]) -> list[Markup]:
                     f"{_mb(one)} MB, {one['divergence']:.6f} nats\ntop token {one['top1']:.2%}",
                 )
             ],
-            own=True,
+            is_halfbyte=True,
             label=one["model"],
             colour=i,
         )

@@ -42,7 +42,7 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
 
     The config of a transformers model is saved too, so that `load` can build it again; for any other model, `load` must be passed the
     model, and for a network on int8 codes the float one. A halfbyte checkpoint in `dir` is replaced in one step and remains unchanged on
-    failure. A model card, README.md, is written where nobody else's is.
+    failure. A model card, README.md, is written unless the folder has one of the user's.
 
     Args:
         model: A quantized model.

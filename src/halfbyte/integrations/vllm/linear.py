@@ -44,9 +44,9 @@ class HalfbyteLinearMethod(api.LinearMethodBase):
         for module, n in zip(modules, output_partition_sizes, strict=True):
             if module is not None:
                 check_inputs(module, k, self.prefix)
-            made = float_parameters(n, k, params_dtype, loader) if module is None else codes_parameters(module, n, k, loader)
-            self._parts.append((module, (n, k), made))
-        tensors = [made for _, _, made in self._parts]
+            created = float_parameters(n, k, params_dtype, loader) if module is None else codes_parameters(module, n, k, loader)
+            self._parts.append((module, (n, k), created))
+        tensors = [created for _, _, created in self._parts]
         for name, parameter in (tensors[0] if len(tensors) == 1 else fused_parameters(tensors, loader)).items():
             layer.register_parameter(name, parameter)
         self._dtype = params_dtype

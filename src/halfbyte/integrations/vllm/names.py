@@ -1,7 +1,7 @@
 """Names: of tensors in halfbyte's checkpoints, of their quantized modules, and of vLLM's layers. Needs no vLLM.
 
 A checkpoint stores a quantized weight as `<module>.weight.data`, `.scale` and perhaps `.zero`, and a guard of one byte as
-`<module>.weight`. Names of parameters have no dots, so vLLM's layers have `weight_data`, `weight_scale` and `weight_zero` beside the guard
+`<module>.weight`. Names of parameters have no dots, so vLLM's layers have `weight_data`, `weight_scale` and `weight_zero` next to the guard
 `weight`. Stacked experts, whose modules are called `experts.gate_up_proj` and `experts.down_proj`, become `experts.gate_up_proj_data`, …,
 which vLLM's loader of experts maps to `w13_weight_data`, …
 """

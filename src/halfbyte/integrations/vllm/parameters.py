@@ -59,14 +59,14 @@ def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str
         if name == "data":
             bits = 8 if module.bytes_each else fmt.stored_bits
             packing = {"packed_dim": 1, "packed_factor": Fraction(8, bits)}
-            made = api.PackedvLLMParameter(input_dim=1, output_dim=0, **packing, **settings)
+            parameter = api.PackedvLLMParameter(input_dim=1, output_dim=0, **packing, **settings)
         elif isinstance(fmt.block, int):
-            made = api.GroupQuantScaleParameter(input_dim=1, output_dim=0, **settings)
+            parameter = api.GroupQuantScaleParameter(input_dim=1, output_dim=0, **settings)
         elif fmt.block == "channel":
-            made = api.ChannelQuantScaleParameter(output_dim=0, **settings)
+            parameter = api.ChannelQuantScaleParameter(output_dim=0, **settings)
         else:
-            made = api.BasevLLMParameter(**settings)
-        parameters[f"weight_{name}"] = made
+            parameter = api.BasevLLMParameter(**settings)
+        parameters[f"weight_{name}"] = parameter
     if module.ordered:
         order = torch.zeros(k, dtype=torch.int32, device=device)
         parameters[ORDER] = api.BasevLLMParameter(data=order, weight_loader=loader)

@@ -283,11 +283,11 @@ def test_types() -> None:
 
 def test_covering_modules_have_each_instruction_of_all() -> None:
     def module(*types: str) -> Module:
-        made = Module()
-        f = made.function("f", ["ptr"] * 2)
+        built = Module()
+        f = built.function("f", ["ptr"] * 2)
         for kind in types:
             f.parameters[0].store(f.parameters[1].load(kind, 8) + f.parameters[1].load(kind), 4)
-        return made
+        return built
 
     whole, part, other = module("i32", "<4 x i32>"), module("<4 x i32>"), module("float")
     assert covering([part, whole, other]) == [whole, other]
