@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import urllib.request
 import venv
 import zipfile
 from email.message import Message
@@ -199,7 +202,7 @@ def test_the_changelog_has_the_version() -> None:
 
 
 def test_every_command_is_used() -> None:
-    assert set(USES) == set(COMMANDS)
+    assert {*USES, "serve"} == set(COMMANDS)
 
 
 def test_the_command_is_installed(installed: Path, tmp_path: Path) -> None:
@@ -220,6 +223,27 @@ def test_every_command_works_without_the_repository(installed: Path, work: Path)
 
     failing = {"tune": "0" if torch.cuda.is_available() else "2"}  # there is no GPU to measure
     assert codes[len(COMMANDS) :] == [(name, failing.get(name, "0")) for name in USES], done.stdout + done.stderr
+
+
+def test_the_server_answers_and_ends(installed: Path, work: Path) -> None:
+    command = [installed / "halfbyte", "serve", work / "model", "--format", "q4_0", "--port", "0", "--device", "cpu", "--json"]
+    with subprocess.Popen(command, cwd=work, env=_without_paths(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        try:
+            text = ""
+            while not text.rstrip().endswith("}"):
+                line = server.stdout.readline()
+                assert line, server.stderr.read()
+                text += line
+            address = json.loads(text)["url"]
+            for path, expected in (("/health", '"ok"'), ("/", "<!doctype html>")):
+                with urllib.request.urlopen(address + path, timeout=60) as answer:
+                    assert expected in answer.read().decode().lower()
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
 
 
 def test_the_quick_start_in_python(installed: Path, tmp_path: Path) -> None:
