@@ -70,7 +70,7 @@ def test_reordered_inputs(tmp_path: Path) -> None:
     model = hb.quantize_(make_float(MODELS["llama, zero points, the head in floating point"]), hb.Config("int4_g32", compute="float"))
     for name in ("q_proj", "k_proj", "o_proj"):
         attention = model.get_submodule("model.layers.0.self_attn")
-        generator = torch.Generator().manual_seed(name == "o_proj")
+        generator = torch.Generator().manual_seed(int(name == "o_proj"))
         linear: Any = getattr(attention, name)
         setattr(attention, name, PermutedLinear(linear, torch.randperm(linear.in_features, generator=generator)))
     hb.save(model, tmp_path / "model")
