@@ -191,10 +191,10 @@ def test_the_table_of_another_gpu_is_passed_over() -> None:
     assert tune.measured(gpu, problem(1), here=True).times == {"skinny": {"Config()": 3e-5}}
 
 
-@pytest.mark.parametrize("problem", ["no home", "read-only"])
-def test_times_that_cannot_be_written_are_known_to_the_process(problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["no home", "read-only"])
+def test_times_that_cannot_be_written_are_known_to_the_process(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS["sm_90"]
-    if problem == "no home":
+    if fault == "no home":
         monkeypatch.setattr(env, "cache", lambda: None)
     else:
         (tmp_path / "tune").write_text("")  # a file, where the folder would be made

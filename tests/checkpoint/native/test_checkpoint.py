@@ -199,7 +199,7 @@ def test_a_model_that_does_not_fit_is_refused_unchanged(tmp_path: Path) -> None:
         r"1\.weight is \[6\] in .*, \[5\] in the model": [nn.Linear(8, 6), nn.LayerNorm(5)],
         r"the model has no 0\.bias": [nn.Linear(8, 6, bias=False), nn.LayerNorm(6)],
         r"has no 2\.weight, which the model has": [nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(1, 1)],
-        "Own has a forward of its own": [Subclass(8, 6), nn.LayerNorm(6)],
+        "Subclass has a forward of its own": [Subclass(8, 6), nn.LayerNorm(6)],
         r"the buffer 0\.table is in no file and has no data": [WithBuffer(), nn.LayerNorm(6)],
     }
     for message, layers in wrong.items():

@@ -51,7 +51,7 @@ def test_a_model_within_another() -> None:
     model = nn.Sequential(BertModel(BertConfig(vocab_size=40, **SMALL)).eval())
     hb.optimize_(hb.quantize_(model, "q4_0"))
     assert model[0].config._attn_implementation == "halfbyte"
-    assert any("one call" in note for note in hb.report(model).notes)
+    assert any("one native call" in note for note in hb.report(model).notes)
 
 
 def test_a_float_model() -> None:
