@@ -1,8 +1,11 @@
-"""The operands of all contenders: weights [N, K] with the same numbers for all, and activations [M, K].
+"""The operands of a benchmark of linear layers: weights [N, K] with the same numbers for every contender, and activations [M, K].
 
-A slab of Gaussian rows is made and quantized once. A copy of the weight takes the slab's rows in turn from a starting
-row of its own, so copies are cheap to make, all differ (ONNX Runtime merges equal initializers), and any row of any
-product can be checked against the slab.
+A contender is halfbyte in one format or a peer, such as torch. `bench/cpu.py` defines a `Workload` for each shape; a contender's `build`
+(`contenders.py`, `torch_peers.py`) turns it into a `Built`; the contender's process (`worker.py`) checks that and times passes over it.
+
+A pass multiplies x by many copies of the weight, one after the other, so that each is read from memory and not from the cache. The copies
+share a slab of 1021 Gaussian rows, which is quantized once: row r of copy c is row (r + 379 c) mod 1021 of the slab. So copies need no
+quantization of their own, all differ (ONNX Runtime merges equal initializers), and any row of any product can be checked against the slab.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from halfbyte import ops
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 
-# With random replacement a cache still holds 2 % of what is read in turn from four times its size, 20 % from twice.
+# Bytes of a pass in multiples of the cache. With random replacement a cache still hits 2 % of what is read cyclically from 4 times its
+# size, and 20 % from twice its size: the fraction h of hits solves h = exp(-ROTATION * (1 - h)).
 ROTATION = 4
-MAX_COPIES = 256
-# Primes, so that rows repeat with no period that a tile could share.
+MAX_COPIES = 256  # for tiny weights, whose copies would be thousands
+# Primes: rows repeat after 1021, which is no multiple of the rows of a tile, and the first 1021 copies all begin at different rows.
 _SLAB_ROWS = 1021
 _STRIDE = 379
 # The standard deviation of a trained layer's weights, roughly.
@@ -31,12 +35,13 @@ SIGMA = 0.02
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape on one machine.
+    """One shape of a linear layer on one machine. It is sent to the contenders' processes as JSON.
 
-    n, k          the weight is [n, k]
-    threads       that the contender may use
-    cache_bytes   of the last-level cache; rotation passes over ROTATION times as much
-    memory_bytes  that the copies of one contender may take
+    Attributes:
+        n, k: The weight is [N, K].
+        threads: Threads that a contender may use.
+        cache_bytes: Size of the last-level cache; the copies together are ROTATION times as large.
+        memory_bytes: Limit of the memory that all copies of one contender take (`--memory` of the command line).
     """
 
     n: int
@@ -47,25 +52,35 @@ class Workload:
 
     @cached_property
     def slab(self) -> Tensor:
-        """float32 [rows, K]: the rows that every copy is made of."""
+        """float32 [1021, K], Gaussian with deviation SIGMA: the rows that all copies consist of; the same in every process."""
         return torch.randn(_SLAB_ROWS, self.k, generator=torch.Generator().manual_seed(0)) * SIGMA
 
     def codes(self, format: str) -> Codes:
-        """The slab in a format of halfbyte's; peers hold the same codes and scales."""
+        """Quantize the slab to a format of halfbyte; peers repack these codes and scales into their own order."""
         return ops.quantize(self.slab, format)
 
     def rows(self, copy: int) -> Tensor:
-        """int64 [N]: the slab's row behind each row of a copy."""
+        """Return int64 [N]: for each row of a copy, the number of the slab's row that it equals."""
         return (torch.arange(self.n) + copy * _STRIDE) % _SLAB_ROWS
 
     def take(self, codes: Codes, copy: int) -> Codes:
-        """One copy of the weight from the slab's codes: [N, K]."""
+        """Gather copy number `copy` of the weight, Codes of [N, K], from the slab's codes [1021, K]."""
+        # A scale or zero of the whole tensor has no rows to gather.
         rows, one_scale = self.rows(copy), codes.format.block == "tensor"
-        taken: dict[str, Any] = {name: t if name != "data" and one_scale else t[rows] for name, t in codes.tensors().items()}
-        return replace(codes, shape=(self.n, self.k), **taken)
+        gathered: dict[str, Any] = {name: t if name != "data" and one_scale else t[rows] for name, t in codes.tensors().items()}
+        return replace(codes, shape=(self.n, self.k), **gathered)
 
     def copies(self, copy_bytes: int) -> int:
-        """How many copies to rotate over, at least 2. Raises UnsupportedError where two do not fit into the memory allowed."""
+        """Return how many copies a pass reads: ceil(ROTATION * cache_bytes / copy_bytes), within 2 … MAX_COPIES and `memory_bytes`.
+
+        Where `memory_bytes` or MAX_COPIES is the limit, a pass may fit into the cache in part.
+
+        Args:
+            copy_bytes: Bytes of one copy as the contender stores it.
+
+        Raises:
+            UnsupportedError: Two copies exceed `memory_bytes`; with one, weights would be read from the cache.
+        """
         if 2 * copy_bytes > self.memory_bytes:
             raise UnsupportedError(
                 f"two copies of {copy_bytes / 2**20:.0f} MiB exceed the {self.memory_bytes / 2**20:.0f} MiB allowed: raise --memory"
@@ -74,20 +89,22 @@ class Workload:
         return max(2, min(wanted, self.memory_bytes // max(copy_bytes, 1), MAX_COPIES))
 
     def activations(self, m: int) -> Tensor:
-        """float32 [M, K], Gaussian."""
+        """Return float32 [M, K], Gaussian, the same for every contender."""
         return torch.randn(m, self.k, generator=torch.Generator().manual_seed(m))
 
 
 @dataclass(frozen=True)
 class Built:
-    """A contender with prepared weights.
+    """A contender whose weights are prepared: quantized and packed for all copies.
 
-    weight      float64 [rows of the slab, K]: the weight in the contender's own numbers
-    copy_bytes  of one weight as the contender stores it: codes, scales, zeros
-    copies      that a pass goes over
-    bind        float32 x [M, K] -> a function; each call of it is one pass, and yields x · copyᵀ [M, N] for each copy
-    dtype       that `bind` rounds x to
-    value       converts outputs to the numbers that they represent
+    Attributes:
+        weight: float64 [1021, K]: the slab as the contender represents it, dequantized after its own rounding.
+        copy_bytes: Bytes of one copy as the contender stores it: codes, scales, zeros.
+        copies: Copies that a pass reads.
+        bind: float32 x [M, K] -> a function without arguments. Each call is one pass: an iterator over x · copyᵀ [M, N] for copies 0, 1, …,
+            computed one by one where the runtime allows it, so that `worker.py` can run a single product to wake the threads.
+        dtype: What `bind` rounds x to before it multiplies; the reference rounds x to it, too.
+        value: Converts an output [M, …] to float64, for contenders whose outputs are int8 codes or quantized tensors.
     """
 
     weight: Tensor
@@ -99,13 +116,25 @@ class Built:
 
 
 def relative_error(work: Workload, built: Built, m: int) -> float:
-    """The largest ‖y - reference‖ / ‖reference‖ of the copies, over 256 rows of each (all, where N is smaller), in float64."""
+    """Compute the largest ‖y - reference‖ / ‖reference‖ of all copies, by Frobenius norms in float64.
+
+    The reference is x, rounded to the contender's dtype, times the contender's own dequantized weight: the error is that of activation
+    quantization and of sums, not that of the weight's format.
+
+    Args:
+        work: The shape.
+        built: The contender.
+        m: Rows of x.
+
+    Returns:
+        The error over 256 evenly spaced outputs of each copy, or all where N is smaller; inf where an output is NaN.
+    """
     x = work.activations(m)
     probes = torch.linspace(0, work.n - 1, min(work.n, 256)).long()
-    reference = x.to(built.dtype).double() @ built.weight.T
+    reference = x.to(built.dtype).double() @ built.weight.T  # [M, 1021], from which each copy's outputs are gathered
     worst = 0.0
     for copy, y in enumerate(built.bind(x)()):
         expected = reference[:, work.rows(copy)[probes]]
         error = float((built.value(y[:, probes]) - expected).norm() / expected.norm())
-        worst = max(worst, error if error == error else float("inf"))  # noqa: PLR0124 - NaN
+        worst = max(worst, error if error == error else float("inf"))  # noqa: PLR0124 - max() would drop a NaN
     return worst

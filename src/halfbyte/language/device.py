@@ -1,4 +1,7 @@
-"""The device that a language model runs on."""
+"""The choice of the torch device that a language model runs on.
+
+`best_device` is the default of the command line (`cli/shared/device.py`); `LanguageModel.open` passes its argument to `find_device`.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,39 @@ import torch
 
 from halfbyte.errors import ArgumentError
 
-_OLDEST = (8, 0)  # compute capability: Ampere
+_OLDEST = (8, 0)  # the oldest compute capability that the kernels are for: Ampere
 
 
 def best_device() -> tuple[str, str]:
-    """Choose "cuda" where there is a GPU that the kernels are for, and else "cpu".
+    """Choose "cuda" if GPU 0 is an NVIDIA GPU from Ampere on and Triton is installed, else "cpu".
 
     Returns:
-        The device, and, if there is a GPU that is not used, the reason.
+        The device, "cuda" or "cpu", and the reason why a GPU that torch sees is not used: "" if it is used, or if there is none.
     """
     if not torch.cuda.is_available():
         return "cpu", ""
     from halfbyte.dispatch.gpu import why_no_triton
     from halfbyte.machine import gpu
 
-    found = gpu(0)
-    if found.backend != "cuda" or found.capability < _OLDEST:
-        return "cpu", f"the kernels are for NVIDIA GPUs from Ampere on; --device cuda takes {found.name} all the same"
-    if (reason := why_no_triton()) is not None:
-        return "cpu", f"{reason} to use {found.name}"
+    candidate = gpu(0)
+    if candidate.backend != "cuda" or candidate.capability < _OLDEST:  # ROCm has another backend
+        return "cpu", f"the kernels are for NVIDIA GPUs from Ampere on; --device cuda takes {candidate.name} all the same"
+    if (reason := why_no_triton()) is not None:  # it ends with what to install: "…: install triton>=3.6 to use NVIDIA L4"
+        return "cpu", f"{reason} to use {candidate.name}"
     return "cuda", ""
 
 
 def find_device(name: torch.device | str) -> torch.device:
-    """Find the device of a name: "cpu", "cuda", "cuda:1", …, or "auto" for `best_device`.
+    """Resolve a name to a device that exists.
+
+    Args:
+        name: "cpu", "cuda" for torch's current GPU, "cuda:1", …, a torch.device, or "auto" for `best_device`, whose reason is dropped.
+
+    Returns:
+        The device. A GPU has its index, so that devices of tensors compare equal to it; a CPU has none.
 
     Raises:
-        ArgumentError: There is no such device.
+        ArgumentError: The name is not a device's, its type is neither "cpu" nor "cuda", or torch sees no such GPU.
     """
     try:
         device = torch.device(best_device()[0] if name == "auto" else name)
@@ -42,6 +51,6 @@ def find_device(name: torch.device | str) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type != "cuda" or (device.index or 0) >= count:
-        there = "none" if not count else "cuda" if count == 1 else f"cuda:0 … cuda:{count - 1}"
-        raise ArgumentError(f"a device is 'cpu' or a GPU that torch sees, {there}, got {str(name)!r}: use device='cpu'")
+        gpus = "none" if not count else "cuda" if count == 1 else f"cuda:0 … cuda:{count - 1}"
+        raise ArgumentError(f"a device is 'cpu' or a GPU that torch sees, {gpus}, got {str(name)!r}: use device='cpu'")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

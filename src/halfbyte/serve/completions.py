@@ -1,4 +1,13 @@
-"""/v1/completions and /v1/chat/completions: a request becomes sequences of the engine, their tokens a response or events."""
+"""/v1/completions and /v1/chat/completions: from a validated request to a JSON response or a stream of server-sent events.
+
+`app.py` parses a request (`protocol.py`) and calls `TextService.complete` or `chat`, which
+
+    1. tokenize the prompts and compile the JSON schema, in a thread: `_prepare` -> one `Job` of the engine for each sequence
+    2. submit the jobs to the engine (`engine.py`), whose thread decodes them, and wait for the first token
+    3. turn the engine's updates into chunks (`_events`) or one document (`_whole`), in the shapes of `formats.py`
+
+An error before the first token is answered with its HTTP status, a later one is the last event of the stream.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +36,13 @@ _DEFAULT_NEW_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 
 
 class _Prepared(NamedTuple):
-    """A request that is ready for the engine.
+    """A request that is tokenized and ready for the engine.
 
     Attributes:
-        request: With its jobs.
-        echoes: Text that comes before each sequence.
-        prompt_tokens: Tokens of all prompts.
-        names: Functions that may be called.
+        request: The engine's request, with a job for each sequence: `n` sequences of the first prompt, then `n` of the next one, ….
+        echoes: The prompt's text for each sequence if the request has `echo`, else "".
+        prompt_tokens: Tokens of all prompts together, each counted once, for `usage`.
+        names: Functions that the answer of a chat may call; empty: none.
     """
 
     request: Request
@@ -43,7 +52,7 @@ class _Prepared(NamedTuple):
 
 
 class TextService:
-    """Answers requests for text with one model."""
+    """Answers requests for completions and chats with one model."""
 
     def __init__(
         self, name: str, model: LanguageModel, engine: Engine, settings: Settings, defaults: dict[str, Any], executor: Executor
@@ -51,17 +60,18 @@ class TextService:
         """Make a service.
 
         Args:
-            name: Of the model, in responses.
-            model: For its tokenizer and chat template; the engine computes.
-            engine: Runs sequences.
-            settings: Limits.
-            defaults: Settings of sampling that the model's folder gives.
-            executor: For work on texts, which would take the event loop too long.
+            name: The model's name in responses.
+            model: The model, of which the service uses the tokenizer, chat template and sizes; the engine runs it.
+            engine: Decodes the sequences.
+            settings: Limits of requests.
+            defaults: Sampling settings of the model's generation_config.json, for fields that a request leaves out.
+            executor: Runs `_prepare`: tokenizing and compiling a schema take up to a second, for which they would block the event loop.
         """
         self.name, self.engine = name, engine
         self._model, self._settings, self._executor = model, settings, executor
         self._defaults = {"temperature": settings.temperature, **defaults}
         self._tokens = TokenTexts(model.tokenizer)
+        # Characters, for a lower bound of the number of tokens of a text.
         self._longest_token = max(map(len, model.tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
         self._grammars = Grammars(model.tokenizer, model.spec.vocabulary)
 
@@ -72,11 +82,19 @@ class TextService:
 
     @property
     def positions(self) -> int | None:
-        """Tokens of prompt and answer that the model has positions for."""
+        """Tokens of prompt and answer together that the model has positions for; None: no limit."""
         return self._model.spec.max_positions
 
     async def complete(self, asked: CompletionRequest, receive: Receive) -> Response:
-        """Answer POST /v1/completions."""
+        """Answer POST /v1/completions.
+
+        Args:
+            asked: The request.
+            receive: ASGI's, by which a client that disconnects is noticed.
+
+        Raises:
+            ApiError: The request cannot be answered.
+        """
         if asked.best_of not in (None, asked.n or 1):
             raise ApiError(400, f"best_of is n, {asked.n or 1}, here, got {asked.best_of}: leave it out", param="best_of")
         if asked.echo and asked.logprobs is not None:
@@ -84,7 +102,7 @@ class TextService:
         return await self._answer(asked, CompletionFormat(self.name, self._tokens), receive)
 
     async def chat(self, asked: ChatRequest, receive: Receive) -> Response:
-        """Answer POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions; arguments and errors are those of `complete`."""
         if asked.top_logprobs is not None and not asked.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
         return await self._answer(asked, ChatFormat(self.name, self._tokens), receive)
@@ -92,17 +110,23 @@ class TextService:
     # Preparation, in a thread of the executor
 
     def _prepare(self, asked: GenerationRequest, request: Request) -> _Prepared:
-        """Tokenize, check the limits, compile the grammar.
+        """Tokenize the prompts, check the limits, and compile the schema that constrains the answer.
+
+        Args:
+            asked: The request as it was received.
+            request: The engine's request, to which jobs are added.
 
         Raises:
-            ApiError, HalfbyteError: The request cannot be answered.
+            ApiError: The request exceeds a limit, or has fields that contradict each other.
+            ArgumentError: A sampling setting, a logit bias or the JSON schema is invalid.
+            HalfbyteError: The tokenizer or the chat template does not take the prompt.
         """
         n, names, schema = asked.n or 1, list[str](), _schema(asked.response_format)
         if isinstance(asked, ChatRequest):
             prompts: Sequence[str | list[int]] = [prompt(self._model, asked)]
             if asked.tools and asked.tool_choice != "none":
                 names = [tool.function.name for tool in asked.tools]
-            schema = forced_call(asked) or schema
+            schema = forced_call(asked) or schema  # a call that tool_choice demands wins over response_format
         else:
             assert isinstance(asked, CompletionRequest)
             prompts = asked.prompts
@@ -110,22 +134,31 @@ class TextService:
             raise ApiError(
                 400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n"
             )
-        special = not isinstance(asked, ChatRequest)
+        add_special_tokens = not isinstance(asked, ChatRequest)  # a chat template writes its own
         echoes, total = [], 0
         for text in prompts:
-            ids = self._ids(text, special)
+            ids = self._ids(text, add_special_tokens)
             total += len(ids)
             new_tokens = self._new_tokens(asked, len(ids))
             echo = isinstance(asked, CompletionRequest) and asked.echo
-            shown = (text if isinstance(text, str) else self._model.tokenizer.decode(ids)) if echo else ""
+            echoed = (text if isinstance(text, str) else self._model.tokenizer.decode(ids)) if echo else ""
             for _ in range(n):
-                index = len(request.jobs)
+                index = len(request.jobs)  # also chooses the seed: sequences of one prompt differ
                 sampling = asked.sampling(self._defaults, new_tokens, index)
                 request.jobs.append(Job(request, index, ids, sampling, self._processors(asked, schema)))
-                echoes.append(shown)
+                echoes.append(echoed)
         return _Prepared(request, echoes, total, names)
 
     def _ids(self, text: str | list[int], special: bool) -> list[int]:
+        """Tokenize a prompt and check its length.
+
+        Args:
+            text: Text, or token ids, which are checked and returned.
+            special: Whether the tokenizer adds its special tokens, such as BOS.
+
+        Raises:
+            ApiError: A token id is outside of the vocabulary, or the prompt is too long.
+        """
         most = self._settings.prompt_tokens or self.positions
         if isinstance(text, list):
             ids, vocabulary = text, self._model.spec.vocabulary
@@ -134,13 +167,13 @@ class TextService:
                     400, f"token ids are 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}: use the model's tokens", param="prompt"
                 )
         else:
-            if most is not None and len(text) > most * self._longest_token:  # not worth the time that tokens take
+            if most is not None and len(text) > most * self._longest_token:  # too long for certain: refuse before tokenizing
                 what = f"a prompt has {most} tokens of {self._longest_token} characters at most here, got {len(text)} characters"
                 raise ApiError(400, f"{what}: use a shorter text", "context_length_exceeded")
             ids = self._model.tokenizer.encode(text, add_special_tokens=special)
         if most is not None and len(ids) > most:
             raise ApiError(400, f"a prompt has {most} tokens at most here, got {len(ids)}: use a shorter text", "context_length_exceeded")
-        if self.positions is not None and len(ids) >= self.positions:
+        if self.positions is not None and len(ids) >= self.positions:  # one is needed for a new token
             raise ApiError(
                 400,
                 f"the prompt has {len(ids)} tokens, the model {self.positions} positions: use a shorter text",
@@ -149,13 +182,24 @@ class TextService:
         return ids
 
     def _new_tokens(self, asked: GenerationRequest, prompt_tokens: int) -> int:
+        """Return the most tokens that a sequence may generate.
+
+        A request that does not say gets 16 for a completion, as in OpenAI's API, and all that the limits allow for a chat.
+
+        Args:
+            asked: The request.
+            prompt_tokens: Tokens of the prompt, which take positions of the model, too.
+
+        Raises:
+            ApiError: It asks for less than 1, or more than the server's or the model's limit allows.
+        """
         room = None if self.positions is None else self.positions - prompt_tokens
         limits = [limit for limit in (room, self._settings.new_tokens) if limit is not None]
         wanted = asked.most_new_tokens
         if wanted is None and not isinstance(asked, ChatRequest):
             wanted = min([_DEFAULT_NEW_TOKENS, *limits])
         if wanted is None:
-            return min(limits, default=4096)
+            return min(limits, default=4096)  # a chat with a model that has no limit of positions
         if wanted < 1:
             raise ApiError(400, f"max_tokens is 1 or more, got {wanted}: ask for at least one token", param="max_tokens")
         if limits and wanted > min(limits):
@@ -168,6 +212,7 @@ class TextService:
         return wanted
 
     def _processors(self, asked: GenerationRequest, schema: dict[str, Any] | None) -> list[Processor]:
+        """Make the logits processors of one sequence: logit_bias, and the grammar of a JSON schema, which has state of its own."""
         processors: list[Processor] = []
         if asked.logit_bias:
             processors.append(Bias(asked.logit_bias, self._model.spec.vocabulary))
@@ -178,6 +223,16 @@ class TextService:
     # The answer, on the event loop
 
     async def _answer(self, asked: GenerationRequest, format: CompletionFormat, receive: Receive) -> Response:
+        """Prepare a request, submit it to the engine, and return its response once the first token is there.
+
+        Args:
+            asked: The request.
+            format: The JSON of the endpoint.
+            receive: ASGI's, by which a client that disconnects is noticed; its request is cancelled then, at any point.
+
+        Raises:
+            ApiError: The request cannot be answered, or the engine has failed before the first token.
+        """
         request = Request(time.monotonic() + self._settings.seconds)
         headers = {"halfbyte-ignored": ", ".join(asked.ignored)[:1000]} if asked.ignored else {}
         async with watching(receive, request.cancel):
@@ -186,9 +241,9 @@ class TextService:
                 prepared = await loop.run_in_executor(self._executor, partial(self._prepare, asked, request))
             except ArgumentError as e:
                 raise ApiError(400, str(e), "invalid_value") from e
-            except HalfbyteError as e:  # the model's template or tokenizer
+            except HalfbyteError as e:  # of the model's template or tokenizer
                 raise ApiError(400, str(e), "unsupported_value") from e
-            if request.cancelled:
+            if request.cancelled:  # the client has disconnected and reads no response; 499 is for the log
                 return Response(status_code=499)
             self.engine.submit(request)
             try:
@@ -196,14 +251,19 @@ class TextService:
                 if asked.stream:
                     with_usage = asked.stream_options is not None and asked.stream_options.include_usage
                     events = self._events(prepared, format, asked, with_usage)
+                    # It notices a disconnection itself, as it is sent after this block. When the request's time is over, the engine
+                    # fails it, which is the stream's last event; a client that has not read this within a second is cut off.
                     return EventStream(events, request.cancel, self._settings.seconds + 1, _ascii(headers))
                 return await self._whole(prepared, format, asked, _ascii(headers))
-            except BaseException:
+            except BaseException:  # also asyncio.CancelledError: the engine must not decode for a request without a response
                 request.cancel()
                 raise
 
     def _shown(self, asked: GenerationRequest, update: Update) -> list[Choice] | None:
-        """The tokens of an update that have log probabilities: not that which ends the answer."""
+        """Return the new tokens whose log probabilities the response lists; None if the request asks for none.
+
+        The end-of-sequence token is left out, as the text of the answer has no place for it.
+        """
         if asked.most_likely is None:
             return None
         ends = update.finish_reason == "stop" and update.choices and update.choices[-1].id in self._model.tokenizer.eos_ids
@@ -212,9 +272,14 @@ class TextService:
     async def _events(
         self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, with_usage: bool
     ) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a streamed answer.
+
+        Each sequence has a first chunk (the role, for a chat), the echo, chunks of new text, one of tool calls, and a last one with its
+        finish_reason; chunks of several sequences are interleaved. Then come the usage, if asked for, and [DONE], or an error alone.
+        """
         request = prepared.request
         answers = [Answer(prepared.names) for _ in request.jobs]
-        empty = {"usage": None} if with_usage else {}
+        empty = {"usage": None} if with_usage else {}  # OpenAI's API: null in all chunks but the last
 
         def chunk(choice: dict[str, Any]) -> bytes:
             return event({**format.document([choice], None, chunk=True), **empty})
@@ -229,18 +294,19 @@ class TextService:
                 text, calls = answers[update.sequence].push(update.text), list[Any]()
                 choices = self._shown(asked, update)
                 if update.finish_reason is not None:
-                    rest, calls = answers[update.sequence].finish()
+                    rest, calls = answers[update.sequence].finish()  # text that might have become a tool call
                     text += rest
                     if text or choices:
                         yield chunk(format.delta(update.sequence, text, choices, None, []))
                     if calls:
                         yield chunk(format.delta(update.sequence, "", None, None, calls))
+                    # `calls` sets the finish_reason "tool_calls"; the calls themselves are in the chunk before.
                     last = format.delta(update.sequence, "", None, update.finish_reason, calls)
                     last.get("delta", {}).pop("tool_calls", None)
                     yield chunk(last)
                 elif text or choices:
                     yield chunk(format.delta(update.sequence, text, choices, None, []))
-        except ApiError as e:
+        except ApiError as e:  # the status 200 has been sent
             yield event(e.document())
             return
         if request.cancelled:
@@ -250,6 +316,11 @@ class TextService:
         yield DONE
 
     async def _whole(self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, headers: dict[str, str]) -> Response:
+        """Wait for all sequences and return one JSON document.
+
+        Raises:
+            ApiError: The engine has failed, or the time of the request is over.
+        """
         request = prepared.request
         texts = list(prepared.echoes)
         reasons: list[str | None] = [None for _ in request.jobs]
@@ -264,15 +335,19 @@ class TextService:
         choices = []
         for index, reason in enumerate(reasons):
             answer = Answer(prepared.names)
-            given = answer.push(answers[index])
+            text = answer.push(answers[index])
             rest, calls = answer.finish()
-            shown = tokens[index] if asked.most_likely is not None else None
-            choices.append(format.whole(index, texts[index] + given + rest, shown, reason, calls))
+            logprobs = tokens[index] if asked.most_likely is not None else None
+            choices.append(format.whole(index, texts[index] + text + rest, logprobs, reason, calls))
         return json_reply(format.document(choices, usage(request, prepared.prompt_tokens), chunk=False), headers=headers)
 
 
 def _schema(format: ResponseFormat | None) -> dict[str, Any] | None:
-    """The JSON schema of an answer; None: any text."""
+    """Return the JSON schema that response_format asks for; None: any text.
+
+    Raises:
+        ApiError: It is of type json_schema without a schema.
+    """
     match format:
         case None:
             return None
@@ -284,9 +359,10 @@ def _schema(format: ResponseFormat | None) -> dict[str, Any] | None:
             raise ApiError(400, "response_format of type json_schema has a json_schema: add it", param="response_format.json_schema")
         case ResponseFormat(json_schema=named):
             schema = named.schema_ if named is not None else True
+            # JSON Schema has booleans, too: true allows any value, as {} does, and false none.
             return schema if isinstance(schema, dict) else ({} if schema else {"not": {}})
 
 
 def _ascii(headers: dict[str, str]) -> dict[str, str]:
-    """Headers whose values are safe to send, whatever clients called their fields."""
+    """Replace characters that HTTP headers may not have: `halfbyte-ignored` repeats names of fields that the client chose."""
     return {name: "".join(c if " " <= c <= "~" else "?" for c in value) for name, value in headers.items()}

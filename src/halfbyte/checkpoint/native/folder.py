@@ -1,5 +1,7 @@
 """Atomic writing of checkpoints: at every moment a reader finds the complete old or the complete new one, even if the writer is killed.
 
+`save`, `convert` and exports write within `replacing` (a folder) or `replacing_file` (a single file); `load` calls `complete`.
+
 A folder that does not exist yet is written under a temporary name next to it and then renamed: one atomic step.
 
 A folder that exists keeps every file that does not belong to the old checkpoint. There the atomic step is the replacement of
@@ -9,6 +11,9 @@ config.json, which names the weight files:
     2. the weight files move up; their names carry the digits, so no file of the old checkpoint is touched
     3. config.json is replaced                                             <- before: the old checkpoint, after: the new one
     4. the other files (tokenizer, index, …) move up; the old checkpoint's weight files are deleted
+
+`Staging.commit` does steps 2 and 3, `_clean` at the end of `replacing` step 4. Steps 1 to 3 are flushed to the disk one by one. A writer
+holds a lock (flock) on the folders that it works in, by which others tell a live writer from a dead one.
 
 A writer killed between 3 and 4 leaves its pending work listed in the manifest, as `staging` and `obsolete`; the next process that
 opens the folder completes it. A writer killed before 3 leaves hidden folders, and weight files with digits that no config.json
@@ -42,22 +47,30 @@ from halfbyte.io.tensors import JOURNAL
 if sys.platform != "win32":
     import fcntl
 
-_STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
-_OURS = re.compile(r"model-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
-_ANY_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin")
-_FILES = (".gguf", ".safetensors", ".onnx")  # suffixes that no folder has
+_STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")  # subfolders of step 1
+_OURS = re.compile(r"model-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")  # weight files that halfbyte wrote into an existing folder
+_ANY_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin")  # weight files of any model
+_FILES = (".gguf", ".safetensors", ".onnx")  # suffixes that a checkpoint's folder may not have: the caller has meant a file
 
 
 class Staging:
-    """Where the files of a new checkpoint are written until `commit`.
+    """The temporary folder for the files of a new checkpoint until `commit`, or `commit_folder`, which the caller calls once.
 
-    folder the checkpoint's
-    path   the folder for all of its files
-    stem   the beginning of the names of the weight files
-    fresh  whether the checkpoint's folder does not exist yet
+    Attributes:
+        folder: The checkpoint's folder.
+        path: The temporary folder, to which the caller writes all files.
+        stem: What names of weight files have to begin with: "model", or "model-<8 hexadecimal digits>" in a folder that exists.
+        fresh: Whether the checkpoint's folder does not exist yet.
     """
 
     def __init__(self, folder: Path, old: Manifest | None, fresh: bool, path: Path | None = None) -> None:
+        """Choose names; no file is touched.
+
+        Args:
+            folder, fresh: As the attributes.
+            old: The manifest of the checkpoint that is replaced, None if there is none.
+            path: The temporary folder, if it exists already (a locked one of `_work`).
+        """
         digits = secrets.token_hex(4)
         self.folder = folder
         self._old = old
@@ -66,7 +79,13 @@ class Staging:
         self.stem = "model" if fresh else f"model-{digits}"
 
     def commit_folder(self) -> None:
-        """Renames `path` to the folder, which did not exist; for folders of other kinds than halfbyte checkpoints."""
+        """Publish a fresh folder: flush `path` to the disk and rename it to `folder`. Writes no config.json, unlike `commit`.
+
+        `commit` ends with it; exports to other formats call it themselves.
+
+        Raises:
+            CheckpointError: Another process has created `folder` meanwhile.
+        """
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)
         _sync(self.path)
@@ -81,7 +100,15 @@ class Staging:
         _sync(self.folder.parent)
 
     def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
-        """Moves everything in `path` to its place."""
+        """Publish the checkpoint: write config.json with the manifest, then rename the fresh folder, or do steps 2 and 3.
+
+        Args:
+            config: The model's config.json without halfbyte's section.
+            manifest: The section; its `staging` and `obsolete` are filled in here.
+
+        Raises:
+            CheckpointError: The folder was fresh, and another process has created it meanwhile.
+        """
         if not self.fresh:
             manifest = replace(manifest, staging=self.path.name, obsolete=self._old.files if self._old else ())
         write_json(self.path / CONFIG, {**config, SECTION: manifest.to_json()})
@@ -91,6 +118,7 @@ class Staging:
         for path in sorted(self.path.rglob("*"), reverse=True):
             _sync(path)
         _sync(self.path)
+        # config.json comes last: until its replacement readers find the old checkpoint, from then on the new one.
         for name in manifest.files:
             os.rename(self.path / name, self.folder / name)
         _sync(self.folder)
@@ -100,12 +128,26 @@ class Staging:
 
 @contextmanager
 def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
-    """A place to write a new checkpoint for `folder`. Without a commit in the block nothing is left behind.
+    """Open a temporary folder for a new checkpoint, which the block fills and commits.
 
-    resume  continue the work of a writer that was killed; `folder` must not exist
+    If the block ends without a commit, or raises, the temporary folder is removed and `folder` is as it was.
 
-    Raises ArgumentError where its name is that of a file of weights, CheckpointError where the folder holds anything but a halfbyte
-    checkpoint, where another process writes to it, and for every failure to write.
+    Args:
+        folder: The checkpoint's folder. It may exist, with a halfbyte checkpoint or without weights.
+        resume: Continue in the temporary folder of a writer that was killed, if there is one with a journal; `folder` must not exist.
+
+    Yields:
+        Where to write, and how to commit.
+
+    Raises:
+        ArgumentError: The name has a suffix of weight files, or the folder exists and `resume` is asked for.
+        CheckpointError: The path is not a folder's, the folder holds another model, another process writes to it, or a write fails.
+
+    Example:
+        with replacing(folder) as staging:
+            writer = Writer(staging.path, staging.stem, specs)
+            ...
+            staging.commit(config, manifest)
     """
     folder = Path(os.path.abspath(folder))
     try:
@@ -135,7 +177,8 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
                 try:
                     yield staging
                 finally:
-                    with suppress(OSError, CheckpointError):  # the next writer cleans up what cannot be removed now
+                    # Step 4 after a commit, else the removal of what the block wrote. The next writer cleans up what cannot be removed now.
+                    with suppress(OSError, CheckpointError):
                         _clean(folder, _present(folder))
     except OSError as e:
         raise unwritable(folder, e) from e
@@ -143,11 +186,19 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
 
 @contextmanager
 def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
-    """Where to write a file that replaces `target` when the block ends. A failure leaves nothing behind.
+    """Open a temporary folder for a file that replaces `target` when the block ends.
 
-    resume  continue the work of a writer that was killed
+    If the block raises, the temporary folder is removed and `target` is as it was.
 
-    Raises CheckpointError where another process writes to it, and for every failure to write.
+    Args:
+        target: The file, which may exist.
+        resume: Continue in the temporary folder of a writer that was killed, if there is one with a journal.
+
+    Yields:
+        The path to write to.
+
+    Raises:
+        CheckpointError: Another process writes to `target`, or a write fails.
     """
     target = Path(os.path.abspath(target))
     try:
@@ -163,7 +214,14 @@ def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def _work(target: Path, resume: bool) -> Iterator[Path]:
-    """A locked temporary folder next to `target`; with `resume`, one that a dead writer left. A commit removes it."""
+    """Open a temporary folder next to `target`, locked until the block ends, and remove those of dead writers.
+
+    With `resume` it is the one that a dead writer left with a journal, if there is one. It is removed in the end, unless it was renamed to
+    `target`, or `resume` is asked for, Ctrl-C ends the block, and there is a journal to continue from.
+
+    Raises:
+        CheckpointError: A live writer has a temporary folder for `target`.
+    """
     with ExitStack() as lock:
         path = _remove_dead(target, spare=resume)
         if path is not None:
@@ -171,7 +229,7 @@ def _work(target: Path, resume: bool) -> Iterator[Path]:
         while path is None:
             temporary = _temporary_path(target)
             temporary.mkdir()
-            # Until it is locked, a writer that starts at the same moment takes it for a dead one's and removes it.
+            # Until it is locked, a writer that starts at the same moment takes it for a dead one's and removes it: then another is made.
             with suppress(FileNotFoundError, CheckpointError):
                 lock.enter_context(_locked(temporary))
                 path = temporary if temporary.is_dir() else None
@@ -188,17 +246,27 @@ def _work(target: Path, resume: bool) -> Iterator[Path]:
 
 
 def _make_parent(target: Path) -> None:
+    """Create the folder of `target` and those above it; raise CheckpointError if one of them is a file."""
     if (above := next(path for path in target.parents if path.exists())).is_file():
         raise CheckpointError(f"cannot write {target}, as {above} is a file: choose another place")
     target.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _temporary_path(target: Path) -> Path:
+    """Return a unique hidden name next to `target`, in its file system, so that a rename is atomic; `_remove_dead` finds it by pattern."""
     return target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")
 
 
 def complete(folder: Path, manifest: Manifest) -> None:
-    """Moves the files that a killed writer left in its staging folder to their places, as far as possible."""
+    """Move files that a killed writer left in its staging folder to their places: the first half of step 4.
+
+    Readers call it, too, as tokenizers and other files belong to the new checkpoint; in a read-only folder it has no effect.
+    Neither config.json nor weight files are moved, and no file through a link that leads out of the folder.
+
+    Args:
+        folder: The checkpoint's folder.
+        manifest: Its manifest, whose `staging` names the staging folder.
+    """
     staged = folder / (manifest.staging or ".")
     if manifest.staging is None or not os.path.isdir(staged) or os.path.islink(staged):
         return
@@ -208,17 +276,22 @@ def complete(folder: Path, manifest: Manifest) -> None:
         if not path.is_file() or path.is_symlink() or name.as_posix() in (CONFIG, *manifest.files):
             continue
         with suppress(OSError):  # another process may have moved it, or the folder may be read-only
-            if target.parent.resolve().is_relative_to(folder.resolve()):  # a link must not lead out of the folder
+            if target.parent.resolve().is_relative_to(folder.resolve()):  # checkpoints are downloaded: a link may lead anywhere
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write an indented JSON file in UTF-8."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _present(folder: Path) -> Manifest | None:
-    """The manifest of the checkpoint in an existing folder, None where there is none; raises where there is another model."""
+    """Read the manifest of the checkpoint in an existing folder; None if the folder has no weights.
+
+    Raises:
+        CheckpointError: The folder holds another model, or a halfbyte checkpoint whose manifest is damaged: neither is overwritten.
+    """
     if (folder / CONFIG).exists():
         try:
             if SECTION in load_json(folder / CONFIG):
@@ -234,13 +307,21 @@ def _present(folder: Path) -> Manifest | None:
 
 
 def _remove_dead(folder: Path, *, spare: bool = False) -> Path | None:
-    """Removes temporary folders of killed writers next to `folder`; with `spare`, keeps and returns the first that has a journal.
+    """Remove the temporary folders that killed writers left next to `folder`.
 
-    Raises CheckpointError where one is a live writer's.
+    Args:
+        folder: What they were writing: a folder or a file.
+        spare: Keep the first one that has a journal, from which a writer can resume.
+
+    Returns:
+        The one that was kept, not locked any more; None if there is none.
+
+    Raises:
+        CheckpointError: One is locked: its writer is alive.
     """
     spared: Path | None = None
     for dead in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.halfbyte-*")):
-        with suppress(OSError), _locked(dead, folder):
+        with suppress(OSError), _locked(dead, folder):  # OSError: another writer has removed it; CheckpointError is raised
             if spare and spared is None and (dead / JOURNAL).is_file():
                 spared = dead
             else:
@@ -249,8 +330,13 @@ def _remove_dead(folder: Path, *, spare: bool = False) -> Path | None:
 
 
 def _clean(folder: Path, manifest: Manifest | None) -> None:
-    """Completes the work of a writer killed after its commit, and removes the files of one killed before."""
-    named: set[str] = set()
+    """Do step 4 for a writer that has committed, and remove the files of one that has not.
+
+    Args:
+        folder: The checkpoint's folder, locked.
+        manifest: Its manifest, None if it holds no checkpoint.
+    """
+    named: set[str] = set()  # weight files of the checkpoint
     if manifest is not None:
         complete(folder, manifest)
         named = {*manifest.files}
@@ -266,9 +352,14 @@ def _clean(folder: Path, manifest: Manifest | None) -> None:
 
 @contextmanager
 def _locked(folder: Path, target: Path | None = None) -> Iterator[None]:
-    """Holds the lock of a folder, which the system releases when the process dies. (Windows has none on folders.)
+    """Hold an exclusive lock (flock) on a folder, which the system releases when the process dies. Windows has none on folders.
 
-    Raises CheckpointError where another writer holds it, who writes to `target`, by default the folder itself.
+    Args:
+        folder: The folder that is locked.
+        target: What the error names, where `folder` is a temporary one; None: `folder`.
+
+    Raises:
+        CheckpointError: Another process holds the lock.
     """
     if sys.platform == "win32":
         yield
@@ -283,13 +374,13 @@ def _locked(folder: Path, target: Path | None = None) -> Iterator[None]:
     finally:
         try:
             with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too, and with it the lock
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile shares the lock
         finally:
             os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to the disk, so that they survive a power failure."""
+    """Flush a file, or the entries of a folder, to the disk, so that they survive a power failure. Windows cannot flush folders."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)

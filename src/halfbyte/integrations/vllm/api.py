@@ -1,8 +1,12 @@
-"""Everything of vLLM that the plugin uses. No other file imports vLLM, so that a new version of it is a look at this list.
+"""Everything of vLLM that the plugin uses. No other file imports vLLM, so that this list is what to check for a new version of it.
 
-The versions that were tested are in `halfbyte.versions`; in others `register` declines. Documented for plugins are `QuantizationConfig`,
-`register_quantization_config` and the bases of methods. Private are the tables of kernels, which `prefer_kernel` changes, the classes of
-parameters and what layers pass to their methods.
+`register.py`, vLLM's entry point, imports this file only in the versions that `halfbyte.versions` lists as tested, and registers nothing in
+others, as much of it is private to vLLM:
+
+    documented for plugins  `QuantizationConfig`, `register_quantization_config`, the base classes `QuantizeMethodBase`, `LinearMethodBase`
+                            and `FusedMoEMethodBase`
+    private                 the tables of kernels, which `prefer_kernel` changes; the classes of parameters; the arguments that layers pass
+                            to `create_weights` and `apply`; what `key_compiled_graphs` and `pass_over_llvmlite` patch
 """
 
 from __future__ import annotations
@@ -86,12 +90,18 @@ __all__ = [
     "unpack_quantized_values_into_int32",
 ]
 
-# vLLM configures the loggers below its own.
+# vLLM configures only loggers whose names begin with "vllm.".
 log: Any = init_logger("vllm.halfbyte")
 
 
 def prefer_kernel(kernel: type[MPLinearKernel | Int8ScaledMMLinearKernel]) -> None:
-    """Puts a kernel before vLLM's own ones for CPUs, which follow where it cannot implement a layer."""
+    """Put a kernel first in vLLM's list of linear kernels for CPUs. Repeated calls have no effect.
+
+    vLLM takes the first kernel of the list whose `can_implement` accepts a layer: its own ones remain the fallback.
+
+    Args:
+        kernel: A weight-only kernel (W4A16 and the like: a subclass of MPLinearKernel) or one that multiplies int8 activations (W8A8).
+    """
     weight_only = issubclass(kernel, MPLinearKernel)
     table = linear_kernels._POSSIBLE_KERNELS if weight_only else linear_kernels._POSSIBLE_INT8_KERNELS
     kernels = table[PlatformEnum.CPU]
@@ -100,19 +110,26 @@ def prefer_kernel(kernel: type[MPLinearKernel | Int8ScaledMMLinearKernel]) -> No
 
 
 def key_compiled_graphs(value: str) -> None:
-    """Makes `value` part of the key under which vLLM keeps compiled graphs on disk.
+    """Make `value` a part of the key of vLLM's on-disk cache of torch.compile graphs.
 
-    A graph of a layer on halfbyte's kernels takes other weights than one on vLLM's, and the key has nothing else to tell them apart.
+    A layer's graph has other weights as inputs with halfbyte's kernels than with vLLM's, and nothing else in the key differs: a cached
+    graph of one would be run with the weights of the other.
+
+    Args:
+        value: What tells graphs apart: halfbyte's version and whether its kernels are on.
     """
+    # The key hashes each variable of this table by its value here. "HALFBYTE" is a name in the table alone, not in os.environ.
     _envs.environment_variables["HALFBYTE"] = lambda: value
 
 
 def pass_over_llvmlite() -> None:
-    """Lets a worker start in a process that has imported llvmlite.
+    """Monkey-patch vLLM so that a worker starts in a process that has imported llvmlite. Repeated calls have no effect.
 
-    vLLM 0.32 looks for its Triton kernels among the globals of all imported modules and calls `vars(value).get(…)` on each that has a
-    `__dict__`. llvmlite's `ffi.lib` answers every name with a function of its library, also that one. It is hidden while vLLM looks.
+    vLLM 0.32 searches the globals of all imported modules for its Triton kernels, and calls `vars(value).get(…)` on each global that has a
+    `__dict__`. `llvmlite.binding.ffi.lib` wraps a shared library in a class with `__slots__`, so that even `__dict__` reaches its
+    `__getattr__`, which returns a function wrapper; that has no `.get`. The patch removes this global for the duration of the search.
     """
+    # The wrapper has `__wrapped__`, by functools.wraps: it is in place already.
     if hasattr(_dispatcher._rebind_kernels, "__wrapped__"):
         return
     rebind_kernels = _dispatcher._rebind_kernels

@@ -1,4 +1,9 @@
-"""halfbyte::attend_whole: attention of whole sequences on a CPU (`kernels/cpu/transformer/attend_whole.py`)."""
+"""halfbyte::attend_whole: full (bidirectional) attention without a KV cache on a CPU, as encoders compute it.
+
+`integrations/transformers/attention.py` asks `supports`, then calls `attend`; where `supports` is False it falls back to torch's
+`scaled_dot_product_attention`. The kernel is in `kernels/cpu/transformer/attend_whole.py`, which functions import here, so that
+`import halfbyte` does not import llvmlite.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,14 @@ _library.define("attend_whole(Tensor query, Tensor key, Tensor value, Tensor? ma
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` takes these tensors, no derivatives are needed, and torch's own would not cast them."""
+    """Whether `attend` may replace torch's attention for these tensors.
+
+    It may not where a result needs a derivative (reverse or forward mode), under autocast, whose dtype torch's attention would cast to, and
+    under torch.func's transforms (grad, vmap, …).
+
+    Args:
+        query, key, value, mask: As for `attend`; other devices, dtypes, shapes and strides are answered with False.
+    """
     from halfbyte.kernels.cpu.transformer import attend_whole
 
     if (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))) or in_mode() or transformed():
@@ -23,21 +35,33 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale * query · keyᵀ) · value for [B, H, T, D] each -> [B, T, H, D]; mask bool [B or 1, 1, T or 1, T], True where a token is
-    seen. The caller has checked `supports`."""
-    if all(map(plain, (query, key, value))):
+    """Compute softmax(scale * query · keyᵀ) · value over all T keys that the mask lets each query see.
+
+    The caller has checked `supports`.
+
+    Args:
+        query, key, value: float32 [B, H, T, D], of one shape: no grouped-query attention; the last dimension is contiguous.
+        mask: bool [B or 1, 1, T or 1, T], True where a query may see a key; None: every query sees every key.
+        scale: Factor of the scores.
+
+    Returns:
+        float32 [B, T, H, D], contiguous: heads and tokens are transposed, as `o_proj` reads them. 0 for a query that sees no key.
+    """
+    if all(map(plain, (query, key, value))):  # eager tensors: bypass the dispatcher, whose overhead is that of a small kernel
         return _attend(query, key, value, mask, scale)
     out: Tensor = torch.ops.halfbyte.attend_whole(query, key, value, mask, scale)
     return out
 
 
 def _attend(*args: Any) -> Tensor:
+    """Run the kernel: the op on a CPU, with the arguments of `attend`."""
     from halfbyte.kernels.cpu.transformer import attend_whole
 
     return attend_whole.attend(*args)
 
 
 def _fake(query: Tensor, *_: Any) -> Tensor:
+    """Return an empty output [B, T, H, D], from which torch.compile and torch.export infer shapes."""
     batch, heads, tokens, dim = query.shape
     return query.new_empty(batch, tokens, heads, dim)
 

@@ -1,22 +1,26 @@
-"""Attention of the newest tokens of each sequence to a cache, which they enter: queries and keys get their rotary positions here.
+"""Decode attention on a CPU: qk_norm and rope of a few new tokens, their keys and values into the KV cache, causal attention to it.
 
-    q, k, v = a token's row of [H + 2 Hkv, D]
-    q, k    = norm(q), norm(k)                             where heads have norms (Qwen3): x / sqrt(mean(x²) + eps) * weight, or 1 + weight;
-                                                           v, too, without a weight (Gemma 4)
-    q, k    = rope(q), rope(k)                            x * cos + (-x[R/2:R], x[:R/2]) * sin, the first R elements of D (Su et al.,
-                                                           RoFormer, 2021); none where R is 0; or adjacent elements, x * cos +
-                                                           (-x[1], x[0], -x[3], x[2], …) * sin (GLM, Cohere). Or before norms (Hunyuan)
-    cache   takes k and v                                  where they are the layer's own (Gemma 4: or v is k, before norm and position)
-    y       = softmax(scale * q · Kᵀ) · V                  over the tokens so far and itself, where the mask lets it; of capped scores
-                                                           cap * tanh(score / cap) (Gemma 2); where heads have sinks (gpt-oss)
-                                                           exp(sink) is added to the sum of exponentials
+`attention_half.py` calls it between qkv and o_proj; for more tokens it only does the first two (`enters`), and `attend_whole.py` attends.
+H query heads, Hkv key-value heads, D elements of a head, R of which rope rotates, T tokens in the cache. For each new token:
 
-Arithmetic: float32, but that keys and values are rounded to the cache's type before they are multiplied, which may be the 8 bits of
-`layouts/records.py`. Scores of 32 tokens at a time are exponentiated less the largest so far, sums scaled anew where that grows (Milakov
-and Gimelshein, arXiv:1805.02867); each is one pass of fused multiply-adds over D, lane by lane. A query that may see nothing gets 0, as
-torch's attention gives it. A NaN in q or in a key that may be seen makes y NaN; what may not be seen has weight 0.
+    q, k, v  = the token's row of qkv: [H, D], [Hkv, D], [Hkv, D]
+    q, k     = norm(q), norm(k)              qk_norm (Qwen3): x / sqrt(mean(x²) + eps) * weight, or * (1 + weight); v without a weight
+                                             (Gemma 4)
+    q, k     = rope(q), rope(k)              the first R elements: x * cos + (-x[R/2:R], x[:R/2]) * sin (Su et al., RoFormer, 2021), or,
+                                             interleaved, x * cos + (-x[1], x[0], -x[3], x[2], …) * sin (GLM, Cohere); before the norm
+                                             where `norm_after_rope` (Hunyuan)
+    K, V     = cache with k, v appended      `projections`: "qk": v is the k of qkv, before norm and rope (Gemma 4); "q": nothing is
+                                             appended, as the cache is that of another layer and has the tokens already (kv_source)
+    score    = scale * q · Kᵀ                [H, T]; cap * tanh(score / cap) where there is a softcap (Gemma 2); -inf where masked
+    y        = exp(score) · V / (sum of exp(score) + exp(sink))         [H, D]; without exp(sink) where there are no sinks (gpt-oss)
 
-Query heads that share a key head are taken together: keys and values come from memory once. Threads share sequences and key heads.
+Arithmetic: float32; K and V are first rounded to the cache's dtype, which may be the int8 records of `layouts/records.py`. A score is one
+pass of fused multiply-adds over D, into a partial sum for each lane. Softmax is online (Milakov and Gimelshein, arXiv:1805.02867), as in
+FlashAttention: for 32 tokens of the cache at a time (`_CHUNK`) it subtracts the running maximum, and rescales the sums so far where that
+grows. A query whose keys are all masked gets 0, as in torch. A NaN in q or in an unmasked key makes y NaN; a masked key has weight 0.
+
+A work item is one key-value head of one sequence with the H / Hkv query heads that share it (GQA), so that K and V are read from memory
+once. Each thread takes a contiguous range of the items.
 """
 
 from __future__ import annotations
@@ -40,41 +44,42 @@ from halfbyte.layouts.records import BLOCK, LEAST_SCALE, MOST, record_bytes
 ATTEND = Block(
     (
         *LINEAR.fields[:4],
-        # what changes from call to call; strides are in bytes
-        *("cos", "sin", "rotary_batch", "rotary_token"),  # float32, of a token R / 2 elements, and any behind them; or each of these twice
+        # From "cos" to "length": packed anew for each call. Names are those of addresses, and of strides in bytes.
+        # rope caches, float32: for each token the R / 2 cosines of its angles, or R for `rope_interleaved` "repeated"; more are ignored
+        *("cos", "sin", "rotary_batch", "rotary_token"),
         *("keys", "key_batch", "key_head", "key_token", "values", "value_batch", "value_head", "value_token"),
-        *("mask", "mask_batch", "mask_token"),  # a byte a token of the cache
-        "length",  # tokens that are in the cache
-        # rows of queries, keys and values, float32, and of y
-        *("qkv", "qkv_stride", "out", "out_stride"),
+        *("mask", "mask_batch", "mask_token"),  # a byte for each token of the cache, new ones included: 0 is masked
+        "length",  # tokens in the cache before the new ones, the same for all sequences
+        *("qkv", "qkv_stride", "out", "out_stride"),  # float32, a row for each new token
         *("batch", "tokens", "kv_heads"),  # `tokens`: new ones of each sequence
-        *("q_norm", "k_norm", "sinks"),
-        *("scale_eps", "cap"),
+        *("q_norm", "k_norm", "sinks"),  # weights of norms [D] and logits of sinks [H], float32
+        *("scale_eps", "cap"),  # pairs of float32: the factor of scores and the eps of norms; the softcap and an unused one
     ),
     frozenset({"scale_eps", "cap"}),
 )
 CacheKind = Kind | Literal["int8"]
 CACHES: dict[torch.dtype, CacheKind] = {**KINDS, torch.int8: "int8"}  # of keys and values; "int8": records, `layouts/records.py`
-_CHUNK = 32  # tokens of the cache
-_LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
-MOST_GROUP = 16
-_ROUNDING = 1.5 * 2.0**23  # plus what is between -2^22 and 2^22: a float whose unit is 1
+_CHUNK = 32  # tokens of the cache between two rescalings of online softmax
+_LEAST = -3.0e38  # the running maximum at first: finite, so that exp(-inf - _LEAST) of a masked score is 0, not exp(NaN)
+MOST_GROUP = 16  # query heads of a key-value head: the code is unrolled over them
+_ROUNDING = 1.5 * 2.0**23  # x + it rounds |x| < 2^22 to an integer, ties to even, which the low bits of the sum's mantissa hold
 
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """What a kernel of attention is generated for.
+    """The constants that a kernel is generated for; all sizes that change are fields of ATTEND.
 
     Attributes:
         dim: Elements of a head, D.
         group: Query heads of a key-value head, H / Hkv.
-        kind: Of the cache: "f32", "bf16", "f16", or "int8" for records of codes and scales.
-        normed: Whether queries and keys have norms.
-        masked: Whether there is a mask.
-        enters: Whether keys and values are only written to the cache, and queries normed and rotated in place, for `attend_whole.py`.
-        rotary_dim: As in `ops.transformer.decoder.Heads`.
+        kind: Element type of the cache: "f32", "bf16", "f16", or "int8" for records of codes and scales.
+        normed: Whether queries and keys have norms (qk_norm).
+        masked: Whether there is a mask in addition to the causal one.
+        enters: Whether the kernel does not attend: keys and values enter the cache, and queries are normed and rotated in place, for
+            `attend_whole.py`.
+        rotary_dim: Elements that rope rotates, R; None: D; 0: no rope.
         unit_offset: Whether norms multiply by 1 + weight.
-        capped: Whether scores have a soft cap.
+        capped: Whether scores have a softcap.
         sinks: Whether there are attention sinks, float32 [H].
         rope_interleaved, norm_after_rope, projections, v_norm: As in `ops.transformer.decoder.Heads`.
     """
@@ -96,7 +101,13 @@ class AttendSpec:
 
 
 def supports(heads: int, kv_heads: int, dim: int, rotary_dim: int | None = None) -> str | None:
-    """Why these heads are not computed here; None where they are."""
+    """Return the reason why these heads are not supported; None if they are.
+
+    Args:
+        heads, kv_heads: Numbers of query and of key-value heads, H and Hkv.
+        dim: Elements of a head, D.
+        rotary_dim: Elements that rope rotates, R; None: D.
+    """
     if dim % 8:
         return f"heads of {dim} are not a multiple of 8"
     if rotary_dim is not None and (rotary_dim % 8 or not 0 <= rotary_dim <= dim):
@@ -108,16 +119,32 @@ def supports(heads: int, kv_heads: int, dim: int, rotary_dim: int | None = None)
 
 @phase
 def build(spec: AttendSpec, isa: ISA, f: Function) -> None:
+    """Emit the kernel for a specification; its arguments are an ATTEND block, its thread and the number of threads."""
     _Attend(spec, isa, f).emit()
 
 
 class _Attend(Emitter):
+    """Emits the kernel.
+
+    Vectors have `lanes` floats, `bytes` bytes; a head is `vectors` of them, a list of Values in registers. `at` numbers the vectors of a
+    head, g the G query heads of the group, b sequences, h key-value heads, j new tokens. The state of a group is on the stack, as it does
+    not fit into registers:
+
+        queries   float [G, D]             q * scale
+        scores    float [G, _CHUNK]        of a chunk: `_score` writes scores, `_weigh` replaces them by weights exp(score - largest)
+        products  float [G, lanes, lanes]  q * k before the sum over lanes, of `lanes` tokens
+        largest   float [G, lanes]         the running maximum, the same in all lanes
+        sums      float [G, lanes]         sums of weights so far, a part in each lane
+        totals    float [G, D]             sums of weight * v so far
+    """
+
     block = ATTEND
     spec: AttendSpec
 
     def __init__(self, spec: AttendSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
         self.rotary_dim = spec.dim if spec.rotary_dim is None else spec.rotary_dim
+        # A vector may not lie across the middle of a head, nor of its rotated part.
         self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim // 2 % n == 0 and self.rotary_dim // 2 % n == 0)
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
         self.vectors = spec.dim // self.lanes
@@ -126,6 +153,7 @@ class _Attend(Emitter):
         self.largest, self.sums = (f.alloca(self.floats, spec.group, self.bytes) for _ in range(2))
 
     def emit(self) -> None:
+        """Emit the loops over work items and new tokens."""
         f, spec = self.f, self.spec
         _, thread, threads = f.parameters
         tokens, kv_heads, length = (self.get(name) for name in ("tokens", "kv_heads", "length"))
@@ -134,13 +162,15 @@ class _Attend(Emitter):
             b, h = item // kv_heads, item % kv_heads
             keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
             values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")
+            # Keys and values of all new tokens enter the cache, before a query reads them there.
             for j in f.loop(tokens) if key_value_heads(spec.projections) else ():
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
                 keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._placed(key, "k_norm", b, j))
                 value = self._loaded(key if key_value_heads(spec.projections) == 1 else key + kv_heads * head_bytes)
-                parts = self._normed(value, None) if spec.v_norm else value
-                keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), parts)
+                value = self._normed(value, None) if spec.v_norm else value
+                keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), value)
+            # Queries of one token after the other: norm, rope and scale, then attention to the tokens up to it.
             for j in f.loop(tokens):
                 row = b * tokens + j
                 queries = self.pointer("qkv") + row * self.get("qkv_stride") + h * (spec.group * head_bytes)
@@ -155,23 +185,24 @@ class _Attend(Emitter):
                     continue
                 mask = self.pointer("mask") + b * self.get("mask_batch") + j * self.get("mask_token") if spec.masked else None
                 self._begin(h)
-                self._attend(keys, values, length + j + 1, mask)
+                self._attend(keys, values, length + j + 1, mask)  # causal: new tokens after it are not seen
                 self._write(self.pointer("out") + row * self.get("out_stride") + h * (spec.group * head_bytes))
 
     def _placed(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
-        """A head with its norm and its position."""
-        parts = self._loaded(x)
+        """Load the head at address `x`, of token j of sequence b, and apply qk_norm and rope; norm: the field of the norm's weight."""
+        head = self._loaded(x)
         if not self.spec.normed:
-            return self._rotated(parts, b, j)
+            return self._rotated(head, b, j)
         if self.spec.norm_after_rope:
-            return self._normed(self._rotated(parts, b, j), norm)
-        return self._rotated(self._normed(parts, norm), b, j)
+            return self._normed(self._rotated(head, b, j), norm)
+        return self._rotated(self._normed(head, norm), b, j)
 
     def _loaded(self, x: Value) -> list[Value]:
+        """Load the D floats at address `x`, aligned to 4 bytes."""
         return [x.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
 
     def _normed(self, parts: list[Value], norm: str | None) -> list[Value]:
-        """norm: the name of its weight, if it has one."""
+        """Apply RMSNorm to a head; norm: the field of its weight, None for a norm without a weight."""
         f = self.f
         total = f.value(self.floats, 0.0)
         for part in parts:
@@ -184,53 +215,56 @@ class _Attend(Emitter):
         return [part * root * (w + 1.0 if self.spec.unit_offset else w) for part, w in zip(parts, weights, strict=True)]
 
     def _rotated(self, parts: list[Value], b: Value, j: Value) -> list[Value]:
+        """Apply rope, at the position of token j of sequence b, to the first R elements of a head."""
         f = self.f
         if not self.rotary_dim:
             return parts
-        angles = b * self.get("rotary_batch") + j * self.get("rotary_token")
-        cos, sin = self.pointer("cos") + angles, self.pointer("sin") + angles
+        position = b * self.get("rotary_batch") + j * self.get("rotary_token")  # bytes
+        cos, sin = self.pointer("cos") + position, self.pointer("sin") + position
         half, out = self.rotary_dim // self.lanes // 2, []
         for at, part in enumerate(parts[: 2 * half]):
             if is_interleaved(self.spec.rope_interleaved):
-                other = part.shuffle([i ^ 1 for i in range(self.lanes)]) * f.constant(self.floats, [-1.0, 1.0] * (self.lanes // 2))
+                partner = part.shuffle([i ^ 1 for i in range(self.lanes)]) * f.constant(self.floats, [-1.0, 1.0] * (self.lanes // 2))
             else:
-                other = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]
+                partner = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]  # -0.0 - x is -x, also of 0
             c, s = (self._of_table(table, at, half) for table in (cos, sin))
-            out.append(f.fma(part, c, other * s))
+            out.append(f.fma(part, c, partner * s))
         return [*out, *parts[2 * half :]]
 
     def _of_table(self, table: Value, at: int, half: int) -> Value:
-        """The cosines, or sines, of vector `at` of a head of which rope rotates 2 * `half`."""
+        """Load the cosines, or sines, for vector `at` of a head, 2 * `half` vectors of which rope rotates; table: a token's rope cache."""
         match self.spec.rope_interleaved:
             case "":
                 return table.load(self.floats, at % half * self.bytes, 4)
             case "repeated":
                 return table.load(self.floats, at * self.bytes, 4)
             case "half":
-                some = table.load(vector("float", self.lanes // 2), at * self.bytes // 2, 4)
-                return some.shuffle([i // 2 for i in range(self.lanes)])
+                pair_values = table.load(vector("float", self.lanes // 2), at * self.bytes // 2, 4)
+                return pair_values.shuffle([i // 2 for i in range(self.lanes)])  # each one twice, for a pair of elements
             case _:
                 raise unreachable(self.spec.rope_interleaved, "the interleaving of rope,")
 
     def _kept(self, row: Value, at: int) -> Value:
+        """Load vector `at` of the cached head at address `row`, as floats."""
         return kept(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)
 
     def _begin(self, h: Value) -> None:
-        """What there is before the keys of head h."""
+        """Initialize the state of the query heads of key-value head h: empty sums, or the sink's exponential alone."""
         f, spec = self.f, self.spec
         for g in range(spec.group):
             largest, total = f.value(self.floats, _LEAST), f.value(self.floats, 0.0)
             if spec.sinks:
                 sink = (self.pointer("sinks") + (h * spec.group + g) * 4).load("float", 0, 4).splat(self.lanes)
                 largest = sink.max_or(_LEAST)
-                first = f.constant(vector("i32", self.lanes), range(self.lanes)) < 1
-                total = first.select(exp(f, sink - largest), 0.0)
+                first_lane = f.constant(vector("i32", self.lanes), range(self.lanes)) < 1  # as `sums` are added over lanes in the end
+                total = first_lane.select(exp(f, sink - largest), 0.0)
             self.largest.store(largest, g * self.bytes, self.bytes)
             self.sums.store(total, g * self.bytes, self.bytes)
             for at in range(self.vectors):
                 self.totals.store(f.value(self.floats, 0.0), (g * self.vectors + at) * self.bytes, self.bytes)
 
     def _attend(self, keys: Value, values: Value, seen: Value, mask: Value | None) -> None:
+        """Add the first `seen` tokens of a key-value head's cache to the state, chunk by chunk; mask: of the query's token, a byte each."""
         f, spec = self.f, self.spec
         for start in f.loop(seen, step=_CHUNK):
             count = f.umin(seen - start, f.value("i64", _CHUNK))
@@ -240,8 +274,13 @@ class _Attend(Emitter):
             self._add(values + start * self.get("value_token"), keys + (start + _CHUNK) * self.get("key_token"), count)
 
     def _score(self, keys: Value, values: Value, start: Value, count: Value, last: Value, mask: Value | None) -> None:
-        """Scores of a chunk, as many tokens at a time as a vector has lanes; behind `count` there may be anything."""
+        """Write the scores of a chunk of `count` tokens from `start` on, -inf where masked; those after `count` are undefined.
+
+        q * k is summed over lanes for `lanes` tokens at once, by a transposition in registers (`_sums`); they are computed `together` at a
+        time, so that the sums of all query heads fit into registers. After `last`, the last token of the cache, it is repeated.
+        """
         f, spec, lanes = self.f, self.spec, self.lanes
+        # About 8 accumulators, tokens x query heads; a power of two, as it has to divide `lanes`.
         together = min(lanes, max(1, 8 // (1 << (spec.group - 1).bit_length())))
         for first in f.loop(count, step=lanes):
             for i in f.loop(f.umin(count - first, f.value("i64", lanes)), step=together):
@@ -254,16 +293,20 @@ class _Attend(Emitter):
                         for g in range(spec.group):
                             query = self.queries.load(self.floats, (g * self.vectors + at) * self.bytes, self.bytes)
                             sums[g] = f.fma(key, query, sums[g])
-                    may = None if mask is None else (mask + token).load("i8").equals(0)
+                    is_masked = None if mask is None else (mask + token).load("i8").equals(0)
                     for g, total in enumerate(sums):
-                        score = total if may is None else may.select(f.value(self.floats, float("-inf")), total)
+                        score = total if is_masked is None else is_masked.select(f.value(self.floats, float("-inf")), total)
                         self.products.store(score, ((i + p) + lanes * g) * self.bytes, self.bytes)
             for g in range(spec.group):
-                parts = [self.products.load(self.floats, (lanes * g + t) * self.bytes, self.bytes) for t in range(lanes)]
-                self.scores.store(_sums(parts), first * 4 + 4 * _CHUNK * g, self.bytes)
+                products = [self.products.load(self.floats, (lanes * g + t) * self.bytes, self.bytes) for t in range(lanes)]
+                self.scores.store(_sums(products), first * 4 + 4 * _CHUNK * g, self.bytes)
 
     def _weigh(self, g: int, count: Value) -> None:
-        """exp(score - largest so far) in the place of a head's scores, and what that makes of its sums."""
+        """Do online softmax's step for a chunk: replace a head's scores by weights, and rescale its sums to the new maximum.
+
+        The new maximum is max(old, scores); a weight is exp(score - new); `sums` = `sums` * exp(old - new) + weights; `totals` are
+        multiplied by exp(old - new). The maximum may pass over a NaN score, but its weight is NaN, and so are the sums.
+        """
         f, lanes = self.f, self.lanes
         scores = []
         for v in range(_CHUNK // lanes):
@@ -275,48 +318,57 @@ class _Attend(Emitter):
         largest = scores[0]
         for score in scores[1:]:
             largest = largest.max_or(score)
-        before = self.largest.load(self.floats, g * self.bytes, self.bytes)
-        now = largest.fold(Value.max_or).splat(lanes).max_or(before)
-        shrunk, total = exp(f, before - now), f.value(self.floats, 0.0)
+        old = self.largest.load(self.floats, g * self.bytes, self.bytes)
+        new = largest.fold(Value.max_or).splat(lanes).max_or(old)
+        rescale, total = exp(f, old - new), f.value(self.floats, 0.0)
         for v, score in enumerate(scores):
-            weight = exp(f, score - now)
+            weight = exp(f, score - new)
             self.scores.store(weight, 4 * _CHUNK * g + v * self.bytes, self.bytes)
             total = total + weight
         sums = self.sums.load(self.floats, g * self.bytes, self.bytes)
-        self.sums.store(f.fma(sums, shrunk, total), g * self.bytes, self.bytes)
-        self.largest.store(now, g * self.bytes, self.bytes)
+        self.sums.store(f.fma(sums, rescale, total), g * self.bytes, self.bytes)
+        self.largest.store(new, g * self.bytes, self.bytes)
         for at in range(self.vectors):
             place = (g * self.vectors + at) * self.bytes
-            self.totals.store(self.totals.load(self.floats, place, self.bytes) * shrunk, place, self.bytes)
+            self.totals.store(self.totals.load(self.floats, place, self.bytes) * rescale, place, self.bytes)
 
     def _ask(self, row: Value) -> None:
-        """For a token's head, which is needed in some hundred cycles: CPUs themselves read ahead in one of keys and values, not in both."""
+        """Prefetch a token's head, which is needed in some hundred cycles: hardware prefetchers follow keys or values, not both in turn."""
         size = record_bytes(self.spec.dim) if self.spec.kind == "int8" else self.spec.dim * element_of(self.spec.kind).size
         for at in range(0, size, 64):
             self.f.prefetch(row + at)
 
     def _add(self, values: Value, after: Value, count: Value) -> None:
-        """A chunk's values by their weights to the heads' sums, as many of these at a time as there are registers for."""
-        f, most = self.f, 2 * self.isa.register_totals
-        for begin in range(0, self.spec.group, most):
-            heads = range(begin, min(begin + most, self.spec.group))
-            step = max(1, most // len(heads))
+        """Add weight * v of a chunk of `count` tokens to `totals`.
+
+        `totals` stay in registers over the chunk: tiles of some query heads x some vectors, as many as there are registers for.
+
+        Args:
+            values: Address of the chunk's first value.
+            after: Address of the first key of the next chunk, which the first tile prefetches.
+            count: Tokens of the chunk.
+        """
+        f, registers = self.f, 2 * self.isa.register_totals
+        for begin in range(0, self.spec.group, registers):
+            heads = range(begin, min(begin + registers, self.spec.group))
+            step = max(1, registers // len(heads))
             for first in range(0, self.vectors, step):
-                some = range(first, min(first + step, self.vectors))
-                places = [(g * self.vectors + at) * self.bytes for at in some for g in heads]
+                columns = range(first, min(first + step, self.vectors))
+                places = [(g * self.vectors + at) * self.bytes for at in columns for g in heads]
                 totals = [f.variable(self.totals.load(self.floats, place, self.bytes)) for place in places]
                 for i in f.loop(count):
                     weights = [self.scores.load("float", i * 4 + 4 * _CHUNK * g, 4).splat(self.lanes) for g in heads]
                     if (begin, first) == (0, 0):
                         self._ask(after + i * self.get("key_token"))
                     row = values + i * self.get("value_token")
-                    value = [self._kept(row, at) for at in some]
+                    value = [self._kept(row, at) for at in columns]
                     for n, total in enumerate(totals):
                         total.value = f.fma(weights[n % len(heads)], value[n // len(heads)], total.value)
                 for place, total in zip(places, totals, strict=True):
                     self.totals.store(total.value, place, self.bytes)
 
     def _write(self, to: Value) -> None:
+        """Write y [G, D] = totals / sums to address `to`; 0 where all keys are masked, whose sum is 0."""
         f = self.f
         for g in range(self.spec.group):
             total = self.sums.load(self.floats, g * self.bytes, self.bytes).fold(lambda a, b: a + b)
@@ -327,17 +379,27 @@ class _Attend(Emitter):
 
 
 def capped(f: Function, score: Value, cap: Value) -> Value:
-    """cap * tanh(score / cap), but -inf of what may not be seen."""
-    most = cap.splat(lanes_of(score.type))
-    return (score < _LEAST).select(score, tanh(f, score / most) * most)
+    """Return the softcap of scores, cap * tanh(score / cap); a masked score stays -inf, as -cap would have a weight."""
+    caps = cap.splat(lanes_of(score.type))
+    return (score < _LEAST).select(score, tanh(f, score / caps) * caps)
 
 
 def inverse_root(f: Function, x: Value) -> Value:
+    """Return 1 / sqrt(x) of a float, by a square root and a division, not an approximation."""
     return f.value(x.type, 1.0) / f.call(x.type, "llvm.sqrt.f32", x)
 
 
 def kept(isa: ISA, kind: CacheKind, dim: int, row: Value, at: int, lanes: int) -> Value:
-    """So many elements from `at` on of a cached head of `dim`, whose bytes begin at `row`: float."""
+    """Load `lanes` elements of a cached head, from element `at` on, as floats; dequantize int8.
+
+    Args:
+        isa: Converts bfloat16 and float16.
+        kind: Element type of the cache.
+        dim: Elements of a head, D: an int8 record has D codes, then a bfloat16 scale for each 32.
+        row: Address of the head.
+        at: Multiple of `lanes`, so that the elements share a scale.
+        lanes: Number of elements, at most 32.
+    """
     if kind != "int8":
         _, element, size = element_of(kind)
         return isa.to_float(row.load(vector(element, lanes), at * size, size), kind)
@@ -346,13 +408,22 @@ def kept(isa: ISA, kind: CacheKind, dim: int, row: Value, at: int, lanes: int) -
 
 
 def keep(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
-    """A head's elements, vector by vector, to their place in the cache; what `kept` reads."""
+    """Store a head in the cache, rounded or quantized to its element type: the inverse of `kept`.
+
+    Args:
+        isa: Converts to bfloat16 and float16.
+        kind: Element type of the cache.
+        row: Address of the head.
+        parts: The D floats, as vectors.
+    """
     lanes = lanes_of(parts[0].type)
     if kind != "int8":
         size = element_of(kind).size
         for at, x in enumerate(parts):
             row.store(isa.from_float(x, kind), at * lanes * size, size)
         return
+    # int8: scale = bfloat16(max |x| / 127) of each 32 elements, code = round(x / scale). A scale that would be denormal is stored as 0: the
+    # codes, of x / 0, are then arbitrary, and dequantize to 0. A NaN or infinite element makes the scale not finite, and the block NaN.
     ints = vector("i32", lanes)
     for first in range(0, len(parts), BLOCK // lanes):
         block = parts[first : first + BLOCK // lanes]
@@ -363,17 +434,20 @@ def keep(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
         row.store(stored, len(parts) * lanes + first * lanes // BLOCK * 2)
         divisor = isa.to_float(stored, "bf16").splat(lanes)
         for at, x in enumerate(block, first):
-            rounded = (x / divisor + _ROUNDING).bits(ints)  # its last bits are the integer
+            rounded = (x / divisor + _ROUNDING).bits(ints)  # its low 8 bits are the code
             row.store(rounded.to("i8"), at * lanes)
 
 
 def _sums(parts: list[Value]) -> Value:
-    """The sum of each of as many vectors as they have lanes, in one."""
+    """Return the vector of the sums over lanes of n vectors of n lanes: element i is the sum of parts[i].
+
+    Each round halves the number of vectors: half of the lanes of two vectors are exchanged, as in a transposition, and added.
+    """
     n = len(parts)
     while len(parts) > 1:
         half, merged = len(parts) // 2, []
         for a, b in zip(parts[:half], parts[half:], strict=True):
-            kept_half = a.shuffle([j if not j & half else n + j for j in range(n)], b)
-            merged.append(kept_half + a.shuffle([j + half if not j & half else n + j - half for j in range(n)], b))
+            in_place = a.shuffle([j if not j & half else n + j for j in range(n)], b)
+            merged.append(in_place + a.shuffle([j + half if not j & half else n + j - half for j in range(n)], b))
         parts = merged
     return parts[0]
