@@ -198,10 +198,13 @@ def _done(journal: Path, title: str, places: Mapping[str, Place]) -> Iterator[tu
     for line in lines[1:]:
         if not line.endswith("\n"):  # the writer was killed within it
             continue
-        crc32, _, name = line.rstrip().partition(" ")
-        place = places.get(json.loads(name))
-        if place is not None and _crc32_of(place) == int(crc32, 16):
-            yield json.loads(name), int(crc32, 16)
+        try:
+            crc32, name = int(line[:8], 16), json.loads(line[9:])
+        except ValueError:  # a power failure has left other bytes in its place
+            continue
+        place = places.get(name) if isinstance(name, str) else None
+        if place is not None and _crc32_of(place) == crc32:
+            yield name, crc32
 
 
 def _crc32_of(place: Place) -> int | None:

@@ -321,8 +321,8 @@ def test_what_is_resumed_must_be_the_same(folders: Path, tmp_path: Path) -> None
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    with open(left / "journal", "a") as journal:
-        journal.write("0000")
+    with open(left / "journal", "ab") as journal:  # as a power failure may leave it, and a killed writer
+        journal.write(b"\0\0\0\0\0\0\0\0\0\0\n" + b'0000000g "a"\n' + b"00000000 [1]\n" + b"00000000 {\n" + b"\xff\n" + b"\n" + b"0000")
     report = export(folders / "q4_0", tmp_path / "m", "halfbyte", resume=True, shard_bytes=20000)
     assert any("resumed" in note for note in report.notes)
     actual, expected = load_tensors(tmp_path / "m"), load_tensors(folders / "q4_0")
