@@ -331,7 +331,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
     assert [row.name for row in result.quantized] == ["plain"]
     reasons = {row.name: row.reason for row in result.kept}
     assert reasons == {
-        "own": "Own has a forward of its own",
+        "own": "Subclass has a forward of its own",
         "called": "Called has a forward of its own",
         "parametrized": "its weight is parametrized",
         "parametrized.parametrizations.weight": "what a parametrized weight is made of",

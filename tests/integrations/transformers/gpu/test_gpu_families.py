@@ -341,7 +341,7 @@ def test_what_changes_attention_is_left_to_transformers(device: torch.device, pr
     with torch.no_grad():
         assert close(short(ids).logits, plain(ids).logits)
     assert not any(prompts)
-    assert forwards.why_not_native(short.model.layers[0]) == "its attention is of_ones_own, not sdpa or halfbyte or eager"
+    assert forwards.why_not_native(short.model.layers[0]) == "its attention is custom_attention, not sdpa or halfbyte or eager"
 
 
 def test_a_layer_that_changed(device: torch.device, calls: list[bool]) -> None:
