@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from browser import Browser, chromium, needs_chromium
@@ -73,8 +74,9 @@ def test_a_conversation(browser: Browser, server: Server) -> None:
 
 
 def test_text_streams_and_stops(browser: Browser, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Batch.step
+    step, submit = Batch.step, Batch.submit
     monkeypatch.setattr(Batch, "step", lambda self: (time.sleep(0.01), step(self))[1])
+    monkeypatch.setattr(Batch, "submit", lambda self, ids, sampling, *more: submit(self, ids, replace(sampling, ignore_eos=True), *more))
     browser.run("document.getElementById('temperature').value = 2")
     ask(browser, "the quick brown fox", 3000)
     browser.wait("running && document.querySelector('.body').textContent.length > 5")
