@@ -17,7 +17,7 @@ help: ## list the targets
 test: lint types ## ruff, mypy, then pytest (ARGS="-k name" for some tests)
 	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
 
-quick: lint types ## ruff, mypy, and the tests that tests/quick.txt names, on one instruction set: a minute and a half
+quick: lint types ## ruff, mypy, and the tests that tests/quick.txt names, on one instruction set
 	HALFBYTE_ISA=$$($(BIN)/python -c 'from halfbyte.kernels.cpu.codegen import isas; print(isas.current().name)') \
 		$(BIN)/python -m pytest -q -n auto @tests/quick.txt
 

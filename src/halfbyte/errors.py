@@ -103,7 +103,7 @@ def unwritable(path: str | PathLike[str], error: OSError) -> CheckpointError:
 
 
 def non_finite_logits(*, is_float16: bool = False) -> CheckpointError:
-    """Make the error of a model that computes NaN or infinite logits.
+    """Return the error of a model that computes NaN or infinite logits.
 
     Args:
         is_float16: Whether its activations are float16, whose range some models leave.

@@ -27,7 +27,7 @@ class Frozen:
     dictionaries and configurations among the attributes; of tensors also where they lie and how often they were written to. Writes through
     `Tensor.data` are not counted by torch, and not seen.
 
-    The check stands before each call, so what is compared lies side by side, and is compared in C.
+    The check runs before each call, so the values are compared in C, without a Python loop.
     """
 
     def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = (), seen: set[int] | None = None) -> None:
