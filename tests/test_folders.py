@@ -125,3 +125,9 @@ def test_what_make_quick_runs_is_there() -> None:
         path = TESTS.parent / place
         found = [path] if path.is_file() else [*path.rglob("test_*.py")]
         assert any(re.search(rf"^def test_{function.removeprefix('test_')}", file.read_text("utf-8"), re.M) for file in found), line
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """Without packages, pytest imports a test file by its last name: two of one name stop the collection of a whole run."""
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
