@@ -47,7 +47,7 @@ def test_formats_and_shares(name: str, dtype: torch.dtype, tile: tuple[int, int,
         asked = problem(name, m, n, k, dtype, paired=paired)
         most = gemm_hopper.most_stages(gpu_tiles.geometry(asked.format, (n, k)), rows, block_m, GPUS["sm_90"])
         config = gemm_hopper.Config(rows, block_m, min(stages, most), programs)
-        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.lifted(asked) and asked.format.zero == "point"}
+        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.subnormal_codes(asked) and asked.format.zero == "point"}
         check_linear(gemm_hopper, config, asked, hopper, interpreted=False, epilogue=m == 77, **rounded)
 
 

@@ -51,7 +51,7 @@ def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
     """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
-    seen, memory = round_first(problem, x, gemm_hopper.beside(problem, config))
+    seen, memory = round_first(problem, x, gemm_hopper.workspace_bytes(problem, config))
     views = gpu_tiles.Views(codes, scale, zero)
     gemm_hopper.multiply(product(problem), config, seen, views, out, epilogue, memory, registers(problem, config))
 

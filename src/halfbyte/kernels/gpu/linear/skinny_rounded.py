@@ -24,6 +24,6 @@ def launch(
 ) -> None:
     """As `rounded.launch`."""
     floats = rounded.product(problem)
-    seen, memory = rounded.round_first(problem, x, skinny_hopper_config.beside(floats, config))
+    seen, memory = rounded.round_first(problem, x, skinny_hopper_config.workspace_bytes(floats, config))
     static = skinny_hopper_config.compiled_for(floats, config, clamp=epilogue.clamps)
     skinny_hopper.multiply(floats, config, static, (seen[: problem.m], None), (codes, scale, zero), out, epilogue, memory)
