@@ -107,7 +107,7 @@ def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
             if module.supports(asked, gpu) is None:
                 for config in module.configs(asked, gpu):
                     static = skinny_hopper_config.compiled_for(asked, config, clamp=False)
-                    steps = -(-n // static.rows) * -(-k // (128 * static.depth))
+                    steps = -(-n // static.rows) * -(-k // (128 * static.stage_slabs))
                     together = 4 // config.partitions
                     # Each has a step, or who is to come last is counted wrongly.
                     assert 1 <= config.programs <= min(steps, together * gpu.sms // -(-m // config.columns))

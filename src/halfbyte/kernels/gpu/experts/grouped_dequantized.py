@@ -58,11 +58,11 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     geo = gpu_tiles.geometry(problem.format, (n, k))
     dense = torch.empty(experts, n, k, dtype=problem.dtype, device=out.device)
     dequantize.write(gpu_tiles.views(weight, geo), geo, dense, experts)
-    order, _, _, _, ends, _ = grouped.sorted_by_expert(ids, experts, grouped.MOST_COLUMNS)
-    rows = x.index_select(0, order // (pairs // len(x)))
-    y = torch._grouped_mm(rows, dense.transpose(1, 2), offs=ends[:experts])
+    schedule = grouped.tile_schedule(ids, experts, grouped.MOST_COLUMNS)
+    rows = x.index_select(0, schedule.order // (pairs // len(x)))
+    y = torch._grouped_mm(rows, dense.transpose(1, 2), offs=schedule.expert_ends[:experts])
     grid = (pairs, -(-n // _BLOCK))
-    launcher.run(_put, grid, y, order, ids, out, bias, n, experts, BLOCK=_BLOCK, num_warps=4)
+    launcher.run(_put, grid, y, schedule.order, ids, out, bias, n, experts, BLOCK=_BLOCK, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["experts"])
