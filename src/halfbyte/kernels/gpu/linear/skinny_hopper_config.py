@@ -40,15 +40,15 @@ _MANY_SLAB_US, _MANY_REST_US, _BYTES_FACTOR = {1: 0.255, 2: 0.22, 4: 0.29}, 3.3,
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `slabs` K slabs.
+    """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `each` K slabs.
 
     With two partitions instead of four a program takes half of a multiprocessor. `programs` share the tiles of the same rows of x: if M
-    is more than `columns`, each `columns` rows have as many.
+    is more than `columns`, each `columns` rows have as many. Tables of measured times have configs as text: their fields keep their names.
     """
 
     columns: int
     panels: int
-    slabs: int
+    each: int
     stages: int
     programs: int
     partitions: int = 4
@@ -151,7 +151,7 @@ def _few_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rate = _READ * (gpu.bandwidth or _BANDWIDTH) / (1 + _READ_REPEAT * repeats)
     read_us = 1e6 * config.programs * geo.nbytes / (geo.panels * geo.records) / rate
     slab_us = max(_SLAB_US[static.bits] + column_us * config.columns, read_us)
-    return _FEW_REST_US + stages * (_STAGE_US + config.partitions * config.slabs * slab_us) + reduction
+    return _FEW_REST_US + stages * (_STAGE_US + config.partitions * config.each * slab_us) + reduction
 
 
 def _configs(
@@ -218,7 +218,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
     return Static(
         columns=config.columns,
         panels=config.panels,
-        slabs=config.slabs,
+        slabs=config.each,
         stages=config.stages,
         bits=geo.format.bits,
         blocks_per_slab=blocks,
