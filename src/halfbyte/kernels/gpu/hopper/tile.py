@@ -378,8 +378,7 @@ def multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF:
         w0, w1 = dequantize_two_planes(weight_stage(ring, step, S), high, params, 0, HALF, OPERAND, DTYPE, S)
     if S.tma_store:  # TMA has read the tile before
         tma.store_wait(0)
-        store_stage = (step + STAGES - S.store_stages + HALF // SHARERS) % STAGES
-        mbarrier.arrive(ring.empty.index(store_stage), count=2 // SHARERS, pred=stored > 0)
+        mbarrier.arrive(ring.empty.index((step + STAGES - S.store_stages + HALF // SHARERS) % STAGES), count=2 // SHARERS, pred=stored > 0)
     for r in range(count):
         more = r + 1 < count
         if ONE:
