@@ -120,14 +120,14 @@ for attach in (peft.get_peft_model, lambda model, config: peft.inject_adapter_in
 
 
 def test_hopper_gpus_of_an_untested_gluon_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfbyte.kernels.gpu.hopper.stages import not_hopper
+    from halfbyte.kernels.gpu.hopper.ring import why_not_hopper
 
-    assert not_hopper(GPUS["sm_90"]) is None
+    assert why_not_hopper(GPUS["sm_90"]) is None
     why_untested.cache_clear()
     pretend(monkeypatch, "triton", "3.10.0")
-    assert "made of Hopper's instructions" in (not_hopper(GPUS["sm_80"]) or ""), "without a warning"
+    assert "made of Hopper's instructions" in (why_not_hopper(GPUS["sm_80"]) or ""), "without a warning"
     with pytest.warns(RuntimeWarning, match="triton 3.10.0 is newer than 3.9, .*: Hopper GPUs .* install triton 3.6 to 3.9"):
-        reason = not_hopper(GPUS["sm_90"])
+        reason = why_not_hopper(GPUS["sm_90"])
     assert reason == "triton 3.10.0 is newer than 3.9, the newest version tested"
 
 

@@ -7,7 +7,7 @@ A kind that is added to a Literal here is an error of mypy, and an UnsupportedEr
     RouterScores     `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
     Projections      `key_value_heads`, `kernels/cpu/transformer/attend.py`
     RopeInterleaved  `is_interleaved`, `kernels/cpu/transformer/attend.py`, `kernels/gpu/transformer/attend.py`,
-                     `kernels/gpu/transformer/turn.py`
+                     `kernels/gpu/transformer/rope.py`
 """
 
 from __future__ import annotations

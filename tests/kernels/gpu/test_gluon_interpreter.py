@@ -64,7 +64,7 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
     config = gemm_hopper.Config(*tile, programs)
     problem = Problem("linear", 70, n, 640, as_format(name), dtype)
     with interpreted(gemm_hopper):
-        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.lifted(problem) and problem.format.zero == "point"}
+        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.subnormal_codes(problem) and problem.format.zero == "point"}
         check_linear(gemm_hopper, config, problem, CPU, interpreted=False, epilogue=n == 140 and programs > 1, **rounded)
 
 
@@ -161,7 +161,7 @@ def test_conv_hopper(name: str, outputs: int, rows: int, pixels: int, sweep: boo
     out = torch.full((problem.m, outputs), torch.nan, dtype=x.dtype)
     with interpreted(conv_hopper):
         memory, weight = x.permute(0, 2, 3, 1).contiguous(), convolution.pack_gpu(codes, sizes).data
-        conv_hopper.launch(problem, replace(config.adding or config, programs=2), memory, weight, out, Epilogue(bias, residual))
+        conv_hopper.launch(problem, replace(config.with_residual or config, programs=2), memory, weight, out, Epilogue(bias, residual))
     y = (out.double() - residual).view(16, *problem.out, outputs).permute(0, 3, 1, 2)
     expected = conv_reference.conv2d(x, codes, (3, 3), window, bias, 1)
     size = conv_reference.conv2d(x.abs(), codes, (3, 3), window, None, 1).abs()

@@ -201,13 +201,13 @@ def launch_families(gpu: Gpu) -> None:
     routing.launch_sum(gpu, empty(chosen, k), weights, x, empty(1, k))
     gates.launch_clamped(gpu, empty(chosen, 2 * k), empty(chosen, k), 1.702, 7.0)
     gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "relu2", gated=False)
-    gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "gelu_tanh", gated=False, beside=empty(1, 3 * k))
-    norm.launch_centred(gpu, x, before, empty(k), empty(1, k))
+    gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "gelu_tanh", gated=False, multiplier=empty(1, 3 * k))
+    norm.launch_layer_norm(gpu, x, before, empty(k), empty(1, k))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), (before, empty(1, k)))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), None, empty(1))
     qkv = empty(1, (heads + 2 * kv_heads) * dim)
     of_rows = (empty(heads * dim), 1e-5, False), (empty(kv_heads * dim), 1e-5, False)
-    norm.launch_parts(gpu, qkv, of_rows, torch.empty_like(qkv))
+    norm.launch_sections(gpu, qkv, of_rows, torch.empty_like(qkv))
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
     attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
     of_heads = (empty(dim), 1e-5, False), (empty(dim), 1e-5, False)
@@ -254,7 +254,7 @@ def launch_codes(gpu: Gpu, rows: int, dim: int) -> None:
 
 def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
     """What lies between the products of so many tokens; `masked`: also with norms of heads and sinks."""
-    from halfbyte.kernels.gpu.transformer import attend_many, turn
+    from halfbyte.kernels.gpu.transformer import attend_many, rope
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -263,9 +263,9 @@ def launch_prompt(gpu: Gpu, dim: int, tokens: int, masked: bool) -> None:
     cache, queries = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), empty(1, tokens, heads, dim)
     length, norms = empty(1, dtype=torch.int64), ((empty(dim), 1e-6, False), (empty(dim), 1e-6, False))
     rotary = (empty(1, tokens, dim), empty(1, tokens, dim))
-    turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, dim)
+    rope.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms if masked else None, dim)
     if masked:
-        turn.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms, dim, norm_after_rope=True)
+        rope.launch(gpu, empty(tokens, (heads + 2 * kv_heads) * dim), rotary, queries, cache, length, norms, dim, norm_after_rope=True)
     mask = empty(1, tokens, size, dtype=torch.bool) if masked else None
     attend_many.launch(gpu, queries, *cache, length, mask, empty(1, tokens, heads * dim), dim**-0.5, 1.0, empty(heads) if masked else None)
 

@@ -529,7 +529,8 @@ def _argument(value: Any) -> Any:
         flat = value.as_strided((value.numel(),), (1,))  # contiguous
         return Pointer(flat, torch.tensor(0))
     if isinstance(value, tuple):
-        return tuple(_argument(part) for part in value)
+        parts = [_argument(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if type(value).__name__ == "TensorDescriptor":
         return Descriptor(value)
     if isinstance(value, bool | str) or value is None or dataclasses.is_dataclass(value):

@@ -1,6 +1,6 @@
-"""What happens to float32 sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
+"""The epilogue of float32 sums: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
 
-bias float32 [N], residual in x's type [M, N]; a NaN stays NaN. Tiles are [rows of the weight, rows of x], so y is read transposed.
+bias is float32 [N], residual [M, N] in x's type; NaN stays NaN. Tiles are [rows of the weight, rows of x], so y is accessed transposed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from halfbyte.kernels.gpu.arithmetic import clamped
 
 @triton.jit
 def finish(total, added, rn, rm, N, low, high, CLAMP: tl.constexpr, dtype: tl.constexpr, mask):
-    """total float32 [len(rn), len(rm)] -> the finished tile in dtype; `added` is (bias, residual), either may be None."""
+    """Return the finished tile in dtype of total float32 [len(rn), len(rm)]; `added` is (bias, residual), either may be None."""
     if added[0] is not None:
         total += tl.load(added[0] + rn, mask=rn < N, other=0.0)[:, None]
     if added[1] is not None:
@@ -26,7 +26,7 @@ def finish(total, added, rn, rm, N, low, high, CLAMP: tl.constexpr, dtype: tl.co
 
 @triton.jit
 def write(total, out, added, rn, rm, M, N, low, high, CLAMP: tl.constexpr):
-    """The finished tile into out [M, N], where it is inside."""
+    """Write the finished tile to out [M, N], masked."""
     mask = (rn < N)[:, None] & (rm < M)[None, :]
     y = finish(total, added, rn, rm, N, low, high, CLAMP, out.dtype.element_ty, mask)
     tl.store(out + rm[None, :].to(tl.int64) * N + rn[:, None], y, mask=mask)
@@ -34,13 +34,13 @@ def write(total, out, added, rn, rm, M, N, low, high, CLAMP: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, factor, GATES: tl.constexpr):
-    """factor * f(gate) * up, float32, where f is what GATES names."""
+    """Return factor * f(gate) * up in float32, where GATES names f."""
     return activated(gate, GATES) * up * factor
 
 
 @triton.jit
 def activated(x, GATES: tl.constexpr):
-    """f(x), float32: silu, or gelu by a tanh, which is x * sigmoid(t) as well; or the square of what is above 0. A NaN stays NaN."""
+    """Return f(x) in float32: silu; gelu with tanh, which is x * sigmoid(t), too; or the square of relu. NaN stays NaN."""
     if GATES == "relu2":
         above = tl.where(x < 0, 0.0, x)
         return above * above
@@ -55,15 +55,17 @@ def activated(x, GATES: tl.constexpr):
 
 @triton.jit
 def times_sigmoid(x, t):
-    """x * sigmoid(t), float32."""
+    """Return x * sigmoid(t) in float32."""
     small = tl.exp(-tl.abs(t))
     return x * tl.where(t < 0, small, 1.0) / (1 + small)
 
 
 @triton.jit
 def squares_of(x, rows, K, stride, S: tl.constexpr):
-    """float32 [columns, …], to be summed: squares of the rows of x in [slices * columns] columns, the same in all slices; added up as far
-    as a thread has them. S: a `skinny_config.Static`."""
+    """Return squares of the rows of x as float32 [columns, …] to be summed, already added up as far as a thread has them.
+
+    The [slices * columns] columns have the same rows in all slices. S: a `skinny_config.Static`.
+    """
     SLICES: tl.constexpr = S.slices
     COLUMNS: tl.constexpr = S.columns
     CHUNK: tl.constexpr = 16 * S.threads // S.columns

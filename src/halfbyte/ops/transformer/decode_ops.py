@@ -177,7 +177,7 @@ def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bo
     def steps() -> Tensor:
         out = output(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))
         rows = y.view(-1, y.shape[-1]), out.view(-1, out.shape[-1])
-        kernel.launch(gpu(y.get_device()), *rows, gates, factor, gated=gated, beside=other)
+        kernel.launch(gpu(y.get_device()), *rows, gates, factor, gated=gated, multiplier=other)
         return out
 
     return replayed(steps, (y, other), "gates", gates, factor, gated)
@@ -511,7 +511,7 @@ def _attend_cuda(*args: Any) -> Tensor:
         read, within = qkv, norms
         if norms is not None and token.of_all_heads:
             read, within = output(torch.empty_like(qkv)), None
-            norm.launch_parts(here, qkv, norms, read)
+            norm.launch_sections(here, qkv, norms, read)
         of_heads = token.rotary_dim, token.rope_interleaved, token.sinks, token.norm_after_rope, token.others, token.v_norm
         how = kernel.How(token.factor, token.ring, *of_heads)
         cache = keys, values, *token.scales

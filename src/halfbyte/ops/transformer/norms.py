@@ -95,7 +95,7 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
     def steps() -> Tensor:
         out, rows, parts = output(torch.empty_like(z)), (-1, z.shape[-1]), (weight, norm.eps, norm.unit_offset)
         if norm.layer_norm:
-            kernel.launch_centred(here, z.view(rows), parts, shift, out.view(rows))
+            kernel.launch_layer_norm(here, z.view(rows), parts, shift, out.view(rows))
         else:
             kernel.launch(here, z.view(rows), parts, out.view(rows))
         return out

@@ -73,7 +73,7 @@ def apply_rope(
     if keys.stride() != values.stride() or any(t.stride(-1) != 1 for t in (keys, *(rotary or ()))):
         return _apply_rope(qkv, rotary, keys, values, length, heads)
     from halfbyte.kernels.gpu.transformer import norm
-    from halfbyte.kernels.gpu.transformer import turn as kernel
+    from halfbyte.kernels.gpu.transformer import rope as kernel
 
     here, flat = gpu(qkv.get_device()), qkv.contiguous().view(-1, qkv.shape[2])
     norms = None if heads.qk_norm is None else (heads.qk_norm[0][:3], heads.qk_norm[1][:3])
@@ -90,7 +90,7 @@ def apply_rope(
         read, within = flat, norms
         if norms is not None and heads.qk_norm_whole:
             read, within = output(torch.empty_like(flat)), None
-            norm.launch_parts(here, flat, norms, read)
+            norm.launch_sections(here, flat, norms, read)
         kernel.launch(here, read, rotary, queries, (keys, values), length, within, *how)
         return queries
 

@@ -360,7 +360,7 @@ HOPPER = {
 
 def by_two(config: conv_hopper.Config) -> conv_hopper.Config:
     """The same with two programs."""
-    return replace(config, programs=2, adding=config.adding and replace(config.adding, programs=2))
+    return replace(config, programs=2, with_residual=config.with_residual and replace(config.with_residual, programs=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16])

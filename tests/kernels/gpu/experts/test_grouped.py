@@ -66,7 +66,7 @@ def run(
         expected, error = reference.linear(inputs, matrix, one, *how), 2 * reference.error_bound(inputs, matrix, one, *how)
         size = inputs.double().abs() @ matrix.dequantize(torch.float64).abs().T
         error = error + (2 * UNIT[dtype] * size if rounded else 0)
-        if file is grouped_hopper and fmt.zero == "point" and matrix.zero is not None and gemm_hopper.lifted(problem):
+        if file is grouped_hopper and fmt.zero == "point" and matrix.zero is not None and gemm_hopper.subnormal_codes(problem):
             points = matrix.spread(matrix.zero.double() * matrix.scale.double()).abs()
             error = error + UNIT[dtype] * (inputs.double().abs() @ points.T)
         if interpreted and dtype == B:  # cuts float32 to bfloat16, where a GPU rounds
@@ -119,7 +119,7 @@ def test_every_config(gpu: Gpu, device: torch.device, interpreted: bool) -> None
 def test_the_table_of_tiles(pairs: int, count: int, columns: int, device: torch.device) -> None:
     """Every pair once, in order within its expert; tiles of one expert each, full but for an expert's last; the rest empty."""
     ids = random_ids(pairs, count + 1) - (pairs % 2)  # some are unknown
-    table = grouped.sorted_by_expert(ids.to(device), count, columns)
+    table = grouped.tile_schedule(ids.to(device), count, columns)
     order, experts_of, first, size, ends, (count_of_tiles, *_) = (part.tolist() for part in table)
     numbers = [e if 0 <= e < count else count for e in ids.tolist()]
     assert order == sorted(range(pairs), key=numbers.__getitem__)
@@ -139,7 +139,7 @@ def test_wide_tiles_come_before_narrow_ones(pairs: int, count: int, device: torc
     """Each expert's rows once, its last tile of 16, 32 or 64 columns as narrow as may be."""
     ids = random_ids(pairs, count + 1)
     ids[ids == 1] = 0
-    order, experts_of, first, size, ends, (used, *_) = (part.tolist() for part in grouped.sorted_by_expert(ids.to(device), count, 64, 16))
+    order, experts_of, first, size, ends, (used, *_) = (part.tolist() for part in grouped.tile_schedule(ids.to(device), count, 64, 16))
     assert order == ids.argsort(stable=True).tolist()
     tiles = list(zip(experts_of, first, size, strict=True))[:used]
     assert set(experts_of[used:]) <= {-1}
@@ -157,7 +157,7 @@ def test_tiles_of_an_expert_are_about_as_wide(pairs: int, count: int, device: to
     """Each expert's rows once, in as few tiles of 64 columns as may be, which differ by 16 columns at most; wide ones first."""
     ids = random_ids(pairs, count + 1)
     ids[ids == 1] = 0
-    table = grouped.sorted_by_expert(ids.to(device), count, 64, 16, even=True)
+    table = grouped.tile_schedule(ids.to(device), count, 64, 16, balanced=True)
     order, experts_of, first, size, ends, (used, *_) = (part.tolist() for part in table)
     assert order == ids.argsort(stable=True).tolist()
     tiles = list(zip(experts_of, first, size, strict=True))[:used]

@@ -7,7 +7,7 @@ import torch
 from float_support import check_linear
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu.hopper.tile import Static, whole
+from halfbyte.kernels.gpu.hopper.tile import Static, one_block
 from halfbyte.kernels.gpu.linear import gemm_hopper
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -47,7 +47,7 @@ def test_formats_and_shares(name: str, dtype: torch.dtype, tile: tuple[int, int,
         asked = problem(name, m, n, k, dtype, paired=paired)
         most = gemm_hopper.most_stages(gpu_tiles.geometry(asked.format, (n, k)), rows, block_m, GPUS["sm_90"])
         config = gemm_hopper.Config(rows, block_m, min(stages, most), programs)
-        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.lifted(asked) and asked.format.zero == "point"}
+        rounded = {"weight_rounded": True, "point_rounded": gemm_hopper.subnormal_codes(asked) and asked.format.zero == "point"}
         check_linear(gemm_hopper, config, asked, hopper, interpreted=False, epilogue=m == 77, **rounded)
 
 
@@ -89,15 +89,15 @@ def test_configs_fit(name: str, m: int) -> None:
         asked = problem(name, m, n, k)
         assert gemm_hopper.supports(asked, gpu) is None
         geo = gpu_tiles.geometry(asked.format, (n, k))
-        read = [] if whole(geo) else [asked.format.scale]
+        read = [] if one_block(geo) else [asked.format.scale]
         read += [] if geo.zero_dtype is None else [geo.zero_dtype]
-        what = geo.blocks_a_record, geo.records_a_block, whole(geo), asked.format.zero
+        what = geo.blocks_a_record, geo.records_a_block, one_block(geo), asked.format.zero
         for config in gemm_hopper.configs(asked, gpu):
             tiles = -(-n // (2 * config.rows)) * -(-m // config.block_m)
             assert 1 <= config.programs <= gpu.sms
             assert config.programs <= tiles * -(-k // 128)
             assert config.stages >= 2
             ring = Static(config.rows, config.block_m, config.stages, asked.format.bits, *what, clamp=False)
-            codes = ring.weights * ring.block_n * (64 if ring.bits == 4 else ring.width)
-            tails = ring.tails * ring.groups * ring.block_n * sum(dtype.itemsize for dtype in read)
-            assert 2 * ring.stages * ring.block_m * ring.width + codes + tails + gemm_hopper.BESIDE <= gpu.shared
+            codes = ring.weight_stages * ring.block_n * (64 if ring.bits == 4 else ring.stage_k)
+            scales = ring.scale_slots * ring.blocks_per_slab * ring.block_n * sum(dtype.itemsize for dtype in read)
+            assert 2 * ring.stages * ring.block_m * ring.stage_k + codes + scales + gemm_hopper.RESERVED_BYTES <= gpu.shared

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from aot import compile_all, linear_job
 from float_support import check_linear
 from samples import random_codes
 
+from halfbyte import dispatch
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.gpu.linear import skinny_hopper, skinny_hopper_config, skinny_int8_hopper
@@ -107,13 +110,23 @@ def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
             if module.supports(asked, gpu) is None:
                 for config in module.configs(asked, gpu):
                     static = skinny_hopper_config.compiled_for(asked, config, clamp=False)
-                    steps = -(-n // static.rows) * -(-k // (128 * static.depth))
+                    steps = -(-n // static.rows) * -(-k // (128 * static.stage_slabs))
                     together = 4 // config.partitions
                     # Each has a step, or who is to come last is counted wrongly.
                     assert 1 <= config.programs <= min(steps, together * gpu.sms // -(-m // config.columns))
                     assert config.columns >= min(m, 64) or (config.panels == 1 and m <= 64)
                     assert config.stages >= 2
                     assert together * config.stages * static.stage_bytes + (8 << 10) <= gpu.shared
+
+
+def test_measured_times_are_those_of_todays_configs() -> None:
+    """Tables have configs as text: with another name of a field none of their times would be found."""
+    for path in Path(dispatch.__file__).with_name("tables").glob("*.json"):
+        configs = set(re.findall(r"Config\(columns=\d+, panels=[^)]*\)", path.read_text()))
+        assert configs, path
+        for text in configs:
+            fields = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+            assert str(skinny_hopper_config.Config(**fields)) == text
 
 
 def test_rows_are_shared_out_where_panels_leave_programs_idle() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -61,6 +61,20 @@ def test_addresses_are_filled_in() -> None:
     head = (5, 1, 1, 9, 77, False, False, None, None, (4, 1, 0), None, None, None)
     assert run.launched[0] == (*head, 1616, 3200, (4800, None), 10, 1.5, 8)
     assert run.launched[1] == (*head, memory.data_ptr() + 32, 3200, (None, None), 10, 2.5, 8)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None
+
+
+@pytest.mark.usefixtures("stream")
+def test_addresses_in_named_tuples_are_filled_in() -> None:
+    run, x, y, z = FakeLauncher(), torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    replay = bound(recorded(run, x, y, Pair(z, None), 8, 1, BLOCK=8), operands=(x, y, z))
+    replay(at(4096), at(8192), at(16384))
+    pairs = [value for value in run.launched[0] if isinstance(value, tuple) and len(value) == 2]
+    assert (16384, None) in pairs
 
 
 @pytest.mark.usefixtures("stream")

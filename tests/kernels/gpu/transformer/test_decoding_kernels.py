@@ -136,7 +136,7 @@ def test_gates_by_themselves(m: int, half: int, dtype: torch.dtype, kind: str, g
     multiplier = torch.randn(m, 3, half).to(dtype)[:, 1]  # rows of a wider one
     out = torch.full((m, half), torch.nan, dtype=dtype, device=device)
     x[0, 0], x[0, 1] = -200.0, torch.nan
-    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated is True, beside=multiplier.to(device) if gated is None else None)
+    gates.launch(gpu, x.to(device), out, kind, 0.7, gated=gated is True, multiplier=multiplier.to(device) if gated is None else None)
     assert bool(out[0, 1].isnan()), "a NaN stays"
     x[0, 1], out[0, 1] = 0.0, 0.0
     gate, up = x.double().chunk(2, 1) if gated else (x.double(), torch.ones(()) if gated is False else multiplier.double())

@@ -54,7 +54,7 @@ def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, unit_offset: bool, shi
     x, factor = (torch.randn(m, k) * 3 + 20).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
     shift = torch.randn(k).to(dtype) if shifted else None
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    norm.launch_centred(gpu, x.to(device), (factor.to(device), EPS, unit_offset), None if shift is None else shift.to(device), out)
+    norm.launch_layer_norm(gpu, x.to(device), (factor.to(device), EPS, unit_offset), None if shift is None else shift.to(device), out)
     difference = x.double() - x.double().mean(1, keepdim=True)
     root = (difference.square().mean(1, keepdim=True) + EPS).rsqrt()
     part = difference * root * (factor.double() + unit_offset)
@@ -71,7 +71,7 @@ def test_norms_of_parts_of_a_row(m: int, widths: tuple[int, int, int], dtype: to
     x, factors = (torch.randn(m, sum(widths)) * 3).to(dtype), [(1 + torch.randn(k) / 4).to(dtype) for k in widths[:2]]
     out = torch.full_like(x, torch.nan, device=device)
     first, second = ((factor.to(device), EPS, unit_offset) for factor in factors)
-    norm.launch_parts(gpu, x.to(device), (first, second), out)
+    norm.launch_sections(gpu, x.to(device), (first, second), out)
     *parts, rest = x.split(widths, 1)
     found = out.cpu().split(widths, 1)
     for y, part, factor in zip(found[:2], parts, factors, strict=True):

@@ -13,7 +13,7 @@ from float_support import UNIT, launched
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.kernels.gpu.transformer import attend_many, turn
+from halfbyte.kernels.gpu.transformer import attend_many, rope
 from halfbyte.machine import GPUS, Gpu
 from halfbyte.ops.transformer import prefill_ops
 from halfbyte.ops.transformer.decoder import Heads, Norm
@@ -115,7 +115,7 @@ def test_turning(at: Sizes, dtype: torch.dtype, rope_interleaved: str, normed: s
 
     def start(out: Tensor) -> None:
         how = at.rotary_dim, rope_interleaved, normed == "after"
-        turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, of_norms, *how)  # type: ignore[arg-type]
+        rope.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, of_norms, *how)  # type: ignore[arg-type]
 
     found = launched(start, (at.batch, at.tokens, at.heads, at.dim), dtype, where.device)
     q, k, v = qkv.view(at.batch, at.tokens, -1, at.dim).double().split((at.heads, at.kv_heads, at.kv_heads), 2)
@@ -147,7 +147,7 @@ def test_what_is_made(projections: str, v_norm: bool, dtype: torch.dtype, where:
 
     def start(out: Tensor) -> None:
         how = at.rotary_dim, "", False, len(projections) - 1, v_norm
-        turn.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, (of_norms[0], of_norms[1]), *how)
+        rope.launch(where.gpu, flat, on_device, out, (there[0], there[1]), begin, (of_norms[0], of_norms[1]), *how)
 
     found = launched(start, (at.batch, at.tokens, at.heads, at.dim), dtype, where.device)
     x, new = qkv.view(at.batch, at.tokens, -1, at.dim).double(), slice(at.length, at.length + at.tokens)
@@ -171,7 +171,7 @@ def test_no_room_for_new_tokens(where: Where) -> None:
     cache = tuple(part[: 2 * 16 * 32].view(1, 2, 16, 32) for part in memory)
     flat = torch.randn(5, 8 * 32, device=where.device).to(H)
     out = torch.zeros(1, 5, 4, 32, dtype=H, device=where.device)
-    turn.launch(where.gpu, flat, None, out, (cache[0], cache[1]), torch.tensor([at.length], device=where.device))
+    rope.launch(where.gpu, flat, None, out, (cache[0], cache[1]), torch.tensor([at.length], device=where.device))
     assert out.isnan().all()
     assert bool((memory == 7).all())
 
@@ -330,9 +330,9 @@ def test_compiled_for_every_gpu() -> None:
     assert {job.arch for job in jobs} == {"sm_80", "sm_89", *UNITS}
     for job, binaries in zip(jobs, compile_all(jobs), strict=True):
         kernels: dict[str, Binary] = {binary.kernel: binary for binary in binaries}
-        assert set(kernels) == ({"_turn", "_find", "_attend"} if job.kwargs["masked"] else {"_turn", "_attend"})
+        assert set(kernels) == ({"_rope", "_find", "_attend"} if job.kwargs["masked"] else {"_rope", "_attend"})
         assert all(binary.spills <= 64 for binary in binaries), job
         if job.arch == "sm_90":
             assert ("HGMMA" in kernels["_attend"].assembly) == (job.kwargs["dim"] <= 256)
             assert "LDGSTS" in kernels["_attend"].assembly
-            assert ".128" in kernels["_turn"].assembly or ".64" in kernels["_turn"].assembly
+            assert ".128" in kernels["_rope"].assembly or ".64" in kernels["_rope"].assembly

@@ -34,8 +34,8 @@ _ROWS = 32  # of a strip at most: two rows more are read than written
 _LEAST_ROWS = 4  # as a program's weights take as long to read as some rows
 _PROGRAMS = 2  # of a multiprocessor at least, if there is as much to do
 _STAGES = 5
-_ROWS_APART, _STAGES_APART = 7, 3  # where rows of y share none of x, or few
-_HELD = 9  # taps whose weights fit the registers
+_SEPARATE_ROWS, _SEPARATE_STAGES = 7, 3  # where rows of y share none of x, or few
+_MOST_REGISTER_TAPS = 9  # taps whose weights fit the registers
 
 # Of four channels, those of three columns: bytes a, b, c -> words (a, b, c, anything).
 _ACROSS = tl.constexpr(
@@ -47,7 +47,8 @@ _DOT = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
 
 @dataclass(frozen=True)
 class Config:
-    """Programs of `vectors`, one a thread, and strips of `rows` rows of y; `stages` rows of x are in flight or read. `ptx`: inline PTX."""
+    """Programs of `vectors`, one per thread, and strips of `rows` rows of y; `stages` rows of x are in flight or read. `ptx`: inline
+    PTX."""
 
     vectors: int
     rows: int
@@ -56,32 +57,32 @@ class Config:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess: strips as high as leaves all multiprocessors enough to do."""
+    """Return the best guess: strips as high as leaves all multiprocessors enough to do."""
     ho, line = problem.out[0], problem.out[1] * problem.sizes.out // _width(problem)
     slides = problem.window.stride[0] == problem.window.dilation[0] == 1
     vectors = min(_VECTORS, triton.next_power_of_2(line))
     enough = max(_LEAST_ROWS, problem.batch * -(-line // vectors) * ho // (_PROGRAMS * gpu.sms))
-    most = min(_ROWS if slides else _ROWS_APART, ho, enough)
-    stages = _STAGES if slides else 1 if problem.dtype == torch.int8 else _STAGES_APART  # of codes, words are made first
+    most = min(_ROWS if slides else _SEPARATE_ROWS, ho, enough)
+    stages = _STAGES if slides else 1 if problem.dtype == torch.int8 else _SEPARATE_STAGES  # of codes, words are made first
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     return (Config(vectors, -(-ho // -(-ho // most)), stages, ptx),)
 
 
 def _width(problem: Convolution) -> int:
-    """Channels of a vector."""
+    """Return the channels of a vector."""
     channels = problem.sizes.out
     return min(channels & -channels, 4 if problem.dtype == torch.float32 else 8)
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, taps: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [B, H, W, C] in memory, taps float32 [Kh * Kw, C], out [M, C]."""
+    """Launch the convolution of x [B, H, W, C] in memory and taps float32 [Kh * Kw, C]; out is [M, C]."""
     _start(problem, config, x, taps, None, out, epilogue, 0)
 
 
 def launch_integer(
     problem: Convolution, config: Config, x: Tensor, taps: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
 ) -> None:
-    """The same of int8: taps int32 [Kh * Kw, C], table [1, 4 + taps, at least C]."""
+    """Launch the convolution of int8: taps int32 [Kh * Kw, C], table [1, 4 + taps, at least C]."""
     _start(problem, config, x, taps, table, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), in_zero)
 
 
@@ -110,7 +111,7 @@ def _start(
         KW=problem.sizes.kernel[1],
         CLAMP=epilogue.clamps,
         SLIDES=window.stride[0] == window.dilation[0] == 1,
-        HELD=problem.sizes.taps <= _HELD,
+        IN_REGISTERS=problem.sizes.taps <= _MOST_REGISTER_TAPS,
         VECTORS=config.vectors,
         WIDTH=width,
         FILL=in_zero != 0,
@@ -124,7 +125,7 @@ def _start(
 @triton.jit(do_not_specialize=["outside"])
 def _depthwise(
     x, taps, table, out, added, Q, grid, image, window, bounds, outside, row,
-    KH: tl.constexpr, KW: tl.constexpr, CLAMP: tl.constexpr, SLIDES: tl.constexpr, HELD: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, CLAMP: tl.constexpr, SLIDES: tl.constexpr, IN_REGISTERS: tl.constexpr,
     VECTORS: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
     """Q vectors are a pixel. `grid` is (blocks of vectors, strips, rows of a strip)."""
@@ -138,7 +139,7 @@ def _depthwise(
     channel = (column % Q * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     x0 = column // Q * window[1] - window[3]
     weights = ()  # type: tuple[object, ...]
-    if HELD:
+    if IN_REGISTERS:
         for ky in tl.static_range(KH):
             weights += _row_of_weights(taps + channel, ky, Q, KW, WIDTH, DOTS)
     else:
@@ -160,10 +161,10 @@ def _depthwise(
         for _ in tl.static_range(KH):
             sums += (zero,)
         for oy in tl.range(first - (KH - 1), end, num_stages=STAGES):
-            now = _line(image_x, oy + KH - 1 - window[2], x0, channel, image, window, outside, Q, KW, WIDTH, FILL, PTX, DOTS)
+            values = _line(image_x, oy + KH - 1 - window[2], x0, channel, image, window, outside, Q, KW, WIDTH, FILL, PTX, DOTS)
             moved = ()  # type: tuple[object, ...]
             for j in tl.static_range(KH):
-                moved += (_added(sums[j], now, weights, KH - 1 - j, Q, KW, WIDTH, HELD, DOTS),)
+                moved += (_added(sums[j], values, weights, KH - 1 - j, Q, KW, WIDTH, IN_REGISTERS, DOTS),)
             if oy >= first:
                 at = line + oy * pitch
                 _finish(moved[0], out, added, at, real, numbers, bounds, CLAMP, table is not None)
@@ -173,8 +174,8 @@ def _depthwise(
             total = zero
             for ky in tl.static_range(KH):
                 iy = oy * window[0] + ky * window[4] - window[2]
-                seen = _line(image_x, iy, x0, channel, image, window, outside, Q, KW, WIDTH, FILL, PTX, DOTS)
-                total = _added(total, seen, weights, ky, Q, KW, WIDTH, HELD, DOTS)
+                values = _line(image_x, iy, x0, channel, image, window, outside, Q, KW, WIDTH, FILL, PTX, DOTS)
+                total = _added(total, values, weights, ky, Q, KW, WIDTH, IN_REGISTERS, DOTS)
             at = line + oy * pitch
             _finish(total, out, added, at, real, numbers, bounds, CLAMP, table is not None)
 
@@ -184,66 +185,66 @@ def _line(
     x, iy, x0, channel, image, window, outside, Q,
     KW: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr, PTX: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """What each column of taps sees of row iy of an image, as it is stored; with DOTS words of three columns."""
+    """Load what each column of taps multiplies of row iy of an image; with DOTS words of three columns."""
     height, width, _ho, _wo = image
     start = x + iy.to(tl.int64) * (width * Q * WIDTH)
     inside = (iy >= 0) & (iy < height)
-    found = ()  # type: tuple[object, ...]
+    vectors = ()  # type: tuple[object, ...]
     for kx in tl.static_range(KW):
         ix = x0 + kx * window[5]
         mask = inside & (ix >= 0) & (ix < width)
         place = start + ((ix * (Q * WIDTH))[:, None] + channel)
         if FILL and PTX:
-            found += (tl.load(tl.where(mask[:, None], place, outside + tl.arange(0, WIDTH)[None, :])),)
+            vectors += (tl.load(tl.where(mask[:, None], place, outside + tl.arange(0, WIDTH)[None, :])),)
         elif FILL:
-            found += (tl.load(place, mask=mask[:, None], other=outside),)
+            vectors += (tl.load(place, mask=mask[:, None], other=outside),)
         else:
-            found += (tl.load(place, mask=mask[:, None], other=0),)
+            vectors += (tl.load(place, mask=mask[:, None], other=0),)
     if DOTS:
         words = ()  # type: tuple[object, ...]
         for i in tl.static_range(0, KW, 3):
-            words += (_across(found[i], found[min(i + 1, KW - 1)], found[min(i + 2, KW - 1)]),)
+            words += (_across(vectors[i], vectors[min(i + 1, KW - 1)], vectors[min(i + 2, KW - 1)]),)
         return words
     else:
-        return found
+        return vectors
 
 
 @triton.jit
 def _across(a, b, c):
-    """int8 [VECTORS, WIDTH] of three columns -> int32, whose bytes they are, from the lowest up; the highest may be anything."""
+    """Return int8 [VECTORS, WIDTH] of three columns as the bytes of int32, from the lowest up; the highest is undefined."""
     return tl.inline_asm_elementwise(_ACROSS, "=r,=r,=r,=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=4)
 
 
 @triton.jit
 def _row_of_weights(taps, ky, Q, KW: tl.constexpr, WIDTH: tl.constexpr, DOTS: tl.constexpr):
-    """Row ky of taps, as `_line` has what they see."""
-    found = ()  # type: tuple[object, ...]
+    """Return row ky of taps, in the order of `_line`."""
+    vectors = ()  # type: tuple[object, ...]
     if DOTS:
         for i in tl.static_range(0, KW, 3):
             word = tl.load(taps + (ky * KW + i) * (Q * WIDTH)) & 255
             for j in tl.static_range(1, min(3, KW - i)):
                 word |= (tl.load(taps + (ky * KW + i + j) * (Q * WIDTH)) & 255) << 8 * j
-            found += (word,)
+            vectors += (word,)
     else:
         for kx in tl.static_range(KW):
-            found += (tl.load(taps + (ky * KW + kx) * (Q * WIDTH)),)
-    return found
+            vectors += (tl.load(taps + (ky * KW + kx) * (Q * WIDTH)),)
+    return vectors
 
 
 @triton.jit
-def _added(total, seen, weights, ky, Q, KW: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, DOTS: tl.constexpr):
-    """total + row ky of taps of what they see."""
+def _added(total, values, weights, ky, Q, KW: tl.constexpr, WIDTH: tl.constexpr, IN_REGISTERS: tl.constexpr, DOTS: tl.constexpr):
+    """Return total + row ky of taps times `values`."""
     COUNT: tl.constexpr = (KW + 2) // 3 if DOTS else KW
     row = weights
-    FIRST: tl.constexpr = ky * COUNT if HELD else 0
-    if not HELD:
+    FIRST: tl.constexpr = ky * COUNT if IN_REGISTERS else 0
+    if not IN_REGISTERS:
         row = _row_of_weights(weights[0], ky, Q, KW, WIDTH, DOTS)
     for i in tl.static_range(COUNT):
         if DOTS:
-            asked = [seen[i], row[FIRST + i], total]
+            asked = [values[i], row[FIRST + i], total]
             total = tl.inline_asm_elementwise(_DOT, "=r,r,r,r", asked, dtype=tl.int32, is_pure=True, pack=1)
         else:
-            total += seen[i].to(total.dtype) * row[FIRST + i]
+            total += values[i].to(total.dtype) * row[FIRST + i]
     return total
 
 

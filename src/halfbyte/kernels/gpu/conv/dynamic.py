@@ -44,7 +44,7 @@ _PIXELS = 16
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if reason := supports_float(problem, gpu):
         return reason
     geo = convolution.gpu_geometry(problem.sizes)
@@ -54,7 +54,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu, activation: Activation) -> tuple[Config, ...]:
-    """The best guess first."""
+    """Return configs, the best guess first."""
     geo = convolution.gpu_geometry(problem.sizes)
     step = 128 if geo.format.bits == 4 else 64 if geo.block_rows == 1 else min(64, geo.padded)
     if padded_channels(problem.sizes) < 16 and geo.format.bits == 8:
@@ -71,7 +71,8 @@ def configs(problem: Convolution, gpu: Gpu, activation: Activation) -> tuple[Con
 def launch(
     problem: Convolution, activation: Activation, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue
 ) -> None:
-    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
+    Co]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     whole_row, with_offset = scaling_of(activation)
     blockwise = not whole_row and geo.block_rows > 1
@@ -108,7 +109,7 @@ def launch(
         (epilogue.bias, epilogue.residual),
         problem.m,
         problem.n,
-        (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.record)),
+        (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.slab_k)),
         image,
         window,
         (epilogue.low, epilogue.high),
@@ -152,7 +153,7 @@ def _ranges(
 
 @triton.jit
 def _range_at(ranges, count, y0, x0, tap, image, window, S: tl.constexpr, WITH_OFFSET: tl.constexpr):
-    """What the pixel under `tap` of each patch has, both ends; 0 outside of the image."""
+    """Return both ends of the range of the pixel under `tap` of each patch; 0 outside of the image."""
     iy = y0 + tap // S.kernel_w * window[4]
     ix = x0 + tap % S.kernel_w * window[5]
     inside = (iy >= 0) & (iy < image[0]) & (ix >= 0) & (ix < image[1]) & (tap < S.taps)
@@ -166,7 +167,7 @@ def _range_at(ranges, count, y0, x0, tap, image, window, S: tl.constexpr, WITH_O
 
 @triton.jit
 def _scales(low, high, WITH_OFFSET: tl.constexpr):
-    """Scale, inverse and offset of what `_range_at` gave."""
+    """Return scale, inverse and offset of a range of `_range_at`."""
     a = low.to(tl.float32, bitcast=True)
     if WITH_OFFSET:
         b = high.to(tl.float32, bitcast=True)
@@ -177,7 +178,7 @@ def _scales(low, high, WITH_OFFSET: tl.constexpr):
 
 @triton.jit
 def _wider(low, high, more_low, more_high, WITH_OFFSET: tl.constexpr):
-    """The range of both."""
+    """Return the union of two ranges."""
     if WITH_OFFSET:
         a, b = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
         a = tl.minimum(a, more_low.to(tl.float32, bitcast=True), propagate_nan=tl.PropagateNan.ALL)
@@ -190,7 +191,7 @@ def _wider(low, high, more_low, more_high, WITH_OFFSET: tl.constexpr):
 
 @triton.jit
 def _exist(step, channels, S: tl.constexpr, STEP: tl.constexpr):
-    """Which columns step * STEP … the reference has, too: [STEP]."""
+    """Return which columns step * STEP … the reference has, too: [STEP]."""
     k = step * STEP + tl.arange(0, STEP)
     p = k % S.channels
     if S.whole:
@@ -201,7 +202,7 @@ def _exist(step, channels, S: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _codes(values, inverse, offset, exist, WITH_OFFSET: tl.constexpr):
-    """int8 [STEP, block_m]; what is not finite has a scale of NaN, and any code."""
+    """Return codes int8 [STEP, block_m]; values that are not finite have a scale of NaN, and any code."""
     values = values.to(tl.float32)
     values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
     if WITH_OFFSET:
@@ -212,7 +213,7 @@ def _codes(values, inverse, offset, exist, WITH_OFFSET: tl.constexpr):
 
 @triton.jit
 def _sum_of(q, count, s, z, S: tl.constexpr):
-    """The sum of `count` elements of the weight, [block_n], from that of their stored codes q (int32)."""
+    """Return the sum of `count` elements of the weight, [block_n], from that of their stored codes q (int32)."""
     BASE: tl.constexpr = 8 if S.bits == 4 else 128
     if S.zero == "point":
         q += (BASE - z.to(tl.int32)) * count
@@ -226,7 +227,7 @@ def _sum_of(q, count, s, z, S: tl.constexpr):
 
 @triton.jit
 def _fold(total, p, s, z, sums, S: tl.constexpr):
-    """total + integers p [block_n, block_m] of stored codes times the weight's scale, and the term of its zero."""
+    """Return total + integers p [block_n, block_m] of stored codes times the weight's scale, and the term of its zero."""
     BASE: tl.constexpr = 8 if S.bits == 4 else 128
     v = p.to(tl.float32)
     if S.zero == "point":
@@ -244,11 +245,11 @@ def _dynamic(
     x, ranges, weight, out, added, M, N, packed, image, window, bounds, sizes,
     S: tl.constexpr, BLOCKWISE: tl.constexpr, WITH_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """sizes: pixels, blocks of one, the number of all ranges, and a group's channels without any padding."""
+    """The kernel. sizes: pixels, blocks of one, the number of all ranges, and a group's channels without padding."""
     BN: tl.constexpr = S.block_n
     BM: tl.constexpr = S.block_m
     STEP: tl.constexpr = S.step
-    PIECES: tl.constexpr = S.record // S.step
+    PIECES: tl.constexpr = S.slab_k // S.step
     TAPS: tl.constexpr = S.taps
     n_padded, _k_padded, _group_bytes, steps = packed
     height, width, _ho, _wo, pixel, channels = image
@@ -270,7 +271,7 @@ def _dynamic(
     codes = tl.zeros([BN], tl.int32)
     weights = tl.zeros([BN], tl.float32)
     for t in tl.range(0, steps, num_stages=S.stages):
-        w = tl.load(wp + t * S.apart)
+        w = tl.load(wp + t * S.slab_stride)
         if S.bits == 4:
             w = words_of(w, S)
         for j in tl.static_range(PIECES):

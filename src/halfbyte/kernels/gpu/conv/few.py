@@ -30,8 +30,8 @@ from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _MOST_PIXELS = 4096
-_MOST_RECORDS = 3  # of a warp together: they are in registers
-_LEAST_RECORDS = 8
+_MOST_SLABS = 3  # of a warp together: they are in registers
+_LEAST_SLABS = 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Static(skinny_config.Static):
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
         return "there is nothing to multiply"
@@ -62,24 +62,25 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess, as measured on an H100."""
+    """Return the best guess, as measured on an H100."""
     geo = convolution.gpu_geometry(problem.sizes)
-    parts = 4 if geo.records <= 8 else 8
-    bands = 1 if parts == 4 and geo.format.bits == 8 else 2
+    k_parts = 4 if geo.records <= 8 else 8
+    bands = 1 if k_parts == 4 and geo.format.bits == 8 else 2
     ptx, pdl = not triton.knobs.runtime.interpret, launcher.starts_early(gpu)
-    records = min(_MOST_RECORDS, -(-geo.records // parts))
-    return (Config(bands, 16, batch=parts, records=records, warps=parts, ptx=ptx, pdl=pdl),)
+    records = min(_MOST_SLABS, -(-geo.records // k_parts))
+    return (Config(bands, 16, batch=k_parts, records=records, warps=k_parts, ptx=ptx, pdl=pdl),)
 
 
 def wins(problem: Convolution, gpu: Gpu) -> bool:
-    """Whether that is so fast: all blocks run at once, and each warp waits for memory once. There must be some of K for it to share."""
+    """Return whether it is that fast: all programs run at once, and each warp waits for memory once. There must be K to share."""
     records, (config,) = convolution.gpu_geometry(problem.sizes).records, configs(problem, gpu)
     warps = -(-problem.n // (BAND * config.bands)) * -(-problem.m // config.columns) * config.warps
-    return _LEAST_RECORDS <= records <= _MOST_RECORDS * config.warps and warps <= 8 * gpu.sms
+    return _LEAST_SLABS <= records <= _MOST_SLABS * config.warps and warps <= 8 * gpu.sms
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
+    Co]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     product = Problem("linear", problem.m, problem.n, geo.k, geo.format, problem.dtype)
     static, per = skinny_config.compiled_for(product, config, clamps=epilogue.clamps)
@@ -115,17 +116,17 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
 
 
 @triton.jit
-def _over(i, n, part):
-    """i // n of few i, with `part` = 1 / n: a division of integers takes ten times as long. (i + 1/2) / n is 1 / 2n away from an integer at
-    least, and off by 2^-22 i / n at most."""
+def _over(i, n, inverse):
+    """Return i // n of small i, with `inverse` = 1 / n: an integer division takes ten times as long. (i + 1/2) / n is at least 1 / 2n
+    away from an integer, and off by 2^-22 i / n at most."""
     if isinstance(n, tl.constexpr):  # 1
         return i
     else:
-        return ((i.to(tl.float32) + 0.5) * part).to(tl.int32)
+        return ((i.to(tl.float32) + 0.5) * inverse).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["M", "per"])
-def _conv(x, weight, out, added, M, N, K, per, image, parts, window, bounds, S: tl.constexpr):
+def _conv(x, weight, out, added, M, N, K, per, image, k_parts, window, bounds, S: tl.constexpr):
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
@@ -135,8 +136,8 @@ def _conv(x, weight, out, added, M, N, K, per, image, parts, window, bounds, S: 
     rn = pn * OUTPUTS + tl.arange(0, OUTPUTS)
     rm = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.minimum(rm, M - 1)
-    row = _over(m, wo, parts[0])
-    b = _over(row, ho, parts[1])
+    row = _over(m, wo, k_parts[0])
+    b = _over(row, ho, k_parts[1])
     y0 = ((row - b * ho) * window[0] - window[2])[None, None, :]
     x0 = ((m - row * wo) * window[1] - window[3])[None, None, :]
     first = x + b.to(tl.int64)[None, None, :] * (height * width * pixel) + (y0 * width + x0) * pixel

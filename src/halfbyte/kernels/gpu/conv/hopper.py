@@ -1,22 +1,25 @@
 """y = x * W, a convolution of stride 1 or 2 on Hopper's tensor cores: TMA, warp specialization, a persistent grid.
 
-The sums of `implicit_gemm.py`: int8 to int8, or in float16 and bfloat16 with the weight written out in x's type first. A program computes
-tiles of 64 to 256 outputs by a box of images x rows x columns of y, one after the other. For each tap and each 128 bytes of channels one
-warp asks TMA for the same box of x, moved by the tap: a patch is never addressed pixel by pixel, and what lies outside of the image comes
-as 0. Two warpgroups multiply, both operands from shared memory. Where the stride is 2, a box is of every second row and column: x is then
+The sums of `implicit_gemm.py`: int8 to int8, or in float16 and bfloat16 with the weight dequantized to memory first. A program computes
+tiles
+of 64 to 256 outputs by a box of images x rows x columns of y, one after the other. For each tap and each 128 bytes of channels one warp
+loads
+the same box of x by TMA, moved by the tap: no patch is addressed pixel by pixel, and pixels outside of the image are zero-filled. Two
+warpgroups multiply, both operands from shared memory. With stride 2 a box has every second row and column: x is then
 [image, row / 2, row % 2, column / 2, column % 2 and channel].
 
-Small tiles wait for shared memory, not for the matrix unit. There a box is a row of y, with its images next to each other in shared
-memory and then its columns: a step to the right is then a step of whole buffers, and all taps of a row of the kernel (`sweep`) read one
-copy of x.
+Small tiles are limited by shared memory, not by wgmma. There a box is a row of y, with its images next to each other in shared memory and
+then its columns: a step to the right is a step of whole buffers, and all taps of a row of the kernel (`sweep`) read one copy of x.
 
-Where floats' tiles have 128 pixels, these are the rows of the product, and outputs its columns (`direct`). TMA then fetches rows of the
-weight in an order in which 8 sums of a thread lie next to each other in y, and are written 16 bytes at a time. Where something is added,
-TMA brings it to shared memory before there are sums, and writes y from the same place. Elsewhere warps exchange sums through shared memory.
-Codes to which others are added take a while to be written; two programs then share a multiprocessor, each with half of its registers.
+Where floats' tiles have 128 pixels, these are the rows of the product, and outputs its columns (`direct`). TMA then loads rows of the
+weight
+in an order in which 8 sums of a thread are adjacent in y, and are written 16 bytes at a time. A residual is loaded by TMA to shared memory
+before the products end, and y is written from there. Elsewhere warps exchange sums through shared memory. The epilogue of codes with a
+residual is long: two programs then share a multiprocessor, each with half of its registers.
 
-Outside of the image lies in_zero, not 0, for integers: `table` holds in_zero * sum(q) of each tap, which is added to the sums of those
-pixels whose tap is outside. All of it is exact.
+Outside of the image x is in_zero, not 0, for integers: `table` holds in_zero * sum(q) of each tap, which is added to the sums of pixels
+whose
+tap is outside. All of it is exact.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from halfbyte.kernels.gpu.conv.hopper_write import GROUP
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
 from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.hopper.gluon_compat import LARGER_VIEWS
-from halfbyte.kernels.gpu.hopper.stages import not_hopper
+from halfbyte.kernels.gpu.hopper.ring import why_not_hopper
 from halfbyte.kernels.gpu.quantize import dequantize
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import double_buffer
@@ -48,11 +51,19 @@ _RESIDENT = 80 << 10  # bytes of a weight that may stay in shared memory
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of `rows` (64, 128 or 256) outputs by a `box` of (images, rows, columns) of y, whose product is 128 or 256; `stages` steps of K
-    in flight. `resident`: the weight stays in shared memory. `sweep`: a step has all taps of a row of the kernel; a box has one row then,
-    and a multiple of 8 images; it needs LARGER_VIEWS. `paired`: two programs share a multiprocessor. `places`: in shared memory, of 64
-    outputs by 128 pixels, for what TMA brings to be added; 0: it is read from where it is. `adding`: what to take instead where something
-    is added."""
+    """Tiles of `rows` (64, 128 or 256) outputs by a `box` of (images, rows, columns) of y, whose product is 128 or 256.
+
+    Attributes:
+        rows: Outputs.
+        box: Of y.
+        stages: Steps of K in flight.
+        programs: Of the grid.
+        resident: The weight stays in shared memory.
+        sweep: A step has all taps of a row of the kernel; a box has one row then, and a multiple of 8 images; it needs LARGER_VIEWS.
+        paired: Two programs share a multiprocessor.
+        slots: Slots in shared memory, of 64 outputs by 128 pixels, for a residual that TMA loads; 0: threads load it.
+        with_residual: The config to use instead if there is a residual.
+    """
 
     rows: int
     box: tuple[int, int, int]
@@ -61,23 +72,25 @@ class Config:
     resident: bool = False
     sweep: bool = False
     paired: bool = False
-    places: int = 0
-    adding: Config | None = None
+    slots: int = 0
+    with_residual: Config | None = None
 
     @property
     def pixels(self) -> int:
+        """Pixels of a tile."""
         return math.prod(self.box)
 
     def tiles(self, problem: Convolution) -> int:
+        """Return the number of tiles."""
         return count_boxes(problem, self.box) * -(-problem.n // self.rows)
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if reason := supports_any(problem, gpu):
         return reason
     sizes, integer = problem.sizes, problem.dtype == torch.int8
-    if reason := not_hopper(gpu):
+    if reason := why_not_hopper(gpu):
         return reason
     if problem.dtype == torch.float32 or (integer and sizes.format.bits != 8):
         return f"it takes 16 bits, or 8 bits and a weight of 8 bits, not {problem.dtype} and {sizes.format}"
@@ -95,8 +108,8 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first: the least clocks of a program."""
-    found, integer = [], problem.dtype == torch.int8
+    """Return configs, the best guess first: by the clocks of a program."""
+    candidates, integer = [], problem.dtype == torch.int8
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256), (256, 128)):
         if rows > 64 and rows >= 2 * problem.n:
             continue
@@ -104,56 +117,56 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
             sweeps = [(pixels // width, 1, width) for width in (2, 4, 8, 16) if 8 <= pixels // width <= problem.batch]
             if sweeps:
                 box = min(sweeps, key=lambda box: (count_boxes(problem, box), -box[2]))
-                found.append(_config(problem, gpu, rows, box, sweep=True))
+                candidates.append(_config(problem, gpu, rows, box, sweep=True))
         if rows < 256 if integer else pixels == 128:
-            found.append(_config(problem, gpu, rows, _box(problem, pixels)))
-    known = [config for config in found if config is not None]
-    return tuple(sorted(known, key=lambda config: _clocks(problem, gpu, config)))
+            candidates.append(_config(problem, gpu, rows, _box(problem, pixels)))
+    fitting = [config for config in candidates if config is not None]
+    return tuple(sorted(fitting, key=lambda config: _clocks(problem, gpu, config)))
 
 
 def _box(problem: Convolution, pixels: int) -> tuple[int, int, int]:
-    """Of those of so many pixels that cover y with the fewest, the widest."""
+    """Return the widest of the boxes of `pixels` pixels that cover y with the fewest."""
     return min(boxes_of(pixels), key=lambda box: (count_boxes(problem, box), -box[2]))
 
 
 def _config(problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False) -> Config | None:
-    """With what fits in shared memory, if that is enough."""
+    """Return a config with what fits in shared memory, None if that is too little."""
     config = _fitted(problem, gpu, Config(rows, box, 0, gpu.sms, sweep=sweep))
     if config is None:
         return None
-    adding = None
+    with_residual = None
     if _direct(problem, config.pixels):
-        adding = _fitted(problem, gpu, replace(config, places=min(4, rows // 32)))
+        with_residual = _fitted(problem, gpu, replace(config, slots=min(4, rows // 32)))
     elif problem.sizes.taps == 1:  # sums of codes take long to write: one program does while another one multiplies
-        places = 2 if problem.n % 16 == 0 else 0
-        adding = _fitted(problem, gpu, Config(64, _box(problem, 128), 0, 2 * gpu.sms, paired=True, places=places))
-    return replace(config, adding=adding)
+        slots = 2 if problem.n % 16 == 0 else 0
+        with_residual = _fitted(problem, gpu, Config(64, _box(problem, 128), 0, 2 * gpu.sms, paired=True, slots=slots))
+    return replace(config, with_residual=with_residual)
 
 
 def _fitted(problem: Convolution, gpu: Gpu, config: Config) -> Config | None:
-    """With as many stages as fit in shared memory, if that is enough."""
+    """Return `config` with as many stages as fit in shared memory, None if these are too few."""
     rows, pixels, sweep = config.rows, config.pixels, config.sweep
     line, share = _step(problem) * problem.dtype.itemsize, 2 if config.paired else 1
-    weight, tiles = rows * problem.sizes.taps * _parts(problem) * line, config.tiles(problem)
+    weight, tiles = rows * problem.sizes.taps * _steps_per_tap(problem) * line, config.tiles(problem)
     resident = problem.n <= rows and weight <= _RESIDENT // share and tiles > gpu.sms
-    left = (gpu.shared - (1 << 10)) // share - (2 << 10 if _direct(problem, pixels) else 16 << 10) - (weight if resident else 0)
-    left -= (6 << 10 if _roomy(problem, rows, pixels) else 0) + config.places * 2 * 64 * 64 * problem.dtype.itemsize
-    together = problem.sizes.kernel[1] if sweep else 1
-    stage = line * (_lines(problem, config.box) if sweep else pixels) + (0 if resident else together * rows * line)
-    stages = min(8, left // stage)
+    free = (gpu.shared - (1 << 10)) // share - (2 << 10 if _direct(problem, pixels) else 16 << 10) - (weight if resident else 0)
+    free -= (6 << 10 if _roomy(problem, rows, pixels) else 0) + config.slots * 2 * 64 * 64 * problem.dtype.itemsize
+    taps_per_stage = problem.sizes.kernel[1] if sweep else 1
+    stage = line * (_lines(problem, config.box) if sweep else pixels) + (0 if resident else taps_per_stage * rows * line)
+    stages = min(8, free // stage)
     if stages < (3 if sweep else 2):
         return None
     return replace(config, stages=stages, programs=min(config.programs, tiles), resident=resident)
 
 
 def _lines(problem: Convolution, box: tuple[int, int, int]) -> int:
-    """Pixels of x that all taps of a row of the kernel read together."""
+    """Return the pixels of x that all taps of a row of the kernel read together."""
     return box[0] * (box[2] + (problem.sizes.kernel[1] - 1) * problem.window.dilation[1])
 
 
 def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
-    """Of a program, roughly, fitted to times of an H100: a step takes as long as its products, or as the lines of 128 bytes that shared
-    memory gives and takes; a tile takes time of its own, by its size."""
+    """Estimate the clocks of a program, fitted to times of an H100: a step takes as long as its products, or as the lines of 128 bytes
+    that shared memory reads and writes; a tile has an epilogue by its size."""
     rows, pixels, step = config.rows, config.pixels, _step(problem)
     read = 128 + (2 if rows == 128 else 1) * pixels
     if _direct(problem, pixels):
@@ -163,49 +176,51 @@ def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
         written += rows
     lines = (0.9 * read + written) * step * problem.dtype.itemsize / 128
     multiplied = rows * pixels / 32 * step * problem.dtype.itemsize / 128
-    steps = problem.sizes.taps * _parts(problem)
-    own = rows * pixels / (16 if _direct(problem, pixels) else 8)
+    steps = problem.sizes.taps * _steps_per_tap(problem)
+    epilogue = rows * pixels / (16 if _direct(problem, pixels) else 8)
     if _direct(problem, pixels) and step < 64 and not config.resident:
-        own += 8 * rows  # short rows of the weight are slow to come
-    clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + own)
+        epilogue += 8 * rows  # short rows of the weight are slow to come
+    clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + epilogue)
     # Of integers the largest tile takes longer than that, where several follow each other.
     return clocks * (1.25 if problem.dtype == torch.int8 and rows * pixels > 128 * 128 and config.tiles(problem) > gpu.sms else 1.0)
 
 
 def boxes_of(pixels: int) -> list[tuple[int, int, int]]:
+    """Return all boxes of `pixels` pixels."""
     powers = [1 << i for i in range(pixels.bit_length())]
     return [(pixels // h // w, h, w) for h in powers for w in powers if h * w <= pixels and w <= 64 and h <= 64]
 
 
 def count_boxes(problem: Convolution, box: tuple[int, int, int]) -> int:
-    """Boxes that cover all of y."""
+    """Return how many boxes cover y."""
     return -(-problem.batch // box[0]) * -(-problem.out[0] // box[1]) * -(-problem.out[1] // box[2])
 
 
 def _step(problem: Convolution) -> int:
-    """Channels; TMA takes its time for those that there are not, too."""
+    """Return the channels of a step; TMA takes as long for channels that are out of bounds."""
     if problem.sizes.channels <= 32:
         return 16 if problem.sizes.channels <= 16 and problem.dtype != torch.int8 else 32
     return 128 if problem.dtype == torch.int8 and problem.sizes.channels % 128 == 0 else 64
 
 
 def _direct(problem: Convolution, pixels: int) -> bool:
-    """Whether tiles of so many pixels are written from where the tensor cores leave their sums."""
+    """Return whether tiles of `pixels` pixels are written from the registers of the sums."""
     return problem.dtype != torch.int8 and pixels == 128
 
 
 def _roomy(problem: Convolution, rows: int, pixels: int) -> bool:
-    """Whether beside a program there is room for one that writes out the weight of the next convolution."""
+    """Return whether a program leaves room for one that dequantizes the weight of the next convolution."""
     return _direct(problem, pixels) and rows <= 128 and problem.sizes.taps == 1
 
 
-def _parts(problem: Convolution) -> int:
-    """Steps of a tap. Of the last one, what lies behind the channels of x comes as 0."""
+def _steps_per_tap(problem: Convolution) -> int:
+    """Return the steps of a tap. In the last one, channels behind those of x are zero-filled."""
     return -(-problem.sizes.channels // _step(problem))
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
+    Co]."""
     geo = convolution.gpu_geometry(problem.sizes)
     padded = round_up(problem.n, GROUP.value)
     nbytes = padded * geo.k * x.element_size()
@@ -225,7 +240,7 @@ def launch_integer(
     clamp: tuple[int, int],
     addition: Addition | None = None,
 ) -> None:
-    """The same of int8, with the table [1, 4 + taps, at least Co] of `ops.conv.cuda`."""
+    """Launch the convolution of int8, with the table [1, 4 + taps, at least Co] of `ops.conv.cuda`."""
     codes = gpu_tiles.views(weight, convolution.gpu_geometry(problem.sizes)).codes
     epilogue = Epilogue(None, None, float(clamp[0]), float(clamp[1]))
     _start(problem, config, x, codes, out, epilogue, table if in_zero else table[:, :4], addition)
@@ -241,9 +256,10 @@ def _start(
     table: Tensor | None,
     addition: Addition | None = None,
 ) -> None:
-    other = epilogue.residual if addition is None else addition.other
-    if other is not None and config.adding is not None:
-        config = config.adding
+    """Launch the kernel."""
+    residual = epilogue.residual if addition is None else addition.other
+    if residual is not None and config.with_residual is not None:
+        config = config.with_residual
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
     roomy = _roomy(problem, config.rows, config.pixels)
     static = Static(
@@ -255,7 +271,7 @@ def _start(
         kernel_w=problem.sizes.kernel[1],
         dilation=window.dilation[1],
         taps=problem.sizes.taps,
-        parts=_parts(problem),
+        steps_per_tap=_steps_per_tap(problem),
         step=step,
         resident=config.resident,
         sweep=config.sweep,
@@ -265,7 +281,7 @@ def _start(
         leads=addition is not None and addition.leads,
         unit=16 if problem.n % 16 == 0 else 8,
         stride=window.stride[0],
-        places=config.places,
+        slots=config.slots,
         registers=(104, 32) if config.paired else (208, 40) if roomy else (232, 40),
     )
     if config.sweep:
@@ -278,31 +294,31 @@ def _start(
     weights, part = rows, [config.rows, step]
     if static.direct:  # in an order in which a thread's sums are of 8 outputs next to each other
         weights, part = rows.view(-1, 4, 4, 2, rows.shape[1]).permute(0, 2, 1, 3, 4), [config.rows // GROUP.value, 4, 4, 2, step]
-    of_rows = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(part))
-    of_box = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(box))
-    covers = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
+    row_layout = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(part))
+    box_layout = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(box))
+    boxes = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
     half = [*static.half, 64]
-    of_half = gl.NVMMASharedLayout(swizzle_byte_width=8 * bits, element_bitwidth=bits, rank=4)
+    half_layout = gl.NVMMASharedLayout(swizzle_byte_width=8 * bits, element_bitwidth=bits, rank=4)
 
     def halves(y: Tensor | None) -> TensorDescriptor | None:
-        if not config.places or y is None:
+        if not config.slots or y is None:
             return None
         pixels = y.view(problem.batch, *problem.out, problem.n)
         order = (1, 2, 0, 3) if config.sweep else (0, 1, 2, 3)
-        return TensorDescriptor.from_tensor(pixels.permute(order), [half[i] for i in order], of_half)
+        return TensorDescriptor.from_tensor(pixels.permute(order), [half[i] for i in order], half_layout)
 
     launcher.run(
         convolve,
         (config.programs,),
-        TensorDescriptor.from_tensor(images, box, of_box),
-        TensorDescriptor.from_tensor(weights, part, of_rows),
+        TensorDescriptor.from_tensor(images, box, box_layout),
+        TensorDescriptor.from_tensor(weights, part, row_layout),
         table,
         halves(out),
-        halves(other),
+        halves(residual),
         out,
-        (epilogue.bias, other),
+        (epilogue.bias, residual),
         problem.n // static.unit,
-        (-(-problem.n // config.rows), *covers),
+        (-(-problem.n // config.rows), *boxes),
         (problem.batch, *problem.image, *problem.out),
         (window.padding[0], window.padding[2], *window.dilation),
         (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),

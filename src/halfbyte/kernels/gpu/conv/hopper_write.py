@@ -1,7 +1,8 @@
-"""What `hopper.py` does with its tiles' sums: codes or numbers, written where their pixels are.
+"""The epilogue of `hopper.py`: codes or floats, written where their pixels are.
 
-`S` is its Static. `at`: the first output; the first of these pixels in their box; the box's first image, row and column. `image`: sizes
-of x and y.
+`S` is a `hopper_tile.Static`. `at`: the first output; the first of these pixels in their box; the box's first image, row and column.
+`image`:
+sizes of x and y. `requant`: the outputs; constant, multiplier and start of each, and the term of each tap outside of the image.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_store, reinterpret
 
-GROUP = gl.constexpr(32)  # outputs that four threads write at once, where sums are written from where they are
+GROUP = gl.constexpr(32)  # outputs that four threads write at once, if sums are not exchanged
 
-# Of what is written, [outputs, pixels], 16 bytes a thread: codes; numbers; numbers where the tensor cores' sums are so already.
+# Layouts of y, [outputs, pixels], with 16 bytes per thread: of codes; of floats; of floats that wgmma's sums already have.
 CODES = gl.constexpr(gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1]))
 NUMBERS = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 SUMS = gl.constexpr(
@@ -32,7 +33,7 @@ SUMS = gl.constexpr(
 
 @gluon.jit
 def pieces_of(acc, WIDTH: gl.constexpr):
-    """Of WIDTH columns: what is written from fewer registers leaves more of them for addresses."""
+    """Split sums into pieces of WIDTH columns: fewer sums at a time leave more registers for addresses."""
     if acc.shape[1] == WIDTH:
         return (acc,)
     else:
@@ -51,7 +52,7 @@ def _halves(acc):
 
 @gluon.jit
 def _pixels(at, image, WIDTH: gl.constexpr, S: gl.constexpr, LAYOUT: gl.constexpr):
-    """Image, row and column of WIDTH pixels, and which of them there are."""
+    """Return image, row and column of WIDTH pixels, and which are inside."""
     i = at[1] + gl.arange(0, WIDTH, layout=LAYOUT)
     if S.sweep:
         b = at[2] + i % S.images
@@ -65,58 +66,60 @@ def _pixels(at, image, WIDTH: gl.constexpr, S: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gluon.jit
-def others_of(added, N, at, image, WIDTH: gl.constexpr, S: gl.constexpr):
-    """What is added to a piece."""
+def load_residual(added, N, at, image, WIDTH: gl.constexpr, S: gl.constexpr):
+    """Load what is added to a piece."""
     OUT: gl.constexpr = SUMS if S.direct else CODES if added.dtype.element_ty == gl.int8 else NUMBERS
-    rn, m, mask = _places(at, N, image, WIDTH, S, OUT)
+    rn, m, mask = _positions(at, N, image, WIDTH, S, OUT)
     return gl.load(added + (gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)), mask=mask, other=0)
 
 
 @gluon.jit
-def write_codes(acc, table, told, out, others, N, at, image, window, bounds, row, S: gl.constexpr):
-    codes = _codes(acc, table, told, at, image, window, bounds, row, S)
-    rn, m, mask = _places(at, N, image, codes.shape[1], S, CODES)
-    if others is not None:
-        codes = _added(codes, others, bounds, S)
+def write_codes(acc, table, requant, out, residual, N, at, image, window, bounds, row, S: gl.constexpr):
+    """Requantize sums, and write codes with threads."""
+    codes = _codes(acc, table, requant, at, image, window, bounds, row, S)
+    rn, m, mask = _positions(at, N, image, codes.shape[1], S, CODES)
+    if residual is not None:
+        codes = _added(codes, residual, bounds, S)
     gl.store(out + (gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)), codes, mask=mask)
 
 
 @gluon.jit
-def send_codes(acc, table, told, yd, ys, given, taken, step, at, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr):
-    """The same by TMA, of 64 outputs of 64 pixels, from where TMA has put what is added to them: place `step`."""
+def send_codes(
+    acc, table, requant, yd, ys, added_ready, added_read, step, at, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr
+):
+    """Requantize sums, add the residual from slot `step`, and write 64 outputs of 64 pixels from there by TMA. Returns the next step."""
     BOX: gl.constexpr = yd.block_shape
-    tma.store_wait(0)  # the place before has been read, while there was something to multiply
-    mbarrier.arrive(taken.index((step + S.places - 1) % S.places), count=1, pred=step > 0)
-    codes = _codes(acc, table, told, at, image, window, bounds, row, S)
-    place = step % S.places
-    mbarrier.wait(given.index(place), (step // S.places) & 1)
-    to = ys.index(2 * place + W)
-    turned_to = to.permute([1, 0])
-    turned_to.store(_added(codes, turned_to.load(CODES), bounds, S))
+    tma.store_wait(0)  # the previous slot was read during the products
+    mbarrier.arrive(added_read.index((step + S.slots - 1) % S.slots), count=1, pred=step > 0)
+    codes = _codes(acc, table, requant, at, image, window, bounds, row, S)
+    slot = step % S.slots
+    mbarrier.wait(added_ready.index(slot), (step // S.slots) & 1)
+    to = ys.index(2 * slot + W)
+    transposed_slot = to.permute([1, 0])
+    transposed_slot.store(_added(codes, transposed_slot.load(CODES), bounds, S))
     fence_async_shared()
     async_store(yd, half_of((at[0], at[2], at[3], at[4]), W, S), reinterpret(to, yd.dtype, BOX, yd.layout))
     return step + 1
 
 
 @gluon.jit
-def _codes(acc, table, told, at, image, window, bounds, row, S: gl.constexpr):
-    """Of sums, as they are written. `told`: the outputs; constant, multiplier and start of each, and what each tap adds where it is
-    outside."""
-    acc += gl.expand_dims(told[3], 1)
+def _codes(acc, table, requant, at, image, window, bounds, row, S: gl.constexpr):
+    """Return sums as codes."""
+    acc += gl.expand_dims(requant[3], 1)
     if S.bounded:
-        acc = _outside(acc, table, told, at, image, window, row, S)
-    multiplier = gl.expand_dims(told[2], 1)
-    constant = gl.expand_dims(told[1], 1)
+        acc = _add_padding_terms(acc, table, requant, at, image, window, row, S)
+    multiplier = gl.expand_dims(requant[2], 1)
+    constant = gl.expand_dims(requant[1], 1)
     total = gl.fma(acc.to(gl.float32), multiplier.broadcast_to(acc.shape), constant.broadcast_to(acc.shape))
     total = gl.minimum(gl.maximum(total, bounds[0]), bounds[1]) + MAGIC
     return gl.convert_layout(total.to(gl.int32, bitcast=True).to(gl.int8), CODES)  # the low byte is the integer
 
 
 @gluon.jit
-def _added(codes, others, bounds, S: gl.constexpr):
-    """As `arithmetic.added`."""
-    first = codes if S.leads else others
-    second = others if S.leads else codes
+def _added(codes, residual, bounds, S: gl.constexpr):
+    """Return codes plus residual, requantized as in `arithmetic.added`."""
+    first = codes if S.leads else residual
+    second = residual if S.leads else codes
     LAYOUT: gl.constexpr = codes.type.layout
     scale = gl.full(codes.shape, bounds[2], gl.float32, layout=LAYOUT)
     offset = gl.full(codes.shape, bounds[4], gl.float32, layout=LAYOUT)
@@ -127,39 +130,39 @@ def _added(codes, others, bounds, S: gl.constexpr):
 
 
 @gluon.jit
-def _outside(acc, table, told, at, image, window, row, S: gl.constexpr):
-    """Adds what is due for taps outside of the image: of those above or below, of those beside, less what was counted twice."""
-    TALL: gl.constexpr = S.taps // S.kernel_w
-    WIDE: gl.constexpr = S.kernel_w
-    _b, oy, ox, _real = _pixels(at, image, acc.shape[1], S, gl.SliceLayout(0, acc.type.layout))
+def _add_padding_terms(acc, table, requant, at, image, window, row, S: gl.constexpr):
+    """Add the terms of taps outside of the image: those above or below, and those left or right, less those counted twice."""
+    KERNEL_H: gl.constexpr = S.taps // S.kernel_w
+    KERNEL_W: gl.constexpr = S.kernel_w
+    _b, oy, ox, _inside = _pixels(at, image, acc.shape[1], S, gl.SliceLayout(0, acc.type.layout))
     top = at[3] * S.stride - window[0]
     left = at[4] * S.stride - window[1]
     bottom = (gl.minimum(at[3] + S.height, image[3]) - 1) * S.stride - window[0]
     right = (gl.minimum(at[4] + S.width, image[4]) - 1) * S.stride - window[1]
     oy = oy * S.stride
     ox = ox * S.stride
-    for ky in gl.static_range(TALL):
+    for ky in gl.static_range(KERNEL_H):
         if (top + ky * window[2] < 0) | (bottom + ky * window[2] >= image[1]):
-            term = told[4 + ky * WIDE]
-            for kx in gl.static_range(1, WIDE):
-                term += told[4 + ky * WIDE + kx]
+            term = requant[4 + ky * KERNEL_W]
+            for kx in gl.static_range(1, KERNEL_W):
+                term += requant[4 + ky * KERNEL_W + kx]
             iy = oy + ky * window[2] - window[0]
             acc += gl.expand_dims(term, 1) * gl.expand_dims(((iy < 0) | (iy >= image[1])).to(gl.int32), 0)
-    for kx in gl.static_range(WIDE):
+    for kx in gl.static_range(KERNEL_W):
         if (left + kx * window[3] < 0) | (right + kx * window[3] >= image[2]):
-            term = gl.zeros_like(told[4])
-            for ky in gl.static_range(TALL):  # of a box of one row a whole row of taps is outside, or none of it
+            term = gl.zeros_like(requant[4])
+            for ky in gl.static_range(KERNEL_H):  # with a box of one row all of a row of taps is outside, or none
                 whole = (S.height == 1) & ((top + ky * window[2] < 0) | (top + ky * window[2] >= image[1]))
-                term += gl.where(whole, 0, told[4 + ky * WIDE + kx])
+                term += gl.where(whole, 0, requant[4 + ky * KERNEL_W + kx])
             ix = ox + kx * window[3] - window[1]
             acc += gl.expand_dims(term, 1) * gl.expand_dims(((ix < 0) | (ix >= image[2])).to(gl.int32), 0)
     if S.height > 1:
         for tap in range(S.taps):
-            y = tap // WIDE * window[2]
-            x = tap % WIDE * window[3]
+            y = tap // KERNEL_W * window[2]
+            x = tap % KERNEL_W * window[3]
             tall = (top + y < 0) | (bottom + y >= image[1])
             if tall & ((left + x < 0) | (right + x >= image[2])):
-                term = gl.load(table + (4 + tap) * row + told[0]).to(gl.int32, bitcast=True)
+                term = gl.load(table + (4 + tap) * row + requant[0]).to(gl.int32, bitcast=True)
                 iy = oy + y - window[0]
                 ix = ox + x - window[1]
                 both = ((iy < 0) | (iy >= image[1])) & ((ix < 0) | (ix >= image[2]))
@@ -168,66 +171,69 @@ def _outside(acc, table, told, at, image, window, row, S: gl.constexpr):
 
 
 @gluon.jit
-def _places(at, N, image, WIDTH: gl.constexpr, S: gl.constexpr, OUT: gl.constexpr):
-    """Outputs, patches (rows of y) and which of them there are."""
+def _positions(at, N, image, WIDTH: gl.constexpr, S: gl.constexpr, OUT: gl.constexpr):
+    """Return outputs, patches (rows of y), and which are inside."""
     rn = at[0] + gl.arange(0, GROUP if S.direct else 64, layout=gl.SliceLayout(1, OUT))
-    b, oy, ox, real = _pixels(at, image, WIDTH, S, gl.SliceLayout(0, OUT))
+    b, oy, ox, inside = _pixels(at, image, WIDTH, S, gl.SliceLayout(0, OUT))
     m = (b.to(gl.int64) * image[3] + oy) * image[4] + ox
-    return rn, m, gl.expand_dims(rn < N, 1) & gl.expand_dims(real, 0)
+    return rn, m, gl.expand_dims(rn < N, 1) & gl.expand_dims(inside, 0)
 
 
 @gluon.jit
-def write(total, out, bias, others, N, at, image, bounds, S: gl.constexpr):
+def write(total, out, bias, residual, N, at, image, bounds, S: gl.constexpr):
+    """Write floats with threads."""
     OUT: gl.constexpr = SUMS if S.direct else NUMBERS
-    rn, m, mask = _places(at, N, image, total.shape[1], S, OUT)
+    rn, m, mask = _positions(at, N, image, total.shape[1], S, OUT)
     to = gl.expand_dims(m * N, 0) + gl.expand_dims(rn, 1)
-    y = _finished(total, bias, others, at[0], N, bounds, out.dtype.element_ty, S)
+    y = _finish_sums(total, bias, residual, at[0], N, bounds, out.dtype.element_ty, S)
     gl.store(out + to, gl.convert_layout(y, OUT), mask=mask)
 
 
 @gluon.jit
-def _finished(total, bias, others, first_n, N, bounds, DTYPE: gl.constexpr, S: gl.constexpr):
+def _finish_sums(total, bias, residual, first_n, N, bounds, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return y of sums."""
     MMA: gl.constexpr = total.type.layout
-    if others is not None:
-        total += gl.convert_layout(others, MMA).to(gl.float32)
+    if residual is not None:
+        total += gl.convert_layout(residual, MMA).to(gl.float32)
     row = first_n + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, MMA))
     return finish(total, (bias, None), row, None, N, bounds[0], bounds[1], S.clamp, DTYPE, None)
 
 
 @gluon.jit
-def turned(sums):
-    """GROUP outputs of 64 pixels as outputs by pixels."""
+def transposed_sums(sums):
+    """Return the sums of 64 pixels by GROUP outputs as outputs by pixels."""
     sums = sums.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, GROUP]).permute([1, 0])
     return gl.convert_layout(sums, SUMS, assert_trivial=True)
 
 
 @gluon.jit
-def send(pieces, yd, ys, bias, given, taken, step, N, at, bounds, W: gl.constexpr, S: gl.constexpr):
-    """Writes a warpgroup's sums by TMA, 64 outputs at a time, from where TMA has put what is added to them: in places from `step` on."""
+def send(pieces, yd, ys, bias, added_ready, added_read, step, N, at, bounds, W: gl.constexpr, S: gl.constexpr):
+    """Add residuals from slots in shared memory, and write a warpgroup's sums from there by TMA, 64 outputs at a time. Returns the next
+    step."""
     BOX: gl.constexpr = yd.block_shape
-    PLACES: gl.constexpr = S.places
+    SLOTS: gl.constexpr = S.slots
     for g in gl.static_range(S.columns // 64):
-        place = step % PLACES
-        to = ys.index(2 * place + W)
-        mbarrier.wait(given.index(place), (step // PLACES) & 1)
+        slot = step % SLOTS
+        to = ys.index(2 * slot + W)
+        mbarrier.wait(added_ready.index(slot), (step // SLOTS) & 1)
         left = to.slice(0, GROUP, dim=1).permute([1, 0])
         right = to.slice(GROUP, GROUP, dim=1).permute([1, 0])
-        others = (left.load(SUMS), right.load(SUMS))
-        y = _finished(turned(pieces[2 * g]), bias, others[0], at[0] + 2 * g * GROUP, N, bounds, yd.dtype, S)
+        residual = (left.load(SUMS), right.load(SUMS))
+        y = _finish_sums(transposed_sums(pieces[2 * g]), bias, residual[0], at[0] + 2 * g * GROUP, N, bounds, yd.dtype, S)
         left.store(gl.convert_layout(y, SUMS))
-        y = _finished(turned(pieces[2 * g + 1]), bias, others[1], at[0] + (2 * g + 1) * GROUP, N, bounds, yd.dtype, S)
+        y = _finish_sums(transposed_sums(pieces[2 * g + 1]), bias, residual[1], at[0] + (2 * g + 1) * GROUP, N, bounds, yd.dtype, S)
         right.store(gl.convert_layout(y, SUMS))
         fence_async_shared()
         async_store(yd, half_of((at[0] + 64 * g, at[2], at[3], at[4]), W, S), reinterpret(to, yd.dtype, BOX, yd.layout))
-        tma.store_wait(1)  # the place before has been read
-        mbarrier.arrive(taken.index((step + PLACES - 1) % PLACES), count=1, pred=step > 0)
+        tma.store_wait(1)  # the previous slot has been read
+        mbarrier.arrive(added_read.index((step + SLOTS - 1) % SLOTS), count=1, pred=step > 0)
         step += 1
     return step
 
 
 @gluon.jit
 def half_of(at, W: gl.constexpr, S: gl.constexpr):
-    """Where the pixels of a warpgroup are in y, for TMA. `at`: first output; image, row and column of the tile."""
+    """Return the coordinates of a warpgroup's pixels in y, for TMA. `at`: first output; image, row and column of the tile."""
     HALF: gl.constexpr = S.half
     b = at[1] + W * (S.images - HALF[0])
     y = at[2] + W * (S.height - HALF[1])

@@ -37,50 +37,51 @@ def _of_codes(problem: Convolution) -> Convolution:
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     return conv.supports(_of_codes(problem), gpu)
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """Of the product; the best guess first."""
+    """Return configs of the product, the best guess first."""
     return conv.configs(_of_codes(problem), gpu)
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
+    Co]."""
     batch, size, integers = problem.batch, x[0].numel(), _of_codes(problem)
     pieces = min(_MOST_PIECES, -(-size // _BLOCK))
     scales_at = aligned(x.numel())
     most_at = scales_at + aligned(4 * batch)
-    own = most_at + aligned(4 * batch * pieces)
-    memory = workspace(out.device, own + conv.beside(integers, config))
+    image_bytes = most_at + aligned(4 * batch * pieces)
+    memory = workspace(out.device, image_bytes + conv.workspace_bytes(integers, config))
     q = memory[: x.numel()].view(torch.int8).view(x.shape)
     scales = memory[scales_at:][: 4 * batch].view(torch.float32)
     most = memory[most_at:][: 4 * batch * pieces].view(torch.int32)
     launcher.run(_largest, (pieces, batch), x, most, size, BLOCK=_BLOCK, num_warps=4)
     # Without fused multiply-adds: a product is rounded to float32 before it is rounded to an integer.
-    grid, held = (-(-size // _BLOCK), batch), triton.next_power_of_2(pieces)
-    launcher.run(_quantize, grid, x, most, q, scales, size, pieces, BLOCK=_BLOCK, HELD=held, num_warps=4, enable_fp_fusion=False)
-    conv.launch_images(integers, config, q, weight, out, epilogue, scales, memory[own:])
+    grid, piece_lanes = (-(-size // _BLOCK), batch), triton.next_power_of_2(pieces)
+    launcher.run(_quantize, grid, x, most, q, scales, size, pieces, BLOCK=_BLOCK, PIECES=piece_lanes, num_warps=4, enable_fp_fusion=False)
+    conv.launch_images(integers, config, q, weight, out, epilogue, scales, memory[image_bytes:])
 
 
 @triton.jit
 def _largest(x, most, size, BLOCK: tl.constexpr):
-    """most [B, pieces]: the greatest magnitude, as bits, of all blocks of image program_id(1) that are a number of pieces apart."""
+    """Write most [B, pieces]: the greatest magnitude, as bits, of every pieces-th block of image program_id(1)."""
     x += tl.program_id(1).to(tl.int64) * size
-    found = tl.zeros([BLOCK], tl.int32)
+    largest = tl.zeros([BLOCK], tl.int32)
     for start in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
         values = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
-        found = tl.maximum(found, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.store(most + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(found, axis=0))
+        largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(most + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(largest, axis=0))
 
 
 @triton.jit
-def _quantize(x, most, q, scales, size, pieces, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """A block of image program_id(1)."""
+def _quantize(x, most, q, scales, size, pieces, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """Quantize a block of image program_id(1)."""
     b = tl.program_id(1)
-    piece = tl.arange(0, HELD)
+    piece = tl.arange(0, PIECES)
     largest = tl.max(tl.load(most + b * pieces + piece, mask=piece < pieces, other=0), axis=0, keep_dims=True)
     reach = largest.to(tl.float32, bitcast=True)
     scale, inverse, _ = scale_of(reach, tl.zeros_like(reach), largest < 0x7F800000)

@@ -25,8 +25,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu import decode
-from halfbyte.kernels.gpu.arithmetic import added as with_others
-from halfbyte.kernels.gpu.arithmetic import collect, dot, leave, requantization, requantized
+from halfbyte.kernels.gpu.arithmetic import added as add_codes
+from halfbyte.kernels.gpu.arithmetic import dot, requantization, requantized, store_partial, sum_partials
 from halfbyte.kernels.gpu.conv.tile import (
     Config,
     Convolution,
@@ -52,7 +52,7 @@ _LARGEST = 1 << 31
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
         return "there is nothing to multiply"
@@ -66,7 +66,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first."""
+    """Return configs, the best guess first."""
     geo, bits = convolution.gpu_geometry(problem.sizes), problem.sizes.format.bits
     integer, wide = problem.dtype == torch.int8, problem.dtype == torch.float32
     whole = geo.block_rows == 1
@@ -90,10 +90,10 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     if -(-n // 64) * -(-m // 64) * problem.sizes.groups <= gpu.sms:  # few tiles: as small as they can be
         block_n, block_m = 64, 32
         thin = -(-n // 64) * -(-m // 16) * problem.sizes.groups
-        if bits == 8 and not wide and not few and gpu.sms < 2 * thin <= 2 * gpu.sms:  # as many as fit at once: nobody shares K
+        if bits == 8 and not wide and not few and gpu.sms < 2 * thin <= 2 * gpu.sms:  # as many as fit at once: no programs share K
             block_m, step = 16, 128 if whole and channels % 128 == 0 else step
     tiles = -(-n // block_n) * -(-m // block_m) * problem.sizes.groups
-    # To share K takes time of its own; 4 bits, made floats in registers, are worth more of it.
+    # Split-K takes time of its own; 4 bits, dequantized in registers, are worth more of it.
     slow = bits == 4 and not integer
     steps, least, most = geo.k_padded // step, 6 if slow else 16, 2 * gpu.sms if slow else gpu.sms
     split = 1
@@ -114,7 +114,8 @@ def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Mode:
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
+    Co]."""
     _start(problem, config, x, weight, out, epilogue, None, 0)
 
 
@@ -129,24 +130,25 @@ def launch_integer(
     clamp: tuple[int, int],
     addition: Addition | None = None,
 ) -> None:
-    """The same of int8, with the table [groups, 4 + taps, at least Co/groups] of `ops.conv.cuda`."""
+    """Launch the convolution of int8, with the table [groups, 4 + taps, at least Co/groups] of `ops.conv.cuda`."""
     _start(problem, config, x, weight, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table, in_zero, addition=addition)
 
 
 def launch_images(
     problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
 ) -> None:
-    """x int8 [B, H, W, C] of images with the scales float32 [B] -> floating point out, with `beside(problem, config)` bytes of memory."""
+    """Launch the convolution of x int8 [B, H, W, C] of images with scales float32 [B], with floating-point out and
+    `workspace_bytes(problem, config)` of memory."""
     _start(problem, config, x, weight, out, epilogue, scales, 0, memory)
 
 
-def beside(problem: Convolution, config: Config) -> int:
-    """Bytes that the product needs besides its operands: for the sums of programs that share K."""
+def workspace_bytes(problem: Convolution, config: Config) -> int:
+    """Return the bytes for partial sums of programs that share K."""
     return 4 * config.split * _tiles(problem, config) * problem.sizes.groups * config.block_n * config.block_m if config.split > 1 else 0
 
 
 def _tiles(problem: Convolution, config: Config) -> int:
-    """Of one group."""
+    """Return the tiles of one group."""
     return -(-problem.n // config.block_n) * -(-problem.m // config.block_m)
 
 
@@ -162,7 +164,7 @@ def _start(
     memory: Tensor | None = None,
     addition: Addition | None = None,
 ) -> None:
-    """table: for int8 x, of requantization [groups, rows, outputs], or the images' scales [B]."""
+    """Launch the kernel. table: for int8 x, of requantization [groups, rows, outputs], or the images' scales [B]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     n, integer = problem.n, x.dtype == torch.int8
     tiles = _tiles(problem, config)
@@ -172,7 +174,7 @@ def _start(
     static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps, leads=addition is not None and addition.leads)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
-        memory = workspace(out.device, beside(problem, config)) if memory is None else memory
+        memory = workspace(out.device, workspace_bytes(problem, config)) if memory is None else memory
         sums = memory.view(torch.int32 if integer else torch.float32)
         scratch = sums, locks(out.device, tiles * sizes.groups)
     image, window = places(problem, x)
@@ -187,7 +189,7 @@ def _start(
         scratch,
         problem.m,
         n,
-        (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.record)),
+        (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.slab_k)),
         image,
         window,
         (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),
@@ -202,15 +204,15 @@ def _start(
 
 
 @triton.jit
-def _tails(values, t, rn, n_padded, S: tl.constexpr):
-    """Scales (or zeros) of step t: [block_n, groups]."""
-    at = (t * S.record // S.padded + tl.arange(0, S.groups))[None, :]
+def _load_params(values, t, rn, n_padded, S: tl.constexpr):
+    """Load scales (or zeros) of step t: [block_n, groups]."""
+    at = (t * S.slab_k // S.padded + tl.arange(0, S.groups))[None, :]
     return tl.load(values + at * n_padded + rn[:, None])
 
 
 @triton.jit
 def _weights(codes, scale, zero, DTYPE: tl.constexpr, S: tl.constexpr):
-    """What was read -> the A operand [block_n, record], in "sums" without its scale."""
+    """Return loaded codes as the A operand [block_n, slab_k], in "sums" without its scale."""
     if S.bits == 4:
         values = decode.nibbles(words_of(codes, S)[:, None, :], DTYPE, S.ptx)
     else:
@@ -232,7 +234,7 @@ def _weights(codes, scale, zero, DTYPE: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _weights_exact(codes, scale, zero, S: tl.constexpr):
-    """The same in float32."""
+    """Return loaded codes as weights in float32."""
     if S.bits == 4:
         values = (words_of(codes, S).to(tl.int32)[:, None, :] >> (tl.arange(0, 4) * 4)[None, :, None]) & 15
         least = 8
@@ -261,15 +263,15 @@ def _joined(values, S: tl.constexpr):
 
 @triton.jit
 def _spread(values, S: tl.constexpr):
-    """[block_n, groups] -> what broadcasts to weights: 8 bits [block_n, 1]; 4 bits [block_n, planes or 1, 1]."""
+    """Broadcast [block_n, groups] to weights: 8 bits [block_n, 1]; 4 bits [block_n, planes or 1, 1]."""
     if S.bits == 8:
         return values
     elif S.groups == 1:
         return values[:, :, None]
     else:
-        EACH: tl.constexpr = S.record // 32 // S.groups
+        EACH: tl.constexpr = S.slab_k // 32 // S.groups
         wide = tl.broadcast_to(values[:, :, None], (S.block_n, S.groups, EACH))
-        return tl.reshape(wide, (S.block_n, S.record // 32))[:, :, None]
+        return tl.reshape(wide, (S.block_n, S.slab_k // 32))[:, :, None]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -295,18 +297,18 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         first = tl.program_id(1) * share
         end = tl.minimum(first + share, steps)
     wp, scale, zero = weight_at(weight, group, pn, rni, packed, S)
-    # What sums are finished with is on its way before there are any.
-    told = rn
+    # Loads of the epilogue are issued before the products.
+    requant = rn
     if S.mode == "int8":
-        told = requantization(table + group * rows[1], tl.minimum(rn, N - 1), rows[0])
+        requant = requantization(table + group * rows[1], tl.minimum(rn, N - 1), rows[0])
     elif S.sums_scaled:
-        told = tl.load(scale + rni)
+        requant = tl.load(scale + rni)
     if S.pdl:
         gdc_wait()
     if S.integer:
         acc = tl.zeros([BN, BM], tl.int32)
         for t in tl.range(first, end, num_stages=S.stages):
-            w = tl.load(wp + t * S.apart)
+            w = tl.load(wp + t * S.slab_stride)
             if S.bits == 4:
                 words = words_of(w, S)
                 for j in tl.static_range(4):
@@ -319,18 +321,18 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         s = rn
         z = rn
         if S.scaled:
-            s = _tails(scale, first, rni, n_padded, S)
+            s = _load_params(scale, first, rni, n_padded, S)
         if S.zero != "none":
-            z = _tails(zero, first, rni, n_padded, S)
+            z = _load_params(zero, first, rni, n_padded, S)
         for t in tl.range(first, end, num_stages=S.stages):
             # The next step's scales are fetched while this one is multiplied: they are too short for Triton to copy ahead.
             s_next = s
             z_next = z
             if not S.whole:
-                s_next = _tails(scale, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
+                s_next = _load_params(scale, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
                 if S.zero != "none":
-                    z_next = _tails(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
-            w = tl.load(wp + t * S.apart)
+                    z_next = _load_params(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
+            w = tl.load(wp + t * S.slab_stride)
             xs = patches(xp, fill, y0, x0, reached, t, image, window, S, S.step)
             if x.dtype.element_ty == tl.float32 or S.mode == "exact":
                 acc = dot(_weights_exact(w, s, z, S).to(xs.dtype), xs, acc)
@@ -341,20 +343,20 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
     if S.split > 1:
         tile = group * tl.num_programs(0) + tl.program_id(0)
         place = scratch[0] + tile.to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        apart = (tl.num_programs(2) * tl.num_programs(0)).to(tl.int64) * (BN * BM)
-        if leave(acc, place, apart, scratch[1] + tile) != tl.num_programs(1) - 1:
+        slot_stride = (tl.num_programs(2) * tl.num_programs(0)).to(tl.int64) * (BN * BM)
+        if store_partial(acc, place, slot_stride, scratch[1] + tile) != tl.num_programs(1) - 1:
             return
-        acc = collect(acc, place, apart)
+        acc = sum_partials(acc, place, slot_stride)
         tl.store(scratch[1] + tile, 0)
     if S.mode == "int8":
-        y = requantized(acc, told, bounds[0], bounds[1], 8)
+        y = requantized(acc, requant, bounds[0], bounds[1], 8)
         at, mask = of_y(rn, rm, M, N, group)
         if added[1] is not None:
-            y = with_others(y, tl.load(added[1] + at, mask=mask, other=0), bounds[2:], S.leads)
+            y = add_codes(y, tl.load(added[1] + at, mask=mask, other=0), bounds[2:], S.leads)
         tl.store(out + at, y, mask=mask)
     else:
         if S.mode == "sums":
-            acc *= told.to(tl.float32)[:, None]
+            acc *= requant.to(tl.float32)[:, None]
         elif S.mode == "image":
-            acc = acc.to(tl.float32) * (told.to(tl.float32)[:, None] * tl.load(table + b)[None, :])
+            acc = acc.to(tl.float32) * (requant.to(tl.float32)[:, None] * tl.load(table + b)[None, :])
         finish(acc, out, added, rn, rm, M, N, group, bounds, S)

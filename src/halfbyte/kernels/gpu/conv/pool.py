@@ -67,7 +67,7 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
 
 @triton.jit
 def _first(m, sizes, window):
-    """Image, row and column of x where the window of output m begins."""
+    """Return image, row and column of x where the window of output m begins."""
     _channels, _height, _width, ho, wo = sizes
     row = m // wo
     b = row // ho
@@ -92,16 +92,16 @@ def _largest(
     xp = x + (b * (height * width * channels))[:, None] + c[None, :]
     if TALL * WIDE <= UNROLLED:
         for place in tl.static_range(TALL * WIDE):
-            largest = _larger(largest, _seen(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
+            largest = _larger(largest, _load_window(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
     else:
         for place in range(TALL * WIDE):
-            largest = _larger(largest, _seen(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
+            largest = _larger(largest, _load_window(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
     tl.store(out + (m.to(tl.int64)[:, None] * channels + c[None, :]), largest, mask=(m < outputs)[:, None] & real)
 
 
 @triton.jit
-def _seen(xp, place, y0, x0, real, sizes, window, least: tl.constexpr, WIDE: tl.constexpr, DENSE: tl.constexpr):
-    """Of a place of the window; where it is outside of the image, of the nearest one inside (DENSE: there is one), or `least`."""
+def _load_window(xp, place, y0, x0, real, sizes, window, least: tl.constexpr, WIDE: tl.constexpr, DENSE: tl.constexpr):
+    """Load an element of the window; if it is outside of the image, the nearest one inside (DENSE: there is one), or `least`."""
     channels, height, width, _ho, _wo = sizes
     iy = y0 + place // WIDE * window[4]
     ix = x0 + place % WIDE * window[5]
@@ -117,7 +117,7 @@ def _seen(xp, place, y0, x0, real, sizes, window, least: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _larger(a, b, HOPPER: tl.constexpr):
-    """Of each pair; a NaN is."""
+    """Return the larger of each pair; NaN is the largest."""
     if HOPPER and a.dtype == tl.int8:
         return tl.inline_asm_elementwise(_OF_BYTES, "=r,r,r", [a, b], dtype=tl.int8, is_pure=True, pack=4)
     elif HOPPER and a.dtype == tl.float16:

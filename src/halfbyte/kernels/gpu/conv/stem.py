@@ -81,8 +81,8 @@ def weight_of(weight: Tensor, stem: Stem) -> Tensor:
     channels, piece = convolution.padded_for_gpu(sizes).channels, stem.sizes.channels
     values = torch.zeros(sizes.out, sizes.kernel[0], piece // channels, channels, dtype=torch.int8, device=weight.device)
     values[:, :, : sizes.kernel[1], : sizes.channels] = codes.data.view(sizes.out, *sizes.kernel, sizes.channels)
-    made = Codes(codes.format, (sizes.out, sizes.kernel[0] * piece), values.view(sizes.out, -1), codes.scale)
-    return convolution.pack_gpu(made, stem.sizes).data
+    stem_codes = Codes(codes.format, (sizes.out, sizes.kernel[0] * piece), values.view(sizes.out, -1), codes.scale)
+    return convolution.pack_gpu(stem_codes, stem.sizes).data
 
 
 def memory_for(stem: Stem, x: Tensor) -> Tensor:

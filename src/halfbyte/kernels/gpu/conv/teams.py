@@ -1,15 +1,13 @@
-"""y = x * W, a convolution of few pixels in float16 or bfloat16 on Hopper: as few waits as there can be.
+"""y = x * W, a convolution of few pixels in float16 or bfloat16 on Hopper, with as few waits as possible.
 
-The sums of `implicit_gemm.py`, with the weight made in registers by `hopper/weights.py`. A block computes one tile of 64 outputs by a box
-of images x rows x columns of y. It asks TMA for its codes and makes its first weights while the kernel before is still running, and then
-asks for all patches, tap by tap and 64 channels at a time; what lies outside of the image comes as 0. What does not fit in shared memory
-follows as stages are used again. Teams of four warps multiply the records of K in turn: while one makes weights, others multiply, and
-none waits for another before their sums meet in shared memory. With one image it is the time from the first load to the last addition
-that counts.
+The sums of `implicit_gemm.py`, with the weight dequantized in registers by `hopper/weights.py`. A program computes one tile of 64 outputs
+by a
+box of images x rows x columns of y. It loads its codes by TMA and dequantizes its first weights while the previous kernel is still running,
+then loads all patches, tap by tap and 64 channels at a time; elements outside of the image are zero-filled. What does not fit in shared
+memory follows as stages are reused. Teams of four warps multiply the K slabs in turn: while one dequantizes, others multiply, and they
+synchronize only when their sums are added up in shared memory. With one image the time from the first load to the last addition counts.
 
-It wins where all of its blocks run at once: up to about 8000 pixels of 64 outputs.
-
-Arithmetic: that of `hopper/weights.py`.
+Fastest where all programs run at once: up to about 8000 pixels of 64 outputs. Arithmetic: that of `hopper/weights.py`.
 """
 
 from __future__ import annotations
@@ -31,20 +29,19 @@ from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
 from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.hopper import tile as hopper_tile
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret, thread_barrier
-from halfbyte.kernels.gpu.hopper.stages import barriers, not_hopper
-from halfbyte.kernels.gpu.hopper.weights import high_bytes, two_planes
+from halfbyte.kernels.gpu.hopper.ring import barriers, why_not_hopper
+from halfbyte.kernels.gpu.hopper.weights import dequantize_two_planes, high_bytes
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.problem import Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
-_TEAMS = 4  # of four warps, as many as there are registers for
+_TEAMS = 4  # consumer warpgroups, as many as there are registers for
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 64 outputs by a `box` of (images, rows, columns) of y, whose product is a power of two. `stages`: records of K that are on
-    their way at a time."""
+    """Tiles of 64 outputs by a `box` of (images, rows, columns) of y, whose product is a power of two, and `stages` K slabs in flight."""
 
     box: tuple[int, int, int]
     stages: int
@@ -56,41 +53,43 @@ class Config:
 
 @dataclass(frozen=True)
 class _Static(hopper_tile.Static):
-    """What the kernel is compiled for. block_m: pixels; pieces: of 64 channels of a tap."""
+    """What the kernel is compiled for, in addition to `tile.Static`. block_m: pixels; tap_pieces: pieces of 64 channels of a tap."""
 
     images: int = 1
     height: int = 1
     columns: int = 1
     kernel_w: int = 1
     taps: int = 1
-    pieces: int = 1
-    records: int = 1
+    tap_pieces: int = 1
+    k_slabs: int = 1
 
     @property
     def teams(self) -> int:
-        return min(_TEAMS, self.records)
+        """Teams that have a K slab."""
+        return min(_TEAMS, self.k_slabs)
 
     @property
     def block_n(self) -> int:
+        """Rows of the weight in a stage."""
         return self.rows
 
     @property
-    def width(self) -> int:
+    def stage_k(self) -> int:
         """Elements along K of a stage of the weight in 8 bits."""
         return 64
 
     @property
-    def ring(self) -> bool:
-        """A stage is used again."""
-        return self.stages < self.records
+    def reuses_stages(self) -> bool:
+        """Whether there are fewer stages than K slabs."""
+        return self.stages < self.k_slabs
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if reason := supports_any(problem, gpu):
         return reason
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
-    if reason := not_hopper(gpu):
+    if reason := why_not_hopper(gpu):
         return reason
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes 16 bits, not {problem.dtype}"
@@ -100,53 +99,55 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
         return f"channels come by 64 and outputs by 8, not {sizes.channels} and {problem.n}"
     if not geo.contiguous:
         return f"blocks of {sizes.format} are padded"
-    if not hopper_tile.whole(geo) and problem.dtype == torch.float16 and geo.format.scale != torch.float16:
+    if not hopper_tile.one_block(geo) and problem.dtype == torch.float16 and geo.format.scale != torch.float16:
         return f"it makes the weight in 16 bits, and {sizes.format} with activations of {problem.dtype} takes more"
     return None
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first: the least time to read a block's operands, and those of all."""
-    found = []
+    """Return configs, the best guess first: by the time to read a program's operands, and those of all."""
+    candidates = []
     for pixels in (8, 16, 32, 64):
         box = min(boxes_of(pixels), key=lambda box: (count_boxes(problem, box), -box[2]))
-        found.append(_config(problem, gpu, box))
-    return tuple(sorted(found, key=lambda config: _cost(problem, gpu, config)))
+        candidates.append(_config(problem, gpu, box))
+    return tuple(sorted(candidates, key=lambda config: _cost(problem, gpu, config)))
 
 
 def _config(problem: Convolution, gpu: Gpu, box: tuple[int, int, int]) -> Config:
-    """With what fits in shared memory."""
+    """Return the config with as many stages as fit in shared memory."""
     pixels = math.prod(box)
     left = gpu.shared - (8 << 10) - 4 * 64 * pixels * (_TEAMS - 1)
-    return Config(box, min(convolution.gpu_geometry(problem.sizes).records, left // _record(problem, pixels)))
+    return Config(box, min(convolution.gpu_geometry(problem.sizes).records, left // _slab_bytes(problem, pixels)))
 
 
-def _record(problem: Convolution, pixels: int) -> int:
-    """Bytes of both operands."""
+def _slab_bytes(problem: Convolution, pixels: int) -> int:
+    """Return the bytes of a K slab of both operands."""
     return gpu_tiles.RECORD * (2 * pixels + 64 * problem.sizes.format.bits // 8)
 
 
 def _cost(problem: Convolution, gpu: Gpu, config: Config) -> int:
-    """Of reading, where all of an H100 reads 60 times as fast as one block."""
+    """Estimate the time of reading, where all of an H100 reads 60 times as fast as one program."""
     blocks = tiles(problem, config)
-    return _record(problem, config.pixels) * (60 + blocks) * -(-blocks // gpu.sms)
+    return _slab_bytes(problem, config.pixels) * (60 + blocks) * -(-blocks // gpu.sms)
 
 
 def tiles(problem: Convolution, config: Config) -> int:
+    """Return the number of tiles."""
     return -(-problem.n // 64) * count_boxes(problem, config.box)
 
 
 def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """x [B, H, W, C] in memory, weight of layout "gpu_tiles", out [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
+    Co]."""
     sizes, window, geo = problem.sizes, problem.window, convolution.gpu_geometry(problem.sizes)
     codes, scale, zero = gpu_tiles.views(weight, geo)
     lines = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    of_box = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    box_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     if geo.format.bits == 4:
         packed = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], lines)
     else:
-        of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        packed = TensorDescriptor.from_tensor(codes.view(geo.n_padded, -1), [64, 64], of_bytes)
+        byte_layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+        packed = TensorDescriptor.from_tensor(codes.view(geo.n_padded, -1), [64, 64], byte_layout)
     static = _Static(
         rows=64,
         block_m=math.prod(config.box),
@@ -158,21 +159,21 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
         columns=config.box[2],
         kernel_w=sizes.kernel[1],
         taps=sizes.taps,
-        pieces=sizes.channels // 64,
-        records=geo.records,
+        tap_pieces=sizes.channels // 64,
+        k_slabs=geo.records,
     )
-    covers = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
+    boxes = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
     launcher.run(
         _conv,
         (tiles(problem, config),),
-        TensorDescriptor.from_tensor(x, [*config.box, 64], of_box),
+        TensorDescriptor.from_tensor(x, [*config.box, 64], box_layout),
         packed,
         (scale, scale if zero is None else zero),
         out,
         (epilogue.bias, epilogue.residual),
         problem.n,
         geo.n_padded,
-        covers,
+        boxes,
         (problem.batch, *problem.image, *problem.out),
         (window.padding[0], window.padding[2], *window.dilation),
         (epilogue.low, epilogue.high),
@@ -182,16 +183,17 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     )
 
 
-# The kernel. `S` is a _Static; `at` is a tile's first output, image, row and column, `image` sizes of x and y as `hopper.py` has them.
+# The kernel. `S` is a _Static; `at` is a tile's first output, image, row and column, `image` are the sizes of x and y as in `hopper.py`.
 
 
 @gluon.jit
 def _fetch_weight(wd, ws, loaded, at, r, S: gl.constexpr):
+    """Load the codes of K slab r."""
     stage = r % S.stages
     bar = loaded.index(stage)
     mbarrier.expect(bar, 1024 * S.bits)
     if S.bits == 4:
-        async_load(wd, [(at[0] // 64 * S.records + r) * 32, 0], bar, ws.index(stage))
+        async_load(wd, [(at[0] // 64 * S.k_slabs + r) * 32, 0], bar, ws.index(stage))
     else:
         for i in gl.static_range(2):
             async_load(wd, [at[0], r * 128 + 64 * i], bar, ws.index(2 * stage + i))
@@ -199,14 +201,14 @@ def _fetch_weight(wd, ws, loaded, at, r, S: gl.constexpr):
 
 @gluon.jit
 def _fetch_x(xd, xs, full, at, r, window, S: gl.constexpr):
-    """Two pieces of 64 channels; behind the last tap comes 0."""
+    """Load two pieces of 64 channels of K slab r; zeros behind the last tap."""
     BOX: gl.constexpr = xd.block_shape
     stage = r % S.stages
     bar = full.index(stage)
     mbarrier.expect(bar, 256 * S.block_m)
     for i in gl.static_range(2):
-        tap = (2 * r + i) // S.pieces
-        channel = gl.where(tap < S.taps, (2 * r + i) % S.pieces, S.pieces) * 64
+        tap = (2 * r + i) // S.tap_pieces
+        channel = gl.where(tap < S.taps, (2 * r + i) % S.tap_pieces, S.tap_pieces) * 64
         y = at[2] + tap // S.kernel_w * window[2] - window[0]
         x = at[3] + tap % S.kernel_w * window[3] - window[1]
         to = reinterpret(xs.index(stage * 2 + i), xd.dtype, BOX, xd.layout)
@@ -215,46 +217,47 @@ def _fetch_x(xd, xs, full, at, r, window, S: gl.constexpr):
 
 @gluon.jit
 def _produce(xd, wd, xs, ws, full, loaded, empty, at, window, S: gl.constexpr):
+    """The producer warp: load all K slabs."""
     for r in range(S.stages):
         _fetch_weight(wd, ws, loaded, at, r, S)
     gdc_wait()
     for r in range(S.stages):
         _fetch_x(xd, xs, full, at, r, window, S)
-    if S.ring:
-        for r in range(S.stages, S.records):
+    if S.reuses_stages:
+        for r in range(S.stages, S.k_slabs):
             mbarrier.wait(empty.index(r % S.stages), ((r // S.stages) & 1) ^ 1)
             _fetch_weight(wd, ws, loaded, at, r, S)
             _fetch_x(xd, xs, full, at, r, window, S)
 
 
 @gluon.jit
-def _tails_of(tails, r, rn, sizes, S: gl.constexpr):
-    """Scales of the groups of record r, then their zeros (or the scales again, which nothing reads)."""
-    GROUPS: gl.constexpr = S.groups
-    found = ()
+def _load_params(block_params, r, rn, sizes, S: gl.constexpr):
+    """Load the scales of the blocks of K slab r, then their zeros (or the scales again, which are never read)."""
+    BLOCKS: gl.constexpr = S.blocks_per_slab
+    loaded = ()
     for i in gl.static_range(2):
-        row = tails[i if S.zero != "none" else 0] + (r // S.wide * GROUPS).to(gl.int64) * sizes[2]
-        for _ in gl.static_range(GROUPS):
-            found += (gl.load(row + rn),)  # type: ignore[assignment]
+        row = block_params[i if S.zero != "none" else 0] + (r // S.slabs_per_block * BLOCKS).to(gl.int64) * sizes[2]
+        for _ in gl.static_range(BLOCKS):
+            loaded += (gl.load(row + rn),)  # type: ignore[assignment]
             row += sizes[2]
-    return found
+    return loaded
 
 
 @gluon.jit
-def _weights(ws, loaded, r, high, tails, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """The planes of a record in DTYPE."""
+def _dequantize_slab(ws, loaded, r, high, block_params, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return the planes of a K slab in DTYPE."""
     LAST: gl.constexpr = S.bits // 4 - 1
     stage = r % S.stages
     mbarrier.wait(loaded.index(stage), (r // S.stages) & 1)
     stage *= LAST + 1
-    w0, w1 = two_planes(ws.index(stage), high, tails, 0, 0, OPERAND, DTYPE, S)
-    w2, w3 = two_planes(ws.index(stage + LAST), high, tails, 2, 0, OPERAND, DTYPE, S)
+    w0, w1 = dequantize_two_planes(ws.index(stage), high, block_params, 0, 0, OPERAND, DTYPE, S)
+    w2, w3 = dequantize_two_planes(ws.index(stage + LAST), high, block_params, 2, 0, OPERAND, DTYPE, S)
     return w0, w1, w2, w3
 
 
 @gluon.jit
-def _product(w, xs, full, r, acc, S: gl.constexpr):
-    """acc + the products of a record, of which w are the planes."""
+def _multiply_slab(w, xs, full, r, acc, S: gl.constexpr):
+    """Start acc + the products of a K slab with planes w."""
     stage = r % S.stages
     mbarrier.wait(full.index(stage), (r // S.stages) & 1)
     for i in gl.static_range(4):
@@ -264,58 +267,63 @@ def _product(w, xs, full, r, acc, S: gl.constexpr):
 
 
 @gluon.jit
-def _consume(xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes, at, image, bounds, TEAM: gl.constexpr, S: gl.constexpr):
+def _consume(
+    xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, TEAM: gl.constexpr, S: gl.constexpr
+):
+    """A team, if it has a K slab."""
     if TEAM < S.teams:
-        _multiply(xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes, at, image, bounds, TEAM, S)
+        _multiply(xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, TEAM, S)
 
 
 @gluon.jit
-def _multiply(xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes, at, image, bounds, TEAM: gl.constexpr, S: gl.constexpr):
-    """Every S.teams-th record; the first team finishes the sums of all."""
+def _multiply(
+    xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, TEAM: gl.constexpr, S: gl.constexpr
+):
+    """Multiply every S.teams-th K slab; the first team adds up the sums of all, and writes y."""
     TEAMS: gl.constexpr = S.teams
     PIXELS: gl.constexpr = S.block_m
-    LAST: gl.constexpr = TEAM + (S.records - 1 - TEAM) // TEAMS * TEAMS
+    LAST: gl.constexpr = TEAM + (S.k_slabs - 1 - TEAM) // TEAMS * TEAMS
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIXELS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = out.dtype.element_ty
     high = high_bytes(DTYPE)
     rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
     row = gl.minimum(at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[1] - 1)
-    # What sums are finished with is on its way before there are any.
+    # Loads of the epilogue are issued before the products.
     factor = row
-    if S.whole:
-        factor = gl.load(tails[0] + row)
-    term = row
+    if S.one_block:
+        factor = gl.load(block_params[0] + row)
+    bias = row
     if added[0] is not None:
-        term = gl.load(added[0] + row).to(gl.float32)
+        bias = gl.load(added[0] + row).to(gl.float32)
     first = gl.to_tensor(TEAM)
-    w = _weights(ws, loaded, first, high, _tails_of(tails, first, rn, sizes, S), OPERAND, DTYPE, S)
+    w = _dequantize_slab(ws, loaded, first, high, _load_params(block_params, first, rn, sizes, S), OPERAND, DTYPE, S)
     acc = gl.zeros([64, PIXELS], gl.float32, layout=MMA)
     for r in range(first, LAST, TEAMS):
-        now = _tails_of(tails, r + TEAMS, rn, sizes, S)
-        a = _product(w, xs, full, r, acc, S)
-        following = _weights(ws, loaded, r + TEAMS, high, now, OPERAND, DTYPE, S)
+        next_params = _load_params(block_params, r + TEAMS, rn, sizes, S)
+        a = _multiply_slab(w, xs, full, r, acc, S)
+        next_w = _dequantize_slab(ws, loaded, r + TEAMS, high, next_params, OPERAND, DTYPE, S)
         acc, _w0, _w1, _w2, _w3 = warpgroup_mma_wait(0, deps=[a, w[0], w[1], w[2], w[3]])
-        if S.ring:
+        if S.reuses_stages:
             mbarrier.arrive(empty.index(r % S.stages), count=1)
-        w = following
-    a = _product(w, xs, full, gl.to_tensor(LAST), acc, S)
+        w = next_w
+    a = _multiply_slab(w, xs, full, gl.to_tensor(LAST), acc, S)
     acc, _w0, _w1, _w2, _w3 = warpgroup_mma_wait(0, deps=[a, w[0], w[1], w[2], w[3]])
     if TEAM > 0:
         parts.index(TEAM - 1).store(acc)
-        thread_barrier()  # what this team wrote comes before its arrival
-        mbarrier.arrive(met, count=1)
+        thread_barrier()  # orders this team's stores before its arrival
+        mbarrier.arrive(parts_ready, count=1)
     else:
         if TEAMS > 1:
-            mbarrier.wait(met, 0)
+            mbarrier.wait(parts_ready, 0)
             for i in gl.static_range(TEAMS - 1):
                 acc += parts.index(i).load(MMA)
-        _finish(acc, factor, term, out, added, sizes[1], at, image, bounds, S)
+        _finish(acc, factor, bias, out, added, sizes[1], at, image, bounds, S)
 
 
 @gluon.jit
-def _finish(acc, factor, term, out, added, N, at, image, bounds, S: gl.constexpr):
-    """y = clamp(acc * factor + term + residual) of a tile into `out`."""
+def _finish(acc, factor, bias, out, added, N, at, image, bounds, S: gl.constexpr):
+    """Write y = clamp(acc * factor + bias + residual) of a tile."""
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     MMA: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out.dtype.element_ty
@@ -326,10 +334,10 @@ def _finish(acc, factor, term, out, added, N, at, image, bounds, S: gl.constexpr
     rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     place = gl.expand_dims(((b.to(gl.int64) * image[3] + y) * image[4] + x) * N, 0) + gl.expand_dims(rn, 1)
     mask = gl.expand_dims(rn < N, 1) & gl.expand_dims((b < image[0]) & (y < image[3]) & (x < image[4]), 0)
-    if S.whole:
+    if S.one_block:
         acc *= gl.expand_dims(factor.to(gl.float32), 1)
     if added[0] is not None:
-        acc += gl.expand_dims(term, 1)
+        acc += gl.expand_dims(bias, 1)
     if added[1] is not None:
         gdc_wait()
         acc += gl.convert_layout(gl.load(added[1] + place, mask=mask, other=0.0), MMA).to(gl.float32)
@@ -339,7 +347,7 @@ def _finish(acc, factor, term, out, added, N, at, image, bounds, S: gl.constexpr
 
 
 @gluon.jit
-def _conv(xd, wd, tails, out, added, N, n_padded, covers, image, window, bounds, S: gl.constexpr):
+def _conv(xd, wd, block_params, out, added, N, n_padded, boxes, image, window, bounds, S: gl.constexpr):
     STAGES: gl.constexpr = S.stages
     gdc_launch_dependents()
     LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -349,31 +357,31 @@ def _conv(xd, wd, tails, out, added, N, n_padded, covers, image, window, bounds,
     parts = gl.allocate_shared_memory(gl.float32, [max(1, S.teams - 1), 64, S.block_m], PLAIN)
     full = barriers(STAGES, 1)
     loaded = barriers(STAGES, 1)
-    # None that nobody looks at: see `hopper.py`.
+    # Not barriers that nobody waits for: see `hopper_tile.py`.
     empty = full
-    met = full
-    if S.ring:
+    parts_ready = full
+    if S.reuses_stages:
         empty = barriers(STAGES, 1)
     if S.teams > 1:
-        met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(met, count=S.teams - 1)
+        parts_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(parts_ready, count=S.teams - 1)
     fence_async_shared()
     tiles_n = gl.cdiv(N, 64)
     box = gl.program_id(0) // tiles_n
-    rest = box // covers[2]
+    rest = box // boxes[2]
     at = (
         gl.program_id(0) % tiles_n * 64,
-        rest // covers[1] * S.images,
-        rest % covers[1] * S.height,
-        box % covers[2] * S.columns,
+        rest // boxes[1] * S.images,
+        rest % boxes[1] * S.height,
+        box % boxes[2] * S.columns,
     )
-    sizes = (0, N, n_padded, S.records)
+    sizes = (0, N, n_padded, S.k_slabs)
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes, at, image, bounds, 0, S)),
-            (_consume, (xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes, at, image, bounds, 1, S)),
-            (_consume, (xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes, at, image, bounds, 2, S)),
-            (_consume, (xs, ws, full, loaded, empty, met, parts, tails, out, added, sizes, at, image, bounds, 3, S)),
+            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 0, S)),
+            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 1, S)),
+            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 2, S)),
+            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 3, S)),
             (_produce, (xd, wd, xs, ws, full, loaded, empty, at, window, S)),
         ],
         [4, 4, 4, 1],

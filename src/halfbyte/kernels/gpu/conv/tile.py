@@ -25,7 +25,7 @@ from halfbyte.layouts.convolution import Filter
 
 @dataclass(frozen=True)
 class Convolution:
-    """What is asked for: a weight, a window, and images [batch, channels, height, width] of `dtype`."""
+    """The problem: a weight, a window, and images [batch, channels, height, width] of `dtype`."""
 
     sizes: Filter
     window: Window
@@ -43,7 +43,7 @@ class Convolution:
 
     @property
     def overlap(self) -> int:
-        """Elements from one pixel to the next, where pixels overlap (`stem.py`); 0 elsewhere."""
+        """Elements from one pixel to the next, where pixels overlap (`stem.py`); otherwise 0."""
         return 0
 
     @property
@@ -53,7 +53,7 @@ class Convolution:
 
     @property
     def flat(self) -> Convolution:
-        """The same where pixels are multiplied one by one, as so many images: nothing of a pixel's place is computed then."""
+        """The same problem with each pixel as an image, if pixels are multiplied one by one: no pixel's position is computed then."""
         if self.sizes.taps > 1 or self.window != Window():
             return self
         return replace(self, batch=self.m, image=(1, 1))
@@ -116,42 +116,42 @@ class Static(CompileTime, Config):
 
     @property
     def integer(self) -> bool:
-        """x is int8."""
+        """Whether x is int8."""
         return self.mode in ("int8", "image")
 
     @property
-    def record(self) -> int:
-        """Of the weight."""
+    def slab_k(self) -> int:
+        """Elements along K of a slab of the weight."""
         return 128 if self.bits == 4 else self.step
 
     @property
-    def apart(self) -> int:
-        """Distance of records: words, bytes, or elements."""
-        return 2048 if self.bits == 4 else self.record
+    def slab_stride(self) -> int:
+        """Distance of slabs: words, bytes, or elements."""
+        return 2048 if self.bits == 4 else self.slab_k
 
     @property
     def bitwise(self) -> bool:
-        """Where patches reach beyond the image is looked up."""
+        """Whether taps outside of the image are looked up in a bit mask."""
         return self.bounded and self.taps < 32
 
     @property
     def scaled(self) -> bool:
-        """Weights are, before they are multiplied."""
+        """Whether the scale multiplies the weights."""
         return self.mode in ("weights", "exact")
 
     @property
     def sums_scaled(self) -> bool:
-        """Sums are multiplied by the scale."""
+        """Whether the scale multiplies the sums."""
         return self.mode in ("sums", "image")
 
     @property
     def groups(self) -> int:
         """Blocks that a step of the weight touches."""
-        return max(1, self.record // self.padded)
+        return max(1, self.slab_k // self.padded)
 
 
 def padded_channels(sizes: Filter) -> int:
-    """Of a tap, with all padding."""
+    """Return the channels of a tap, with all padding."""
     geo, padded = convolution.gpu_geometry(sizes), convolution.padded_for_gpu(sizes)
     if not isinstance(sizes.format.block, int):
         return padded.channels
@@ -159,11 +159,11 @@ def padded_channels(sizes: Filter) -> int:
 
 
 def static_of(problem: Convolution, config: Config, x: Tensor, mode: Mode, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
-    """What a kernel is compiled for that reads x [B, H, W, C], whose channels may be padded already."""
+    """Return what a kernel that reads x [B, H, W, C], whose channels may be padded already, is compiled for."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     bits, zero, whole, channels = geo.format.bits, zero_of(geo.format), geo.block_rows == 1, padded_channels(sizes)
     block, padded = (channels, channels) if whole or mode in ("int8", "image") else (geo.block, geo.padded)
-    record = 128 if bits == 4 else config.step
+    slab_k = 128 if bits == 4 else config.step
     step = 32 if mode in ("int8", "image", "dynamic") and bits == 4 else config.step
     return Static(
         **vars(replace(config, step=step, split=min(2, config.split))),
@@ -177,7 +177,7 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: Mode, *, fi
         block=block,
         padded=padded,
         real=(x.shape[3] // sizes.groups != channels and not problem.overlap) or block != padded,
-        bounded=any(problem.window.padding) or sizes.taps * channels % record != 0,
+        bounded=any(problem.window.padding) or sizes.taps * channels % slab_k != 0,
         edges=any(problem.window.padding),
         pixel=x.shape[3] if sizes.groups == 1 and x.shape[3] % 16 else 0,
         fill=fill,
@@ -222,7 +222,7 @@ def rows_and_patches(M, N, n_padded, image, window, S: tl.constexpr):
 
 @triton.jit
 def distance(image, S: tl.constexpr):
-    """Elements from one pixel of x to the next."""
+    """Return the elements from one pixel of x to the next."""
     if S.pixel > 0:
         pixel: tl.constexpr = S.pixel  # Triton from 3.8 on returns no field of a constant
         return pixel
@@ -232,7 +232,7 @@ def distance(image, S: tl.constexpr):
 
 @triton.jit
 def weight_at(weight, group, pn, rni, packed, S: tl.constexpr):
-    """Pointers to the first record of the tile's codes, and to the group's scales and zeros; where there are none, to others."""
+    """Return pointers to the first slab of the tile's codes, and to the group's scales and zeros, or placeholders."""
     n_padded, k_padded, group_bytes, _steps = packed
     codes = (weight[0].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[0].dtype)
     scale = (weight[1].to(tl.pointer_type(tl.int8)) + group.to(tl.int64) * group_bytes).to(weight[1].dtype)
@@ -243,13 +243,13 @@ def weight_at(weight, group, pn, rni, packed, S: tl.constexpr):
         panel = tl.minimum(pn * (S.block_n // 64) + tl.arange(0, S.block_n // 64), n_padded // 64 - 1).to(tl.int64)[:, None]
         wp = codes + panel * (k_padded // 128) * 2048 + tl.arange(0, 2048)[None, :]
     else:
-        wp = codes + rni[:, None].to(tl.int64) * k_padded + tl.arange(0, S.record)[None, :]
+        wp = codes + rni[:, None].to(tl.int64) * k_padded + tl.arange(0, S.slab_k)[None, :]
     return wp, scale, zero
 
 
 @triton.jit
 def reach(y0, x0, height, width, window, S: tl.constexpr):
-    """Which taps of each patch lie inside of the image, as bits: [block_m]."""
+    """Return which taps of each patch are inside of the image, as bits: [block_m]."""
     TAPS: tl.constexpr = S.taps
     bits = tl.zeros_like(y0)
     for tap in tl.static_range(TAPS):
@@ -261,7 +261,7 @@ def reach(y0, x0, height, width, window, S: tl.constexpr):
 
 @triton.jit
 def patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STEP: tl.constexpr):
-    """Columns step * STEP … of the patches, [STEP, block_m]."""
+    """Load columns step * STEP … of the patches, [STEP, block_m]."""
     if S.taps == 1 and S.channels % STEP != 0 and not (S.edges or S.real):  # nothing to look for but the end
         p = step * STEP + tl.arange(0, STEP)
         at = (y0 * image[1] + x0) * distance(image, S)
@@ -286,7 +286,7 @@ def _patches(x, fill, y0, x0, reached, step, image, window, S: tl.constexpr, STE
             inside = (reached >> tap & 1 != 0)[None, :]  # none of those taps that there are not
         else:
             iy = y0 + ky
-            if S.taps * S.channels % S.record != 0:
+            if S.taps * S.channels % S.slab_k != 0:
                 iy = tl.where(tap < S.taps, iy, -1)
             ix = x0 + kx
             inside = ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[None, :]
@@ -341,21 +341,21 @@ def of_patches(places, k, inside, S: tl.constexpr):
 
 @triton.jit
 def words_of(codes, S: tl.constexpr):
-    """Words of a record [block_n / 64, 2048] -> [block_n, 32], in the order of K."""
+    """Return words of a slab [block_n / 64, 2048] as [block_n, 32], in the order of K."""
     words = tl.reshape(codes, (S.block_n // 64, 2, 4, 8, 4, 2, 2, 2))  # panel, kt, nt, row, k4, khalf, rowhalf, k
     return tl.reshape(tl.permute(words, (0, 2, 6, 3, 1, 5, 4, 7)), (S.block_n, 32))
 
 
 @triton.jit
 def of_y(rn, rm, M, N, group):
-    """Of outputs rn of a group and patches rm in y [M, Co], and which of them there are."""
+    """Return the positions of outputs rn of a group and patches rm in y [M, Co], and which are inside."""
     at = rm[None, :].to(tl.int64) * (N * tl.num_programs(2)) + (group * N + rn)[:, None]
     return at, (rn < N)[:, None] & (rm < M)[None, :]
 
 
 @triton.jit
 def finish(total, out, added, rn, rm, M, N, group, bounds, S: tl.constexpr):
-    """y = clamp(total + bias + residual) of a tile [len(rn), len(rm)] into out [M, Co]."""
+    """Write y = clamp(total + bias + residual) of a tile [len(rn), len(rm)] to out [M, Co]."""
     at, mask = of_y(rn, rm, M, N, group)
     if added[0] is not None:
         total += tl.load(added[0] + group * N + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]

@@ -1,19 +1,19 @@
-"""y [P, N]: y[p] = x[p / share] · W[id[p]]ᵀ + bias[id[p]], the linear layers of experts, for all pairs p of a token and an expert at once.
+"""Grouped linear layers of experts: y[p] = x[p // top_k] · W[id[p]]ᵀ + bias[id[p]] for all pairs p of a token and an expert, in one launch.
 
-Weight: E matrices [N, K] in `layouts/gpu_tiles.py`, one after the other (`layouts/experts.py`). x [P / share, K]: `share` pairs that
-follow each other have one row. Tiles, configs and arithmetic are those of `skinny.py`; rows of x that meet the same expert are computed
-together. Where the ids say that, nobody but the device knows how many rows an expert has, so that the host never waits:
+Weight: E matrices [N, K] in `layouts/gpu_tiles.py`, one after the other (`layouts/experts.py`). x is [P / top_k, K]: `top_k` consecutive
+pairs read the same row. Tiles, configs and arithmetic are those of `linear/skinny.py`; rows of the same expert are multiplied together. The
+number of rows per expert stays on the device, so that the host never synchronizes:
 
-    sorted    a first small launch orders the pairs by expert and cuts each expert's into tiles of `columns`: a table with as many
-              entries as there may be at most, those that are left over empty
-    direct    with few pairs for the number of experts, each pair is a tile: nothing to sort
+    sorted    a small kernel sorts the pairs by expert and writes a `TileSchedule`, whose unused entries are marked as empty
+    direct    with few pairs per expert each pair is a tile of its own, without sorting
 
-An id that is not an expert's gives a row of NaN. It wins as `skinny` does: where reading weights is most of the work.
+An id outside of [0, E) gives a row of NaN. Fastest where `skinny` is: where the time is spent on reading weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,55 +33,75 @@ from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
 MOST_COLUMNS = 64
-_CHUNK = 1024  # ids that are counted together
-_PART = 128  # and put in order together
+_COUNT_CHUNK = 1024  # ids that `_sort` counts at a time where nothing was counted before
+_SORT_BLOCK = 128  # ids that are sorted at a time
 _MOST_PROGRAMS = 128
+
+
+class TileSchedule(NamedTuple):
+    """Tiles of rows that have the same expert, as int32 in the device's scratch buffer. Kernels index it by the number of a tile.
+
+    Attributes:
+        order: [P or more] The pairs, sorted by expert; pairs whose id is not an expert's come last, as those of expert E. -1: padding.
+        expert: [tiles] Its expert; -1 for unused entries.
+        start: [tiles] Its first row in `order`.
+        rows: [tiles] Its number of rows.
+        expert_ends: [E + 1] The end of each expert's rows in `order`.
+        counters: [3 + counters_per_tile * tiles] The number of tiles in use, and zeroed counters for the kernel that reads the schedule.
+    """
+
+    order: Any
+    expert: Any
+    start: Any
+    rows: Any
+    expert_ends: Any
+    counters: Any
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one tile is computed, and whether pairs are sorted first."""
+    """The config of a tile, and whether pairs are sorted by expert first."""
 
     tile: skinny_config.Config
     sort: bool
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if problem.op != "grouped_linear":
         return f"it multiplies experts, not {problem.op}"
     return None
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first."""
+    """Return configs, the best guess first."""
     pairs, experts = problem.m, problem.experts
     active = min(pairs, experts)
     if 3 * pairs <= experts:
-        return tuple(Config(tile, False) for tile in _tiles(problem, gpu, 1, pairs))
-    # A weight is read once for each of its tiles: half as many again as the mean leaves most experts with one. That matters less where
-    # there are so many rows that products are half of the work. Rules and limits come from measurements on an H100.
+        return tuple(Config(tile, False) for tile in _tile_configs(problem, gpu, 1, pairs))
+    # A weight is read once per tile: tiles 1.5 times as wide as the mean leave most experts with one. It matters less with so many rows
+    # that products are half of the work. Rules and limits come from measurements on an H100.
     columns = max(2, triton.next_power_of_2(-(-3 * pairs // (2 * experts))))
     columns = min(columns, 32 if pairs < 64 * experts else MOST_COLUMNS)
-    found = []
+    candidates = []
     for size in (columns, 2 * columns, columns // 2):
         if 1 <= size <= MOST_COLUMNS:
-            found += [Config(tile, True) for tile in _tiles(problem, gpu, size, active * -(-pairs // (active * size)))]
-    return tuple(found)
+            candidates += [Config(tile, True) for tile in _tile_configs(problem, gpu, size, active * -(-pairs // (active * size)))]
+    return tuple(candidates)
 
 
-def _tiles(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_config.Config]:
-    """What `skinny` does with `columns` rows and a weight as high as those of `count` tiles are together."""
-    alike = replace(problem, op="linear", compute="float", m=columns, n=problem.n * count, experts=1)
-    found = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(alike, gpu)))
+def _tile_configs(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_config.Config]:
+    """Return the configs of `skinny` for `columns` rows and a weight as high as those of `count` tiles together."""
+    linear = replace(problem, op="linear", compute="float", m=columns, n=problem.n * count, experts=1)
+    candidates = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(linear, gpu)))
     # Rules from times of an H200, six shapes of experts in q4_0 and q8_0.
     many = -(-problem.n // (8 * skinny_config.BAND)) * count >= 1.5 * gpu.sms
     fewer = problem.format.bits == 8  # records at once
-    return sorted(found, key=lambda config: (-config.bands, config.records if fewer else 0)) if columns > 8 and many else found
+    return sorted(candidates, key=lambda config: (-config.bands, config.records if fewer else 0)) if columns > 8 and many else candidates
 
 
 def gated(problem: Problem, config: Config) -> Config | None:
-    """`config` as gates need it; None where the shape is not for them."""
+    """Return `config` as a gated epilogue needs it; None where the shape does not allow it."""
     tile = skinny.gated(replace(problem, op="linear", compute="float", experts=1), config.tile)
     return None if tile is None else replace(config, tile=tile)
 
@@ -89,233 +109,260 @@ def gated(problem: Problem, config: Config) -> Config | None:
 def launch(
     problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None, gates: str = ""
 ) -> None:
-    """x [P / share, K] (unit stride along K), weight uint8 [E * bytes of a matrix], ids [P] int32 or int64, bias [E, N] -> out [P, N].
+    """Launch the grouped product.
 
-    gates  as in `layer_kinds.py`, without a bias and with a config that `gated` gave: out [P, N / 2]
+    Args:
+        problem: Its `m` is the number of pairs P.
+        config: One of `configs`; with `gates` one that `gated` returned.
+        x: [P / top_k, K], unit stride along K.
+        weight: uint8 [E * bytes of a matrix].
+        ids: [P] int32 or int64.
+        out: [P, N], or [P, N / 2] with `gates`.
+        bias: [E, N]; None with `gates`.
+        gates: A gate function of `layer_kinds.py`.
     """
     pairs, experts, n, k = problem.m, problem.experts, problem.n, problem.k
     geo = gpu_tiles.geometry(problem.format, (n, k))
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
-    steps = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
+    expert_strides = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
-    static, per = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
+    static, per_split = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
     static = replace(static, gates=gates)
-    table = sorted_by_expert(ids, experts, columns) if config.sort else None
-    blocks = pairs if table is None else len(table[1])
+    schedule = tile_schedule(ids, experts, columns) if config.sort else None
+    tiles = pairs if schedule is None else len(schedule.expert)
     launcher.run(
         _grouped,
-        (blocks * -(-n // static.outputs),),
+        (tiles * -(-n // static.outputs),),
         x,
         (codes, scale, zero),
         ids,
-        table,
+        schedule,
         out,
         bias,
         pairs,
         experts,
-        blocks,
+        tiles,
         pairs // max(1, x.shape[0]),
-        steps,
+        expert_strides,
         n,
         k,
         x.stride(0),
-        per,
+        per_split,
         static,
         num_warps=config.tile.warps,
         early=config.tile.pdl,
     )
 
 
-def sorted_by_expert(
-    ids: Tensor, experts: int, columns: int, least: int | None = None, align: int = 1, marks: int = 0, even: bool = False
-) -> tuple[Tensor, ...]:
-    """int32 in the device's scratch memory: the pairs in the order of their experts, [P] or more; for each tile its expert (-1: none), its
-    first of these, and their number; where each expert's end, [E + 1]; how many tiles there are, and zeros: two, and `marks`
-    for each that there may be. Pairs of ids that are no expert's come last, as those of one more.
+def tile_schedule(
+    ids: Tensor,
+    experts: int,
+    columns: int,
+    min_columns: int | None = None,
+    align: int = 1,
+    counters_per_tile: int = 0,
+    balanced: bool = False,
+) -> TileSchedule:
+    """Sort pairs by expert on the device, and cut each expert's rows into tiles of at most `columns`.
 
-    least   an expert's last tile is half as wide as others, or a quarter, …, where that holds its pairs, but as wide as this; and narrow
-            tiles come after wide ones. None: all are alike, in the order of experts
-    even    an expert's tiles are about as wide as each other instead, in steps of `least`
-    align   each expert's pairs begin at a multiple of it: what is between is -1
+    Args:
+        ids: [P] The expert of each pair.
+        experts: E.
+        columns: Rows of a tile.
+        min_columns: An expert's last tile is halved until it is just wide enough, down to this width, and narrow tiles come last. None:
+            all tiles have the same width and are in the order of experts.
+        align: Each expert's rows begin at a multiple of it.
+        counters_per_tile: Zeroed counters behind the first three.
+        balanced: An expert's tiles differ by `min_columns` at most, instead of all being full but for the last.
     """
     pairs = ids.numel()
-    filled = min(pairs, experts + 1)
-    blocks = (pairs + filled * (columns - 1)) // columns
-    parts = -(-pairs // _PART)
-    each = -(-parts // _MOST_PROGRAMS)
-    programs = -(-parts // each)
+    groups = min(pairs, experts + 1)  # experts that may have rows
+    tiles = (pairs + groups * (columns - 1)) // columns
+    blocks = -(-pairs // _SORT_BLOCK)
+    blocks_per_program = -(-blocks // _MOST_PROGRAMS)
+    programs = -(-blocks // blocks_per_program)
     bins = max(32, triton.next_power_of_2(experts + 1))
-    several = pairs > 2 * _CHUNK
-    starts = [0]  # of the parts, at multiples of 16 bytes, for which the kernels are compiled
+    two_passes = pairs > 2 * _COUNT_CHUNK
+    offsets = [0]  # of the arrays, at multiples of 16 bytes, for which the kernels are compiled
     length = pairs + (align - 1) * (experts + 1)
-    lengths = (length, blocks, blocks, blocks, experts + 1, 3 + marks * blocks, programs * bins if several else 1)
+    lengths = (length, tiles, tiles, tiles, experts + 1, 3 + counters_per_tile * tiles, programs * bins if two_passes else 1)
     for size in lengths:
-        starts.append(starts[-1] + round_up(size, 4))
-    memory = workspace(ids.device, 4 * starts[-1]).view(torch.int32)
-    table = tuple(memory[start : start + size] for start, size in zip(starts, lengths, strict=False))
-    if several:
-        launcher.run(_count, (programs,), ids, table[6], pairs, experts, each, BINS=bins, PART=_PART, num_warps=4)
+        offsets.append(offsets[-1] + round_up(size, 4))
+    memory = workspace(ids.device, 4 * offsets[-1]).view(torch.int32)
+    *arrays, counts = (memory[offset : offset + size] for offset, size in zip(offsets, lengths, strict=False))
+    schedule = TileSchedule(*arrays)
+    if two_passes:
+        launcher.run(_count, (programs,), ids, counts, pairs, experts, blocks_per_program, BINS=bins, BLOCK=_SORT_BLOCK, num_warps=4)
     launcher.run(
         _sort,
         (programs,),
         ids,
-        table[:6],
-        table[6] if several else None,
+        schedule,
+        counts if two_passes else None,
         pairs,
         experts,
-        blocks,
-        each,
+        tiles,
+        blocks_per_program,
         length,
-        2 + marks * blocks,
+        2 + counters_per_tile * tiles,
         BINS=bins,
-        CHUNK=min(_CHUNK, max(128, triton.next_power_of_2(pairs))),
-        PART=_PART,
+        CHUNK=min(_COUNT_CHUNK, max(128, triton.next_power_of_2(pairs))),
+        BLOCK=_SORT_BLOCK,
         COLUMNS=columns,
-        LEAST=least or columns,
-        EVEN=even,
+        MIN_COLUMNS=min_columns or columns,
+        BALANCED=balanced,
         ALIGN=align,
         num_warps=4,
     )
-    return table[:6]
+    return schedule
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "each"])
-def _count(ids, counts, pairs, experts, each, BINS: tl.constexpr, PART: tl.constexpr):
-    """How many of a program's pairs each expert has."""
-    i = tl.arange(0, PART)
+@triton.jit(do_not_specialize=["pairs", "experts", "blocks_per_program"])
+def _count(ids, counts, pairs, experts, blocks_per_program, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[program, expert] = how many of the program's pairs the expert has."""
+    lane = tl.arange(0, BLOCK)
     total = tl.zeros((BINS,), tl.int32)
-    for part in range(each):
-        at = (tl.program_id(0) * each + part) * PART + i
-        total += tl.histogram(_expert(ids, at, pairs, experts), BINS, mask=at < pairs)
+    for block in range(blocks_per_program):
+        pair = (tl.program_id(0) * blocks_per_program + block) * BLOCK + lane
+        total += tl.histogram(_expert_of(ids, pair, pairs, experts), BINS, mask=pair < pairs)
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), total)
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "each", "length", "zeros"])
+@triton.jit(do_not_specialize=["pairs", "experts", "tiles", "blocks_per_program", "length", "counters"])
 def _sort(
-    ids, table, counted, pairs, experts, blocks, each, length, zeros,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, LEAST: tl.constexpr, EVEN: tl.constexpr,
+    ids, schedule, counts, pairs, experts, tiles, blocks_per_program, length, counters,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, MIN_COLUMNS: tl.constexpr, BALANCED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A program's pairs to their places, and some of the tiles."""
-    ROWS: tl.constexpr = max(1, min(32, 8192 // BINS))  # of a table with as many columns as bins
+    """Write the program's pairs to their places in `schedule.order`, and a share of the tiles."""
+    ROWS: tl.constexpr = max(1, min(32, 8192 // BINS))  # tiles, or rows of `counts`, at a time
     p = tl.program_id(0)
-    start = p * each * PART
+    start = p * blocks_per_program * BLOCK
     bins = tl.arange(0, BINS)
     rows = tl.arange(0, ROWS)
+    # Pairs of each expert: all, and those of the programs before this one.
     total = tl.zeros((BINS,), tl.int32)
     before = tl.zeros((BINS,), tl.int32)
-    if counted is None:
+    if counts is None:
         for chunk in range(0, pairs, CHUNK):
-            at = chunk + tl.arange(0, CHUNK)
-            e = _expert(ids, at, pairs, experts)
-            total += tl.histogram(e, BINS, mask=at < pairs)
-            before += tl.histogram(e, BINS, mask=at < tl.minimum(start, pairs))
+            pair = chunk + tl.arange(0, CHUNK)
+            e = _expert_of(ids, pair, pairs, experts)
+            total += tl.histogram(e, BINS, mask=pair < pairs)
+            before += tl.histogram(e, BINS, mask=pair < tl.minimum(start, pairs))
     else:
         for chunk in range(0, tl.num_programs(0), ROWS):
-            row = (chunk + rows)[:, None]
-            some = tl.load(counted + row * BINS + bins[None, :], mask=row < tl.num_programs(0), other=0)
+            program = (chunk + rows)[:, None]
+            some = tl.load(counts + program * BINS + bins[None, :], mask=program < tl.num_programs(0), other=0)
             total += tl.sum(some, 0)
-            before += tl.sum(tl.where(row < p, some, 0), 0)
+            before += tl.sum(tl.where(program < p, some, 0), 0)
     aligned = (total + (ALIGN - 1)) // ALIGN * ALIGN
-    first = tl.cumsum(aligned, 0) - aligned
-    to = first + before
-    i = tl.arange(0, PART)
-    for part in range(each):
-        at = start + part * PART
-        e = _expert(ids, at + i, pairs, experts)
-        alike = (e[:, None] == _expert(ids, at + i, pairs, experts)[None, :]) & (i[None, :] < i[:, None])
-        inside = at + i < pairs
-        tl.store(table[0] + tl.gather(to, e, 0) + tl.sum(alike.to(tl.int32), 1), at + i, mask=inside)
-        to += tl.histogram(e, BINS, mask=inside)
-    used = _list(table, total, first, 0, blocks, BINS, ROWS, COLUMNS, COLUMNS, LEAST, EVEN)
-    for tile in range(p * ROWS, blocks, tl.num_programs(0) * ROWS):
-        at = tile + rows
-        tl.store(table[1] + at, tl.zeros_like(at) - 1, mask=(at >= used) & (at < blocks))
-    for zero in range(p * PART, zeros, tl.num_programs(0) * PART):
-        tl.store(table[5] + 1 + zero + i, tl.zeros_like(i), mask=zero + i < zeros)
+    expert_start = tl.cumsum(aligned, 0) - aligned
+    target = expert_start + before
+    lane = tl.arange(0, BLOCK)
+    for block in range(blocks_per_program):
+        first = start + block * BLOCK
+        e = _expert_of(ids, first + lane, pairs, experts)
+        same_before = (e[:, None] == _expert_of(ids, first + lane, pairs, experts)[None, :]) & (lane[None, :] < lane[:, None])
+        inside = first + lane < pairs
+        tl.store(schedule.order + tl.gather(target, e, 0) + tl.sum(same_before.to(tl.int32), 1), first + lane, mask=inside)
+        target += tl.histogram(e, BINS, mask=inside)
+    used = _write_tiles(schedule, total, expert_start, 0, tiles, BINS, ROWS, COLUMNS, COLUMNS, MIN_COLUMNS, BALANCED)
+    for tile in range(p * ROWS, tiles, tl.num_programs(0) * ROWS):
+        unused = tile + rows
+        tl.store(schedule.expert + unused, tl.zeros_like(unused) - 1, mask=(unused >= used) & (unused < tiles))
+    for zero in range(p * BLOCK, counters, tl.num_programs(0) * BLOCK):
+        tl.store(schedule.counters + 1 + zero + lane, tl.zeros_like(lane), mask=zero + lane < counters)
     if p == 0:
-        for gap in tl.static_range(ALIGN - 1):
-            tl.store(table[0] + first + total + gap, tl.zeros_like(bins) - 1, mask=total + gap < aligned)
-            behind = tl.sum(aligned, 0) + gap * BINS + bins
-            tl.store(table[0] + behind, tl.zeros_like(bins) - 1, mask=behind < length)
-        tl.store(table[4] + bins, first + total, mask=bins <= experts)
-        tl.store(table[5], used)
+        for gap in tl.static_range(ALIGN - 1):  # padding between experts, and behind the last one
+            tl.store(schedule.order + expert_start + total + gap, tl.zeros_like(bins) - 1, mask=total + gap < aligned)
+            padding = tl.sum(aligned, 0) + gap * BINS + bins
+            tl.store(schedule.order + padding, tl.zeros_like(bins) - 1, mask=padding < length)
+        tl.store(schedule.expert_ends + bins, expert_start + total, mask=bins <= experts)
+        tl.store(schedule.counters, used)
 
 
 @triton.jit
-def _list(
-    table, total, first, used, blocks,
-    BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, LEAST: tl.constexpr, EVEN: tl.constexpr,
+def _write_tiles(
+    schedule, total, expert_start, used, tiles,
+    BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, MIN_COLUMNS: tl.constexpr, BALANCED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of WIDTH pairs and narrower ones, from tile `used` on; the tile after them."""
-    NARROWER: tl.constexpr = WIDTH - LEAST if EVEN else WIDTH // 2
-    if EVEN:
-        steps = (total + (LEAST - 1)) // LEAST
+    """Write tiles of WIDTH rows, then narrower ones, from tile `used` on. Returns the number of tiles in use."""
+    NARROWER: tl.constexpr = WIDTH - MIN_COLUMNS if BALANCED else WIDTH // 2
+    # Of each expert: tiles of this width, and rows in wider ones.
+    if BALANCED:
+        steps = (total + (MIN_COLUMNS - 1)) // MIN_COLUMNS
         count = tl.maximum((total + (COLUMNS - 1)) // COLUMNS, 1)
         wider = steps % count  # tiles, by one step
-        width = steps // count * LEAST  # of the others
-        tiles = tl.where(width == WIDTH, count - wider, tl.where(width == NARROWER, wider, 0))
-        before = tl.where(width == WIDTH, wider * (WIDTH + LEAST), 0)
+        width = steps // count * MIN_COLUMNS  # of the other tiles
+        of_width = tl.where(width == WIDTH, count - wider, tl.where(width == NARROWER, wider, 0))
+        rows_before = tl.where(width == WIDTH, wider * (WIDTH + MIN_COLUMNS), 0)
     else:
         rest = total % COLUMNS
-        tiles = ((rest > (NARROWER if WIDTH > LEAST else 0)) & (rest <= WIDTH)).to(tl.int32)
-        before = total - rest
+        of_width = ((rest > (NARROWER if WIDTH > MIN_COLUMNS else 0)) & (rest <= WIDTH)).to(tl.int32)
+        rows_before = total - rest
         if WIDTH == COLUMNS:
-            tiles += total // COLUMNS
-            before = tl.zeros_like(total)
-    ends = used + tl.cumsum(tiles, 0)
-    after = used + tl.sum(tiles, 0)
-    for tile in range(tl.program_id(0) * ROWS, after, tl.num_programs(0) * ROWS):
-        at = tile + tl.arange(0, ROWS)
-        inside = (at >= used) & (at < after)
-        e = tl.minimum(tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1), BINS - 1)
-        done = tl.gather(before, e, 0) + (at - tl.gather(ends - tiles, e, 0)) * WIDTH
-        tl.store(table[1] + at, e, mask=inside)
-        tl.store(table[2] + at, tl.gather(first, e, 0) + done, mask=inside)
-        tl.store(table[3] + at, tl.minimum(tl.gather(total, e, 0) - done, WIDTH), mask=inside)
-    if WIDTH > LEAST:
-        after = _list(table, total, first, after, blocks, BINS, ROWS, COLUMNS, NARROWER, LEAST, EVEN)
-    return after
+            of_width += total // COLUMNS
+            rows_before = tl.zeros_like(total)
+    ends = used + tl.cumsum(of_width, 0)
+    end = used + tl.sum(of_width, 0)
+    for first in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        tile = first + tl.arange(0, ROWS)
+        inside = (tile >= used) & (tile < end)
+        e = tl.minimum(tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1), BINS - 1)
+        row = tl.gather(rows_before, e, 0) + (tile - tl.gather(ends - of_width, e, 0)) * WIDTH
+        tl.store(schedule.expert + tile, e, mask=inside)
+        tl.store(schedule.start + tile, tl.gather(expert_start, e, 0) + row, mask=inside)
+        tl.store(schedule.rows + tile, tl.minimum(tl.gather(total, e, 0) - row, WIDTH), mask=inside)
+    if WIDTH > MIN_COLUMNS:
+        end = _write_tiles(schedule, total, expert_start, end, tiles, BINS, ROWS, COLUMNS, NARROWER, MIN_COLUMNS, BALANCED)
+    return end
 
 
 @triton.jit
-def _expert(ids, at, pairs, experts):
-    """int32: the expert of each pair, `experts` where it is none."""
-    e = tl.load(ids + at, mask=at < pairs, other=0)
+def _expert_of(ids, pair, pairs, experts):
+    """Return the expert of each pair as int32, `experts` where the id is not an expert's."""
+    e = tl.load(ids + pair, mask=pair < pairs, other=0)
     return tl.where((e >= 0) & (e < experts), e, experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "blocks", "share", "per"])
-def _grouped(x, weight, ids, table, out, bias, pairs, experts, blocks, share, steps, N, K, stride, per, S: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs", "experts", "tiles", "top_k", "per_split"])
+def _grouped(
+    x, weight, ids, schedule, out, bias, pairs, experts, tiles, top_k, expert_strides, N, K, stride, per_split, S: tl.constexpr
+):  # fmt: skip
+    """One tile: rows of an expert by S.outputs rows of its weight. `weight` has the sections of expert 0."""
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    pm, pn = in_groups(tl.program_id(0), blocks, tl.cdiv(N, OUTPUTS))
+    pm, pn = in_groups(tl.program_id(0), tiles, tl.cdiv(N, OUTPUTS))
     column = tl.arange(0, S.width) % COLUMNS
-    own = tl.arange(0, COLUMNS)
-    if table is None:
+    output_column = tl.arange(0, COLUMNS)
+    if schedule is None:
         rows = tl.zeros_like(column) + pm
-        rm = own + pm
-        e = _expert(ids, pm, pairs, experts)
+        rm = output_column + pm
+        e = _expert_of(ids, pm, pairs, experts)
     else:
-        e = tl.load(table[1] + pm)
+        e = tl.load(schedule.expert + pm)
         if e < 0:
             return
-        order = table[0] + tl.load(table[2] + pm)
-        count = tl.load(table[3] + pm)
+        order = schedule.order + tl.load(schedule.start + pm)
+        count = tl.load(schedule.rows + pm)
         rows = tl.load(order + tl.minimum(column, count - 1))
-        rm = tl.load(order + own, mask=own < count, other=pairs)
-    at = tl.minimum(e, experts - 1).to(tl.int64)
+        rm = tl.load(order + output_column, mask=output_column < count, other=pairs)
+    expert = tl.minimum(e, experts - 1).to(tl.int64)
     if weight[2] is None:
-        mine = (weight[0] + at * steps[0], weight[1] + at * steps[1], None)
+        sections = (weight[0] + expert * expert_strides[0], weight[1] + expert * expert_strides[1], None)
     else:
-        mine = (weight[0] + at * steps[0], weight[1] + at * steps[1], weight[2] + at * steps[2])
+        sections = (
+            weight[0] + expert * expert_strides[0],
+            weight[1] + expert * expert_strides[1],
+            weight[2] + expert * expert_strides[2],
+        )
     added = (None, None)
     if bias is not None:
-        added = (bias + at * N, None)
-    total = skinny_tile.sums(x, rows // share, mine, N, K, stride, per, 0, pn, None, None, S)
+        added = (bias + expert * N, None)
+    total = skinny_tile.sums(x, rows // top_k, sections, N, K, stride, per_split, 0, pn, None, None, S)
     total = tl.where(e < experts, total, float("nan"))
     if S.gated:
         HALF: tl.constexpr = S.outputs // 2

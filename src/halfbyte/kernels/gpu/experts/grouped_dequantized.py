@@ -28,11 +28,11 @@ _BLOCK = 1024
 
 @dataclass(frozen=True)
 class Config:
-    """There is nothing to choose."""
+    """No choices."""
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this way, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if problem.op != "grouped_linear":
         return f"it multiplies experts, not {problem.op}"
     if gpu.backend != "cuda" or gpu.capability[0] not in (9, 10) or not hasattr(torch, "_grouped_mm"):
@@ -53,27 +53,27 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 
 
 def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """As `grouped.launch`."""
+    """Launch the grouped product; arguments as in `grouped.launch`."""
     pairs, experts, n, k = problem.m, problem.experts, problem.n, problem.k
     geo = gpu_tiles.geometry(problem.format, (n, k))
     dense = torch.empty(experts, n, k, dtype=problem.dtype, device=out.device)
     dequantize.write(gpu_tiles.views(weight, geo), geo, dense, experts)
-    order, _, _, _, ends, _ = grouped.sorted_by_expert(ids, experts, grouped.MOST_COLUMNS)
-    rows = x.index_select(0, order // (pairs // len(x)))
-    y = torch._grouped_mm(rows, dense.transpose(1, 2), offs=ends[:experts])
+    schedule = grouped.tile_schedule(ids, experts, grouped.MOST_COLUMNS)
+    rows = x.index_select(0, schedule.order // (pairs // len(x)))
+    y = torch._grouped_mm(rows, dense.transpose(1, 2), offs=schedule.expert_ends[:experts])
     grid = (pairs, -(-n // _BLOCK))
-    launcher.run(_put, grid, y, order, ids, out, bias, n, experts, BLOCK=_BLOCK, num_warps=4)
+    launcher.run(_put, grid, y, schedule.order, ids, out, bias, n, experts, BLOCK=_BLOCK, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["experts"])
 def _put(y, order, ids, out, bias, N, experts, BLOCK: tl.constexpr):
-    """A row of y, + the bias, to where it belongs."""
+    """Write a row of y, + the bias, to its place."""
     row = tl.program_id(0).to(tl.int64)
     to = tl.load(order + row).to(tl.int64)
     e = tl.load(ids + to).to(tl.int64)
-    known = (e >= 0) & (e < experts)
+    valid = (e >= 0) & (e < experts)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(y + row * N + n, mask=known & (n < N)).to(tl.float32)  # rows of unknown experts were not written
+    total = tl.load(y + row * N + n, mask=valid & (n < N)).to(tl.float32)  # rows of unknown experts were not written
     if bias is not None:
-        total += tl.load(bias + tl.where(known, e, 0) * N + n, mask=n < N).to(tl.float32)
-    tl.store(out + to * N + n, tl.where(known, total, float("nan")).to(out.dtype.element_ty), mask=n < N)
+        total += tl.load(bias + tl.where(valid, e, 0) * N + n, mask=n < N).to(tl.float32)
+    tl.store(out + to * N + n, tl.where(valid, total, float("nan")).to(out.dtype.element_ty), mask=n < N)

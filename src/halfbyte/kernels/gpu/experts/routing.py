@@ -5,7 +5,7 @@
     ids, weights                               the T largest logits of a row, the first of equal ones, and their softmax: among them, or
                                                their share of that of all; or the T largest of scores + correction, and scores of them, or
                                                their share of these, where scores are the sigmoid or the softmax of logits; times a factor
-    y = h + sum over t of weights[t] * of_experts[t] + sigmoid(z · own) * of_shared, rounded once
+    y = h + sum over t of weights[t] * of_experts[t] + sigmoid(z · shared_gate) * of_shared, rounded once
                                                the last part where all tokens share an expert, which the same kernels make room for; it may
                                                have no gate, which is a factor of 1
 
@@ -37,12 +37,12 @@ _STEP = 64  # columns of a row that are multiplied at once
 
 
 class Router(NamedTuple):
-    """weight [E, K], bias [E] or None, contiguous. own: [K], contiguous, of the gate of an expert that all tokens share, and where its
-    logits go, float32 [M]; or None."""
+    """weight [E, K], bias [E] or None, contiguous. shared_gate: [K], contiguous, of the gate of an expert that all tokens share, and where
+    its logits go, float32 [M]; or None."""
 
     weight: Tensor
     bias: Tensor | None = None
-    own: tuple[Tensor, Tensor] | None = None
+    shared_gate: tuple[Tensor, Tensor] | None = None
 
 
 def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Router, z: Tensor, logits: Tensor) -> None:
@@ -52,12 +52,12 @@ def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router:
     if m >= _MANY:
         norms.launch(gpu, x, norm, z)
         _launch_many(gpu, z, router.weight, router.bias, logits)
-        if router.own is not None:
-            _launch_many(gpu, z, router.own[0].view(1, k), None, router.own[1].view(m, 1))
+        if router.shared_gate is not None:
+            _launch_many(gpu, z, router.shared_gate[0].view(1, k), None, router.shared_gate[1].view(m, 1))
         return
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
     warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
-    grid = m, len(router.weight) + (router.own is not None)
+    grid = m, len(router.weight) + (router.shared_gate is not None)
     launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
 
 
@@ -109,20 +109,20 @@ def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: 
     if router[2] is not None:
         experts -= 1
         of_router = inside & (expert < experts)
-    mine = tl.load(router[0] + expert.to(tl.int64) * K + i, mask=of_router, other=0.0)
+    router_row = tl.load(router[0] + expert.to(tl.int64) * K + i, mask=of_router, other=0.0)
     factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     if PLUS_ONE:
         factor += 1
     if PDL:
         gdc_wait()
     if router[2] is not None:  # not before: it may have been dequantized
-        own = tl.load(router[2][0] + i, mask=inside & (expert == experts), other=0.0)
-        mine = mine.to(tl.float32) + own.to(tl.float32)
+        shared_gate = tl.load(router[2][0] + i, mask=inside & (expert == experts), other=0.0)
+        router_row = router_row.to(tl.float32) + shared_gate.to(tl.float32)
     v = tl.load(x + row * K + i, mask=inside, other=0.0).to(tl.float32)
     y = (v * tl.rsqrt(tl.sum(v * v) / K + eps) * factor).to(z.dtype.element_ty)
     if expert == 0:
         tl.store(z + row * K + i, y, mask=inside)
-    logit = tl.sum(y.to(tl.float32) * mine.to(tl.float32))
+    logit = tl.sum(y.to(tl.float32) * router_row.to(tl.float32))
     if router[1] is not None:
         logit += tl.load(router[1] + expert, mask=expert < experts, other=0.0).to(tl.float32)
     if router[2] is None:
@@ -219,12 +219,12 @@ def _sum(y, weights, residual, gate, shared, out, K, CHOSEN: tl.constexpr, WIDE:
         gdc_wait()
     total = tl.zeros((WIDE,), tl.float32)
     for t in tl.static_range(CHOSEN):
-        part = tl.load(y + (row * CHOSEN + t) * K + i, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(weights + row * CHOSEN + t) * part
+        expert_output = tl.load(y + (row * CHOSEN + t) * K + i, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + row * CHOSEN + t) * expert_output
     if shared is not None:
-        part = tl.load(shared + row * K + i, mask=inside, other=0.0).to(tl.float32)
+        shared_output = tl.load(shared + row * K + i, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:
-            part = times_sigmoid(part, tl.load(gate + row))
-        total += part
+            shared_output = times_sigmoid(shared_output, tl.load(gate + row))
+        total += shared_output
     total += tl.load(residual + row * K + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * K + i, total.to(out.dtype.element_ty), mask=inside)

@@ -1,19 +1,19 @@
-"""float32 sums [rows, block_m] of many rows of x with a weight in 4 or 8 bits on Hopper: the tile that `gemm_hopper.py` and
-`grouped_hopper.py` are made of.
+"""float32 sums [rows, block_m] of many rows of x and a weight in 4 or 8 bits on Hopper: the tile of `linear/gemm_hopper.py` and
+`experts/grouped_hopper.py`.
 
-One warp keeps records (128 k; of large tiles half a record) of both operands on their way to shared memory; two warpgroups multiply `rows`
-rows of the weight each by `block_m` rows of x. A plane of a record (32 k), of large tiles two, becomes floating point while the wgmma of
-those before it run, and one warpgroup's waits lie under the other's products. They never wait for each other, so that one multiplies
-while the other ends its tile: it puts the sums into a stage of the ring that the first warp has kept free, from where TMA writes them.
+A producer warp loads K slabs (128 of K; of large tiles half a slab) of both operands into a ring of stages; two consumer warpgroups
+multiply `rows` rows of the weight each by `block_m` rows of x. A plane of a slab (32 of K), or two of large tiles, is dequantized while the
+wgmma of the previous ones run, so that each warpgroup's waits are covered by the other's products. They never synchronize with each other:
+one multiplies while the other finishes its tile, whose y goes through stages that the producer left free, from where TMA stores it.
 
-Arithmetic: the weight is made in x's type (`weights.py`), sums are float32. One scale a row of the weight is
-multiplied with the sums. Lifted weights and sums are 2**-24 times as much (products below 2**-102 may be lost), which the end makes good.
+Arithmetic: the weight is dequantized to x's type (`weights.py`), sums are float32. With one block along K its scale multiplies the sums.
+Weights from subnormal codes, and their sums, are 2**-24 times as large (products below 2**-102 may be lost); the end multiplies by 2**24.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,423 +22,425 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.formats.spec import Zero
-from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, async_store, reinterpret
-from halfbyte.kernels.gpu.hopper.stages import barriers, next_stage
-from halfbyte.kernels.gpu.hopper.weights import LIFT, as_weights, codes_at, tails_at, two_planes
+from halfbyte.kernels.gpu.hopper.epilogue import sums_layout
+from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret
+from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
+from halfbyte.kernels.gpu.hopper.weights import SUBNORMAL_SCALE, dequantize_plane, dequantize_two_planes, load_block_params, load_codes
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.layouts import gpu_tiles
 
-PIECES = gl.constexpr(4)  # of columns, written one after the other
-OUT = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1]))  # of what lanes write
-# A branch that the compiler can't make predicates of, over a loop that is never entered ($1 is not negative).
+# A branch that the compiler cannot predicate, over a loop that is never entered ($1 is not negative).
 FENCE = gl.constexpr(
     "{.reg .pred p; setp.lt.s32 p, $1, 0; @!p bra.uni skip; again: nanosleep.u32 20; @p bra.uni again; skip: mov.b32 $0, $1;}"
 )
 
 
-def parts_of(block_m: int) -> int:
-    """Stages that a record takes: two where few whole ones fit."""
+class Operands(NamedTuple):
+    """TMA descriptors of the operands; None for scales and zeros that the kernel does not read."""
+
+    x: Any
+    weight: Any
+    scale: Any
+    zero: Any
+
+
+class Ring(NamedTuple):
+    """Shared memory of the stages, and a barrier for each that is full and each that is empty.
+
+    Attributes:
+        x: [stages, block_m, stage_k]
+        weight: [weight_stages, …] Codes.
+        scale: [scale_slots * blocks_per_slab * 2, rows] Scales of both warpgroups' rows.
+        zero: The same for zeros.
+        full: [stages] The producer arrives.
+        empty: [stages] Both consumers arrive.
+    """
+
+    x: Any
+    weight: Any
+    scale: Any
+    zero: Any
+    full: Any
+    empty: Any
+
+
+class WeightOffset(NamedTuple):
+    """Where a weight begins among several: in lines of 128 bytes, and in matrices of scales."""
+
+    lines: Any
+    matrix: Any
+
+
+def stages_per_slab(block_m: int) -> int:
+    """Return how many stages a K slab takes: two where few whole ones fit in shared memory."""
     return 2 if block_m > 128 else 1
-
-
-@gluon.constexpr_function
-def _sums_layout(width):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
 
 
 @dataclass(frozen=True)
 class Static(CompileTime):
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for.
+
+    Attributes:
+        rows: Rows of the weight per warpgroup.
+        block_m: Rows of x per tile.
+        stages: Stages of the ring.
+        bits: Of a code.
+        blocks_per_slab: Quantization blocks in a K slab of a row.
+        slabs_per_block: K slabs in a block.
+        one_block: One block along K, whose scale multiplies the sums.
+        zero: Kind of zero.
+        clamp: Whether y is clamped.
+        tma_store: Whether TMA writes y, from stages of x.
+        subnormal: bfloat16 codes are read as subnormal numbers: one instruction scales two and subtracts their zero point or adds the
+        offset. float_codes: Codes are 4-bit floats. paired: Codes are bytes in pairs (`layouts/gpu_tiles.py`). registers: Average per
+        thread; None: all. Fewer let the kernel that prepares the next x start beside this one. stage_rows: Rows of x that fit in a stage,
+        if more than block_m.
+    """
 
     rows: int
     block_m: int
     stages: int
     bits: int
-    groups: int  # blocks in a record
-    wide: int  # records in a block
-    whole: bool  # one block along K: its scale is multiplied with the sums
+    blocks_per_slab: int
+    slabs_per_block: int
+    one_block: bool
     zero: Zero
     clamp: bool
-    sent: bool = False  # tiles are written by TMA, from stages of x
-    lifted: bool = False  # one instruction scales two codes and takes their point off or adds their offset, in bfloat16
-    table: bool = False  # codes are 4-bit floats
-    paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
-    registers: int | None = None  # of a thread on the average: fewer than all let the kernel that makes the next x start beside
-    room: int = 0  # rows of x that a stage has room for, where they are more than block_m
+    tma_store: bool = False
+    subnormal: bool = False
+    float_codes: bool = False
+    paired: bool = False
+    registers: int | None = None
+    stage_rows: int = 0
 
     @property
-    def lifts_once(self) -> bool:
-        """What planes are lifted by is the same for a whole record, and kept for it."""
-        return self.lifted and self.groups == 1 and not self.whole
+    def subnormal_once(self) -> bool:
+        """Whether a whole slab has the same factors for subnormal codes, which then stay in registers."""
+        return self.subnormal and self.blocks_per_slab == 1 and not self.one_block
 
     @property
     def narrower(self) -> Static:
-        """For tiles of 64 rows of x fewer, in the same stages."""
-        return replace(self, block_m=self.block_m - 64, room=self.room or self.block_m)
+        """For tiles with 64 rows of x fewer, in the same stages."""
+        return replace(self, block_m=self.block_m - 64, stage_rows=self.stage_rows or self.block_m)
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of the tensors that hold a tile's sums, which are powers of two."""
+    def sum_widths(self) -> tuple[int, ...]:
+        """Columns of the tensors of sums, which are powers of two."""
         return (128, 64) if self.block_m == 192 else (self.block_m,)
 
     @property
-    def starts(self) -> tuple[int, ...]:
+    def sum_starts(self) -> tuple[int, ...]:
         """The first column of each."""
-        return tuple(sum(self.widths[:i]) for i in range(len(self.widths)))
+        return tuple(sum(self.sum_widths[:i]) for i in range(len(self.sum_widths)))
 
     @property
     def operand(self) -> gl.DotOperandLayout:
-        """Of planes of the weight, as they are made."""
-        return gl.DotOperandLayout(0, _sums_layout(self.widths[0]), 2)
+        """Layout of a plane of the weight."""
+        return gl.DotOperandLayout(0, sums_layout(self.sum_widths[0]), 2)
 
     @property
-    def parts(self) -> int:
-        """Stages that a record takes."""
-        return parts_of(self.room or self.block_m)
+    def stages_per_slab(self) -> int:
+        """Stages that a K slab takes."""
+        return stages_per_slab(self.stage_rows or self.block_m)
 
     @property
-    def weights(self) -> int:
-        """Stages of the weight: of 4 bits, whole records."""
-        return -(-self.stages // self.each)
+    def weight_stages(self) -> int:
+        """Stages of the weight, which in 4 bits hold whole slabs."""
+        return -(-self.stages // self.stages_per_weight)
 
     @property
-    def tails(self) -> int:
-        """Places of a record's scales and zeros. They come with its first stage of x: where that is half of it, one more is needed."""
-        return self.stages // self.parts + self.parts - 1
+    def scale_slots(self) -> int:
+        """Slots for a slab's scales and zeros. They arrive with its first stage of x, so that half slabs take one more."""
+        return self.stages // self.stages_per_slab + self.stages_per_slab - 1
 
     @property
-    def each(self) -> int:
+    def stages_per_weight(self) -> int:
         """Stages of x that a stage of the weight serves."""
-        return self.parts if self.bits == 4 else 1
+        return self.stages_per_slab if self.bits == 4 else 1
 
     @property
     def block_n(self) -> int:
-        """Rows of the weight that a stage holds."""
+        """Rows of the weight in a stage."""
         return 2 * self.rows
 
     @property
-    def width(self) -> int:
-        """Elements along K of a stage."""
-        return gpu_tiles.RECORD // self.parts
+    def stage_k(self) -> int:
+        """Elements along K in a stage."""
+        return gpu_tiles.RECORD // self.stages_per_slab
 
     @property
-    def places(self) -> int:
-        """Stages that a tile fills which TMA writes: one for each warpgroup, or one for both. A whole number of records."""
-        return 2 * self.rows // self.width
+    def store_stages(self) -> int:
+        """Stages that y takes on its way to TMA, a whole number of slabs: one per warpgroup, or one for both."""
+        return 2 * self.rows // self.stage_k
 
     @property
-    def beside(self) -> int:
+    def store_sharers(self) -> int:
         """Warpgroups that share such a stage."""
-        return self.width // self.rows
+        return self.stage_k // self.rows
 
 
-def whole(geo: gpu_tiles.Geometry) -> bool:
-    """`Static.whole` of a weight."""
+def one_block(geo: gpu_tiles.Geometry) -> bool:
+    """Return `Static.one_block` of a weight."""
     return geo.block_rows == 1 and geo.format.zero != "offset"
 
 
 def of_weight(geo: gpu_tiles.Geometry) -> dict[str, Any]:
-    """What a Static has from the weight."""
+    """Return the fields of `Static` that the weight decides."""
     return {
         "bits": geo.format.bits,
-        "groups": geo.blocks_a_record,
-        "wide": geo.records_a_block,
-        "whole": whole(geo),
+        "blocks_per_slab": geo.blocks_a_record,
+        "slabs_per_block": geo.records_a_block,
+        "one_block": one_block(geo),
         "zero": zero_of(geo.format),
-        "table": has_floats(geo.format),
+        "float_codes": has_floats(geo.format),
     }
 
 
-def tails_read(scale: Tensor, zero: Tensor | None, static: Static) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """How TMA reads scales and zeros [matrices, block rows, N padded]: those of a record of a tile at once."""
+def scale_descriptors(scale: Tensor, zero: Tensor | None, static: Static) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return TMA descriptors of scales and zeros [matrices, block rows, N padded], in boxes of a K slab of a tile."""
 
     def read(of_blocks: Tensor) -> TensorDescriptor:
         flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * of_blocks.element_size(), rank=3)
-        return TensorDescriptor.from_tensor(of_blocks, [1, static.groups, 2 * static.rows], flat)
+        return TensorDescriptor.from_tensor(of_blocks, [1, static.blocks_per_slab, 2 * static.rows], flat)
 
-    return None if static.whole else read(scale), None if zero is None else read(zero)
+    return None if static.one_block else read(scale), None if zero is None else read(zero)
 
 
-# Device functions. `S` is a Static; `sizes` is (M, N, N padded, records of a tile); `read` is what TMA reads (x, weight, scales, zeros),
-# `buffers` where to.
+# Device functions. `S` is a Static, `operands` Operands, `ring` a Ring, `shape` a Shape.
 
 
 @gluon.jit
-def ring(read, S: gl.constexpr):
-    """Shared memory for `stages` stages of x and of the weight, and the barriers that say which are full and which are free."""
+def allocate_ring(operands, S: gl.constexpr):
+    """Allocate the `Ring`."""
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
-    GROUPS: gl.constexpr = S.groups
+    SLOTS: gl.constexpr = S.scale_slots * S.blocks_per_slab * 2
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    xs = gl.allocate_shared_memory(read[0].dtype, [STAGES, BM, S.width], read[0].layout)
-    ws = gl.allocate_shared_memory(read[1].dtype, [S.weights, ROWS * S.bits // 4, 64 if S.bits == 4 else S.width], read[1].layout)
-    buffers = (xs, ws)
-    for i in gl.static_range(2, 4):
-        of_blocks = xs  # what is not there is not read
-        if read[i] is not None:
-            of_blocks = gl.allocate_shared_memory(read[i].dtype, [S.tails * GROUPS * 2, ROWS], FLAT)
-        buffers += (of_blocks,)  # type: ignore[assignment]
+    x = gl.allocate_shared_memory(operands.x.dtype, [STAGES, BM, S.stage_k], operands.x.layout)
+    WEIGHT: gl.constexpr = [S.weight_stages, ROWS * S.bits // 4, 64 if S.bits == 4 else S.stage_k]
+    weight = gl.allocate_shared_memory(operands.weight.dtype, WEIGHT, operands.weight.layout)
+    scale = x  # a placeholder that is never read
+    zero = x
+    if operands.scale is not None:
+        scale = gl.allocate_shared_memory(operands.scale.dtype, [SLOTS, ROWS], FLAT)
+    if operands.zero is not None:
+        zero = gl.allocate_shared_memory(operands.zero.dtype, [SLOTS, ROWS], FLAT)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 2)
     fence_async_shared()
-    return buffers, full, empty
+    return Ring(x, weight, scale, zero, full, empty)
 
 
 @gluon.jit
-def load_stage(read, buffers, full, empty, rows, matrix, pn, r, step, sizes, S: gl.constexpr):
-    """Stage r of a tile on its way to shared memory, the `step`th in all; rows: its first of x, and how many boxes of x have rows at all;
-    `matrix` is how many times 128 bytes are in front of the weight, and how many matrices of scales."""
-    mbarrier.wait(empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
-    load_weight(read, buffers, full, rows[1], matrix, pn, r, step, sizes, S)
-    load_x(read[0], buffers[0], full, rows, r, step, S)
+def load_stage(operands, ring, rows, offset, pn, r, step, shape, S: gl.constexpr):
+    """Load stage r of a tile, the `step`-th of all.
+
+    Args:
+        rows: The tile's first row of x, and how many TMA boxes of x have rows inside.
+        offset: The `WeightOffset`.
+        pn: The tile's place along N.
+    """
+    mbarrier.wait(ring.empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
+    load_weight(operands, ring, rows[1], offset, pn, r, step, shape, S)
+    load_x(operands.x, ring, rows, r, step, S)
 
 
 @gluon.jit
-def load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, S: gl.constexpr):
-    """The weight's half of it, and how many bytes are to come in all."""
-    if S.parts == 1:
-        _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, True, True, S)
+def load_weight(operands, ring, boxes, offset, pn, r, step, shape, S: gl.constexpr):
+    """Load the weight of stage r, and expect the bytes of the whole stage."""
+    if S.stages_per_slab == 1:
+        _load_weight(operands, ring, boxes, offset, pn, r, step, shape, True, True, S)
     elif r % 2 == 0:
-        _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, S.bits == 8, True, S)
-    else:  # words come with the last of their stages of x: with the first, another record would still be read where they go
-        _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, True, False, S)
+        _load_weight(operands, ring, boxes, offset, pn, r, step, shape, S.bits == 8, True, S)
+    else:  # 4 bits come with the slab's last stage of x: with its first, consumers would still read another slab there
+        _load_weight(operands, ring, boxes, offset, pn, r, step, shape, True, False, S)
 
 
 @gluon.jit
-def _load_weight(read, buffers, full, boxes, matrix, pn, r, step, sizes, CODES: gl.constexpr, TAILS: gl.constexpr, S: gl.constexpr):
+def _load_weight(operands, ring, boxes, offset, pn, r, step, shape, CODES: gl.constexpr, PARAMS: gl.constexpr, S: gl.constexpr):
+    """Load CODES, and PARAMS: scales and zeros."""
     PANELS: gl.constexpr = S.rows // 32
-    GROUPS: gl.constexpr = S.groups
-    BOX: gl.constexpr = read[0].block_shape[0]
+    BLOCKS: gl.constexpr = S.blocks_per_slab
+    BOX: gl.constexpr = operands.x.block_shape[0]
     BOXES: gl.constexpr = S.block_m // BOX
-    CODE_BYTES: gl.constexpr = S.block_n * (S.width if S.bits == 8 else 64) if CODES else 0
-    SCALE: gl.constexpr = 0 if read[2] is None else read[2].dtype.primitive_bitwidth // 8
-    ZERO: gl.constexpr = 0 if read[3] is None else read[3].dtype.primitive_bitwidth // 8
-    TAIL_BYTES: gl.constexpr = GROUPS * S.block_n * (SCALE + ZERO) if TAILS else 0
-    bar = full.index(step % S.stages)
-    for i in gl.static_range(1, BOXES + 1):  # it takes constants
-        mine = boxes == i if BOXES > 1 else True
-        mbarrier.expect(bar, 2 * i * BOX * S.width + CODE_BYTES + TAIL_BYTES, pred=mine)
+    CODE_BYTES: gl.constexpr = S.block_n * (S.stage_k if S.bits == 8 else 64) if CODES else 0
+    SCALE: gl.constexpr = 0 if operands.scale is None else operands.scale.dtype.primitive_bitwidth // 8
+    ZERO: gl.constexpr = 0 if operands.zero is None else operands.zero.dtype.primitive_bitwidth // 8
+    PARAM_BYTES: gl.constexpr = BLOCKS * S.block_n * (SCALE + ZERO) if PARAMS else 0
+    bar = ring.full.index(step % S.stages)
+    for i in gl.static_range(1, BOXES + 1):  # expect takes constants only
+        wanted = boxes == i if BOXES > 1 else True
+        mbarrier.expect(bar, 2 * i * BOX * S.stage_k + CODE_BYTES + PARAM_BYTES, pred=wanted)
     if CODES:
-        to = weight_stage(buffers[1], step, S)
+        to = weight_stage(ring, step, S)
         if S.bits == 8:
-            row, column = matrix[0] // sizes[3] + pn * S.block_n, matrix[0] % sizes[3] * 128 + r * S.width
-            async_load(read[1], [row, column], bar, to)
+            row, column = offset.lines // shape.k_slabs + pn * S.block_n, offset.lines % shape.k_slabs * 128 + r * S.stage_k
+            async_load(operands.weight, [row, column], bar, to)
         else:
             for p in gl.static_range(PANELS):
-                row = matrix[0] + ((pn * PANELS + p) * sizes[3] + r // S.each) * 32
-                async_load(read[1], [row, 0], bar, to.slice(p * 32, 32, dim=0))
-    for i in gl.static_range(2, 4 if TAILS else 2):
-        if read[i] is not None:
-            boxes = reinterpret(buffers[i], read[i].dtype, [S.tails, 1, GROUPS, 2 * S.rows], read[i].layout)
-            to = boxes.index(step // S.parts % S.tails)
-            async_load(read[i], [matrix[1], r // S.parts // S.wide * GROUPS, pn * S.block_n], bar, to)
+                row = offset.lines + ((pn * PANELS + p) * shape.k_slabs + r // S.stages_per_weight) * 32
+                async_load(operands.weight, [row, 0], bar, to.slice(p * 32, 32, dim=0))
+    for i in gl.static_range(2, 4 if PARAMS else 2):  # scale and zero
+        if operands[i] is not None:
+            slots = reinterpret(ring[i], operands[i].dtype, [S.scale_slots, 1, BLOCKS, 2 * S.rows], operands[i].layout)
+            to = slots.index(step // S.stages_per_slab % S.scale_slots)
+            async_load(operands[i], [offset.matrix, r // S.stages_per_slab // S.slabs_per_block * BLOCKS, pn * S.block_n], bar, to)
 
 
 @gluon.jit
-def load_x(xd, xs, full, rows, r, step, S: gl.constexpr):
-    """The other half, but for boxes that have no rows: what was there before is multiplied, and not written. (TMA takes longer to fill rows
-    that are not there than to read others.)"""
+def load_x(xd, ring, rows, r, step, S: gl.constexpr):
+    """Load x of stage r, except boxes that are wholly out of bounds: stale data there is multiplied, and its sums are masked. (TMA takes
+    longer to zero-fill rows than to read them.)"""
     BOX: gl.constexpr = xd.block_shape[0]
     BOXES: gl.constexpr = S.block_m // BOX
     stage = step % S.stages
     for i in gl.static_range(BOXES):
-        to = xs.index(stage).slice(i * BOX, BOX, dim=0)
-        there = i < rows[1] if BOXES > 1 else True
-        async_load(xd, [rows[0] + i * BOX, r * S.width], full.index(stage), to, pred=there)
+        to = ring.x.index(stage).slice(i * BOX, BOX, dim=0)
+        inside = i < rows[1] if BOXES > 1 else True
+        async_load(xd, [rows[0] + i * BOX, r * S.stage_k], ring.full.index(stage), to, pred=inside)
 
 
 @gluon.jit
-def weight_stage(ws, step, S: gl.constexpr):
-    """Shared memory of the weight's record or half of one that belongs to a stage of x."""
-    return ws.index(step // S.each % S.weights)
+def weight_stage(ring, step, S: gl.constexpr):
+    """Return the weight's slab, or half of one, that belongs to a stage of x."""
+    return ring.weight.index(step // S.stages_per_weight % S.weight_stages)
 
 
 @gluon.jit
-def keep_free(full, empty, step, S: gl.constexpr):
-    """The places of a tile's sums: the stages from `step` on, with nothing to come."""
-    PLACES: gl.constexpr = S.places
-    for i in gl.static_range(PLACES):
+def reserve_store_stages(ring, step, S: gl.constexpr):
+    """Wait until the stages for y, from `step` on, are empty, and hand them to the consumers."""
+    STORE_STAGES: gl.constexpr = S.store_stages
+    for i in gl.static_range(STORE_STAGES):
         stage = (step + i) % S.stages
-        mbarrier.wait(empty.index(stage), (((step + i) // S.stages) & 1) ^ 1)
-        mbarrier.arrive(full.index(stage), count=1)
+        mbarrier.wait(ring.empty.index(stage), (((step + i) // S.stages) & 1) ^ 1)
+        mbarrier.arrive(ring.full.index(stage), count=1)
 
 
 @gluon.jit
-def _zeros(SUMS: gl.constexpr, S: gl.constexpr):
+def _zero_sums(INDEX: gl.constexpr, S: gl.constexpr):
     ROWS: gl.constexpr = S.rows
-    WIDTH: gl.constexpr = S.widths[SUMS]
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout=_sums_layout(WIDTH))
+    WIDTH: gl.constexpr = S.sum_widths[INDEX]
+    return gl.zeros([ROWS, WIDTH], gl.float32, layout=sums_layout(WIDTH))
 
 
 @gluon.jit
-def _multiplied(w, xs, stage, acc, PLANE: gl.constexpr, S: gl.constexpr):
-    """acc + plane PLANE of the weight by its columns of xᵀ [32, block_m], for each of a tile's sums."""
-    found = ()
-    for i in gl.static_range(len(S.widths)):
-        rows = xs.index(stage)
-        if S.room > 0:
-            rows = rows.slice(S.starts[i], S.widths[i], dim=0)
-        columns = rows.slice(PLANE * 32 % S.width, 32, dim=1).permute([1, 0])
-        operand = gl.convert_layout(w, gl.DotOperandLayout(0, _sums_layout(S.widths[i]), 2), assert_trivial=True)
-        found += (warpgroup_mma(operand, columns, acc[i], is_async=True),)  # type: ignore[assignment]
-    return found
+def _multiply_plane(w, ring, stage, acc, PLANE: gl.constexpr, S: gl.constexpr):
+    """Start acc + plane PLANE of the weight times its columns of xᵀ [32, block_m], for each tensor of sums."""
+    sums = ()
+    for i in gl.static_range(len(S.sum_widths)):
+        rows = ring.x.index(stage)
+        if S.stage_rows > 0:
+            rows = rows.slice(S.sum_starts[i], S.sum_widths[i], dim=0)
+        columns = rows.slice(PLANE * 32 % S.stage_k, 32, dim=1).permute([1, 0])
+        operand = gl.convert_layout(w, gl.DotOperandLayout(0, sums_layout(S.sum_widths[i]), 2), assert_trivial=True)
+        sums += (warpgroup_mma(operand, columns, acc[i], is_async=True),)  # type: ignore[assignment]
+    return sums
 
 
 @gluon.jit
-def sums(buffers, full, empty, owed, scale, first_n, count, step, high, sizes, HALF: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """float32 [rows, width] for each of `S.widths`, of `count` records whose stages begin with `step`; and the step after them.
+def multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Multiply `count` K slabs whose stages begin with `step`.
 
-    scale   where those of whole rows stand, of which the tile's begin with first_n: read at once, as that takes longer than what is left
-            to do when the products are there
-    owed    if S.sent: 1 if a tile was before, whose places in front of `step` are given back when TMA has read them
+    Args:
+        stored: With S.tma_store: 1 if a tile came before, whose stages in front of `step` are released once TMA has read them.
+        scale: With S.one_block: pointer to the scales, loaded before the products, as that takes longer than the rest of the tile.
+        first_n: The warpgroup's first row of the weight.
+        high: What `high_bytes` returned.
+
+    Returns:
+        float32 [rows, width] for each of `S.sum_widths`, and the step after the slabs.
     """
-    xs, ws, _ss, _zs = buffers
     OPERAND: gl.constexpr = S.operand
     ROWS: gl.constexpr = S.rows
     STAGES: gl.constexpr = S.stages
-    BESIDE: gl.constexpr = S.beside
-    ONE: gl.constexpr = S.parts == 1
-    SUMS: gl.constexpr = len(S.widths)
+    SHARERS: gl.constexpr = S.store_sharers
+    ONE: gl.constexpr = S.stages_per_slab == 1
+    SUMS: gl.constexpr = len(S.sum_widths)
     acc = ()
     for i in gl.static_range(SUMS):
-        acc += (_zeros(i, S),)  # type: ignore[assignment]
-    factor = gl.full([ROWS], LIFT if S.lifted else 1.0, gl.float32, layout=gl.SliceLayout(1, OPERAND.parent))
-    if S.whole:
+        acc += (_zero_sums(i, S),)  # type: ignore[assignment]
+    factor = gl.full([ROWS], SUBNORMAL_SCALE if S.subnormal else 1.0, gl.float32, layout=gl.SliceLayout(1, OPERAND.parent))
+    if S.one_block:
         row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND.parent))
-        factor *= gl.load(scale + gl.minimum(row, sizes[2] - 1)).to(gl.float32)
+        factor *= gl.load(scale + gl.minimum(row, shape.n_padded - 1)).to(gl.float32)
+    # The first planes, before the loop.
     stage, phase = step % STAGES, (step // STAGES) & 1
-    mbarrier.wait(full.index(stage), phase)
+    mbarrier.wait(ring.full.index(stage), phase)
     if ONE:
-        now = tails_at(buffers, stage, HALF, OPERAND, DTYPE, S)
-        codes = codes_at(ws.index(stage), 0, HALF, OPERAND, S)
-        w0 = as_weights(codes, high, now, 0, OPERAND, DTYPE, S)
+        params = load_block_params(ring, stage, HALF, OPERAND, DTYPE, S)
+        codes = load_codes(ring.weight.index(stage), 0, HALF, OPERAND, S)
+        w0 = dequantize_plane(codes, high, params, 0, OPERAND, DTYPE, S)
     else:
-        mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-        now = tails_at(buffers, step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
-        w0, w1 = two_planes(weight_stage(ws, step, S), high, now, 0, HALF, OPERAND, DTYPE, S)
-    if S.sent:  # TMA has read the tile before
+        mbarrier.wait(ring.full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+        params = load_block_params(ring, step // 2 % S.scale_slots, HALF, OPERAND, DTYPE, S)
+        w0, w1 = dequantize_two_planes(weight_stage(ring, step, S), high, params, 0, HALF, OPERAND, DTYPE, S)
+    if S.tma_store:  # TMA has read the tile before
         tma.store_wait(0)
-        mbarrier.arrive(empty.index((step + STAGES - S.places + HALF // BESIDE) % STAGES), count=2 // BESIDE, pred=owed > 0)
+        mbarrier.arrive(ring.empty.index((step + STAGES - S.store_stages + HALF // SHARERS) % STAGES), count=2 // SHARERS, pred=stored > 0)
     for r in range(count):
         more = r + 1 < count
         if ONE:
             second = stage
-            following, its_phase = next_stage(stage, phase, STAGES)
+            following, following_phase = next_stage(stage, phase, STAGES)
         else:
-            last = step + 1  # of the stages of this record
+            last = step + 1  # of this slab's stages
             next_step = last + gl.where(more, 1, 0)
             far_step = next_step + gl.where(more, 1, 0)
             stage, second = step % STAGES, last % STAGES
-            following, its_phase = next_step % STAGES, (next_step // STAGES) & 1
+            following, following_phase = next_step % STAGES, (next_step // STAGES) & 1
             ahead, phase_ahead = far_step % STAGES, (far_step // STAGES) & 1
-        # While planes are multiplied the next are made. What follows a wgmma waits until its operand was taken, so that it is mostly the
-        # other warpgroup whose products lie over this one's work. Where products are short, planes are made one by one between them.
+        # Planes are dequantized while the ones before them are multiplied. Instructions after a wgmma wait until it has read its operand,
+        # so that it is mostly the other warpgroup's products that overlap. Where products are short, planes are interleaved one by one.
         if ONE and S.bits == 8:
-            codes = codes_at(ws.index(stage), 1, HALF, OPERAND, S)
-        a = _multiplied(w0, xs, stage, acc, 0, S)
+            codes = load_codes(ring.weight.index(stage), 1, HALF, OPERAND, S)
+        a = _multiply_plane(w0, ring, stage, acc, 0, S)
         if ONE:
-            w1 = as_weights(codes, high, now, 1, OPERAND, DTYPE, S)
-        a = _multiplied(w1, xs, stage, a, 1, S)
+            w1 = dequantize_plane(codes, high, params, 1, OPERAND, DTYPE, S)
+        a = _multiply_plane(w1, ring, stage, a, 1, S)
         if ONE:
             if S.bits == 8:
-                codes = codes_at(ws.index(stage), 2, HALF, OPERAND, S)
-            w2 = as_weights(codes, high, now, 2, OPERAND, DTYPE, S)
+                codes = load_codes(ring.weight.index(stage), 2, HALF, OPERAND, S)
+            w2 = dequantize_plane(codes, high, params, 2, OPERAND, DTYPE, S)
             if S.bits == 8:
-                codes = codes_at(ws.index(stage), 3, HALF, OPERAND, S)
+                codes = load_codes(ring.weight.index(stage), 3, HALF, OPERAND, S)
         else:
-            w2, w3 = two_planes(weight_stage(ws, last, S), high, now, 2, HALF, OPERAND, DTYPE, S)
-        a = _multiplied(w2, xs, second, a, 2, S)
+            w2, w3 = dequantize_two_planes(weight_stage(ring, last, S), high, params, 2, HALF, OPERAND, DTYPE, S)
+        a = _multiply_plane(w2, ring, second, a, 2, S)
         if ONE:
-            w3 = as_weights(codes, high, now, 3, OPERAND, DTYPE, S)
-        a = _multiplied(w3, xs, second, a, 3, S)
+            w3 = dequantize_plane(codes, high, params, 3, OPERAND, DTYPE, S)
+        a = _multiply_plane(w3, ring, second, a, 3, S)
         a = warpgroup_mma_wait(2 * SUMS, deps=a + (w0, w1))[:SUMS]  # noqa: RUF005
         if not ONE:
-            mbarrier.arrive(empty.index(stage), count=1)
-        # After the last record of a tile something is made of what is there, and not used.
-        mbarrier.wait(full.index(following), its_phase, pred=more | (not ONE))
-        if S.each == 2:  # the words come with the second half
-            mbarrier.wait(full.index(ahead), phase_ahead)
+            mbarrier.arrive(ring.empty.index(stage), count=1)
+        # After a tile's last slab the planes of whatever the stage holds are dequantized, and not used.
+        mbarrier.wait(ring.full.index(following), following_phase, pred=more | (not ONE))
+        if S.stages_per_weight == 2:  # 4 bits come with the slab's second stage
+            mbarrier.wait(ring.full.index(ahead), phase_ahead)
         if ONE:
-            after = tails_at(buffers, following, HALF, OPERAND, DTYPE, S)
-            codes = codes_at(ws.index(following), 0, HALF, OPERAND, S)
-            w0 = as_weights(codes, high, after, 0, OPERAND, DTYPE, S)
+            next_params = load_block_params(ring, following, HALF, OPERAND, DTYPE, S)
+            codes = load_codes(ring.weight.index(following), 0, HALF, OPERAND, S)
+            w0 = dequantize_plane(codes, high, next_params, 0, OPERAND, DTYPE, S)
         else:
-            after = tails_at(buffers, next_step // 2 % S.tails, HALF, OPERAND, DTYPE, S)
-            w0, w1 = two_planes(weight_stage(ws, next_step, S), high, after, 0, HALF, OPERAND, DTYPE, S)
-        # The compiler does not move what was made over a branch: one that looks for the second half of the next record, or for nothing.
+            next_params = load_block_params(ring, next_step // 2 % S.scale_slots, HALF, OPERAND, DTYPE, S)
+            w0, w1 = dequantize_two_planes(weight_stage(ring, next_step, S), high, next_params, 0, HALF, OPERAND, DTYPE, S)
+        # The compiler does not move dequantization over a branch: the wait for the next slab's second half, or FENCE.
         if ONE:
             gl.inline_asm_elementwise(FENCE, "=r,r", [high], dtype=gl.int32, is_pure=False, pack=1)
         else:
-            mbarrier.wait(full.index(ahead), phase_ahead)
+            mbarrier.wait(ring.full.index(ahead), phase_ahead)
         acc = warpgroup_mma_wait(0, deps=a + (w2, w3))[:SUMS]  # noqa: RUF005
-        mbarrier.arrive(empty.index(second), count=1)
-        now = after
-        step += S.parts
+        mbarrier.arrive(ring.empty.index(second), count=1)
+        params = next_params
+        step += S.stages_per_slab
         if ONE:
-            stage, phase = following, its_phase
+            stage, phase = following, following_phase
     total = ()
     for i in gl.static_range(SUMS):
-        one = acc[i]  # type: ignore[var-annotated]
-        if S.lifted or S.whole:
-            one *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, _sums_layout(S.widths[i])), assert_trivial=True), 1)
-        total += (one,)  # type: ignore[assignment]
+        scaled = acc[i]  # type: ignore[var-annotated]
+        if S.subnormal or S.one_block:
+            of_rows = gl.convert_layout(factor, gl.SliceLayout(1, sums_layout(S.sum_widths[i])), assert_trivial=True)
+            scaled *= gl.expand_dims(of_rows, 1)
+        total += (scaled,)  # type: ignore[assignment]
     return total, step
-
-
-@gluon.jit
-def pieces_of(total, S: gl.constexpr):
-    """The columns of sums in four parts: what is written from fewer registers leaves more of them for addresses."""
-    left, right = _halves(total, S)
-    return _halves(left, S) + _halves(right, S)
-
-
-@gluon.jit
-def _halves(total, S: gl.constexpr):
-    WIDTH: gl.constexpr = total.shape[1] // 2
-    MMA: gl.constexpr = _sums_layout(WIDTH)
-    left, right = total.reshape([S.rows, 2, WIDTH]).permute([0, 2, 1]).split()
-    return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
-
-
-@gluon.jit
-def write_tile(total, out, added, first_n, first_m, places, sizes, bounds, S: gl.constexpr):
-    """Sums [rows, columns] as they come out of the matrix unit into `out`.
-
-    places  None: rows of `out` follow each other; or their numbers, -1 for none
-
-    Only 16 bits go from lane to lane, so that the shared memory that this takes fits beside the ring.
-    """
-    ROWS: gl.constexpr = S.rows
-    WIDTH: gl.constexpr = total.shape[1]
-    MMA: gl.constexpr = total.type.layout
-    DTYPE: gl.constexpr = out.dtype.element_ty
-    rn = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    if places is None:
-        rm = first_m + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUT))
-        inside = rm < sizes[0]
-    else:
-        rm = places
-        inside = rm >= 0
-    mask = gl.expand_dims(rn < sizes[1], 1) & gl.expand_dims(inside, 0)
-    at = gl.expand_dims(rm, 0).to(gl.int64) * sizes[1] + gl.expand_dims(rn, 1)
-    row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    if added[1] is not None:
-        total += gl.convert_layout(gl.load(added[1] + at, mask=mask, other=0.0), MMA).to(gl.float32)
-    y = finish(total, (added[0], None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, DTYPE, None)
-    gl.store(out + at, gl.convert_layout(y, OUT), mask=mask)
-
-
-@gluon.jit
-def send_tile(acc, yd, bias, place, first_n, first_m, sizes, bounds, HALF: gl.constexpr, S: gl.constexpr):
-    """A warpgroup's sums by TMA, from a stage of x."""
-    ROWS: gl.constexpr = S.rows
-    MMA: gl.constexpr = acc.type.layout
-    row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    y = finish(acc, (bias, None), row, None, sizes[1], bounds[0], bounds[1], S.clamp, yd.dtype, None)
-    place = place.slice(HALF % S.beside * ROWS, ROWS, dim=1)
-    place.permute([1, 0]).store(y)
-    fence_async_shared()
-    async_store(yd, [first_m, first_n], place)

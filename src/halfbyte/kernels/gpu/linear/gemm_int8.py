@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, collect, leave, requantization, requantized
+from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, requantization, requantized, store_partial, sum_partials
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.quantize import activations
 from halfbyte.kernels.gpu.quantize.activations import Quantized, aligned
@@ -91,7 +91,7 @@ def _weight_sums_bytes(problem: Problem) -> int:
     return aligned(4 * plan.granules * geo.n_padded) if plan.with_offset else 0
 
 
-def beside(problem: Problem, config: Config) -> int:
+def workspace_bytes(problem: Problem, config: Config) -> int:
     """Bytes that `multiply` needs: sums of the weight where x has an offset, partial sums where K is split."""
     partials = 4 * config.split * _tiles(problem, config) * config.block_m * config.block_n if config.split > 1 else 0
     return _weight_sums_bytes(problem) + partials
@@ -168,7 +168,7 @@ def multiply(
         FOLD=1 if plan.whole else max(1, plan.padded // gpu_tiles.RECORD),
         BM=config.block_m,
         BN=config.block_n,
-        RECORDS=config.records,
+        SLABS=config.records,
         STAGES=config.stages,
         SPLIT=split,
         CLAMP=epilogue.clamps,
@@ -177,7 +177,7 @@ def multiply(
     )
 
 
-launch = activations.first(multiply, beside)
+launch = activations.first(multiply, workspace_bytes)
 
 
 HALVES = tl.constexpr(
@@ -197,11 +197,11 @@ PLANES = tl.constexpr(
 
 
 @triton.jit
-def halves(codes, BN: tl.constexpr, RECORDS: tl.constexpr, ASM: tl.constexpr):
+def halves(codes, BN: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
     """Bytes [BN / 64, RECORDS * 4096] of records -> 16 * (u - 8) of their low and of their high nibbles, int8 [BN, 64 * RECORDS] each."""
-    b = tl.reshape(codes, (BN // 64, RECORDS, 2, 4, 8, 4, 2, 2, 4))  # panel, record, kt, nt, row, k4, khalf, rowhalf, byte
+    b = tl.reshape(codes, (BN // 64, SLABS, 2, 4, 8, 4, 2, 2, 4))  # panel, record, kt, nt, row, k4, khalf, rowhalf, byte
     b = tl.permute(b, (0, 3, 7, 4, 1, 2, 6, 5, 8))
-    b = tl.reshape(b, (BN, 64 * RECORDS))
+    b = tl.reshape(b, (BN, 64 * SLABS))
     if ASM:
         return tl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
     else:
@@ -292,7 +292,7 @@ def _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, ZERO: tl.constexpr, WITH_O
 
 
 @triton.jit
-def _fetch_record(w, x, t, w_every, a_every, NP, MP, rn, rm, PIECES: tl.constexpr, FLAGS: tl.constexpr):
+def _fetch_slab(w, x, t, w_every, a_every, NP, MP, rn, rm, PIECES: tl.constexpr, FLAGS: tl.constexpr):
     """The same of all granules of record t."""
     i = t * PIECES
     f0 = _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
@@ -310,11 +310,11 @@ def _fetch_record(w, x, t, w_every, a_every, NP, MP, rn, rm, PIECES: tl.constexp
 
 @triton.jit
 def _product(
-    acc, wp, xp, t, PIECE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, RECORDS: tl.constexpr, ASM: tl.constexpr
+    acc, wp, xp, t, PIECE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr
 ):
     """acc + the integers of records t and after of 4 bits, or of piece PIECE of record t of 8 bits."""
     if BITS == 4:
-        w0, w1 = halves(tl.load(wp + t * 4096), BN, RECORDS, ASM)
+        w0, w1 = halves(tl.load(wp + t * 4096), BN, SLABS, ASM)
         acc = tl.dot(w0, tl.load(xp + t * 128), acc, out_dtype=tl.int32)
         return tl.dot(w1, tl.load(xp + t * 128 + 64), acc, out_dtype=tl.int32)
     else:
@@ -327,7 +327,7 @@ def _gemm(
     x, sa, sums, oa, codes, scale, zero, wsums, table, out, bias, residual, low, high, partials, locks,
     M, MP, N, NP, R, w_every, a_every, table_row,
     BITS: tl.constexpr, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ROW: tl.constexpr,
-    G: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RECORDS: tl.constexpr, STAGES: tl.constexpr,
+    G: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLABS: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, CLAMP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """With a `table`, of `ops.requantization_table`, the result is int8."""
@@ -341,21 +341,21 @@ def _gemm(
     rni = tl.minimum(rn, NP - 1)
     first, end = 0, R
     if SPLIT:
-        share = tl.cdiv(R // RECORDS, tl.num_programs(1)) * RECORDS
+        share = tl.cdiv(R // SLABS, tl.num_programs(1)) * SLABS
         first = tl.program_id(1) * share
         end = tl.minimum(first + share, R)
     xp = x + rmi[None, :].to(tl.int64) * (R * 128)
     if BITS == 4:
         panel = tl.minimum(pn * (BN // 64) + tl.arange(0, BN // 64), NP // 64 - 1).to(tl.int64)[:, None] * R
         if G == 128:
-            wp = codes + panel * 4096 + tl.arange(0, 4096 * RECORDS)[None, :]
-            kx = tl.arange(0, 64 * RECORDS)
+            wp = codes + panel * 4096 + tl.arange(0, 4096 * SLABS)[None, :]
+            kx = tl.arange(0, 64 * SLABS)
             xp += (kx // 64 * 128 + kx % 64)[:, None]
         else:
             wp = codes.to(tl.pointer_type(tl.int16)) + panel * 2048 + tl.arange(0, 2048)[None, :]
             xp += tl.arange(0, 32)[:, None]
     else:
-        WIDE: tl.constexpr = G * RECORDS
+        WIDE: tl.constexpr = G * SLABS
         wp = codes + rni[:, None].to(tl.int64) * (R * 128) + tl.arange(0, WIDE)[None, :]
         xp += tl.arange(0, WIDE)[:, None]
     w = (scale, zero, wsums)
@@ -365,16 +365,16 @@ def _gemm(
     start = tl.full([BN, BM], 0 if WHOLE or FOLD > 1 else MAGIC_BITS, tl.int32)
     acc = start if WHOLE else tl.zeros([BN, BM], tl.float32)
     if WHOLE:
-        for t in tl.range(first, end, RECORDS, num_stages=STAGES):
-            acc = _product(acc, wp, xp, t, 0, BITS, G, BN, RECORDS, ASM)
+        for t in tl.range(first, end, SLABS, num_stages=STAGES):
+            acc = _product(acc, wp, xp, t, 0, BITS, G, BN, SLABS, ASM)
     else:
         p = start
         sm = tl.zeros([BM], tl.float32)
         ws = tl.zeros([BN], tl.float32)
-        f = _fetch_record(w, a, first, w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
+        f = _fetch_slab(w, a, first, w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
         for t in tl.range(first, end, num_stages=STAGES):
             # The next record's scales are fetched while this one is multiplied: they are too short for Triton to copy ahead.
-            following = _fetch_record(w, a, tl.minimum(t + 1, R - 1), w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
+            following = _fetch_slab(w, a, tl.minimum(t + 1, R - 1), w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
             if FOLD > 1:
                 p = _product(p, wp, xp, t, 0, BITS, G, BN, 1, ASM)
                 if ZERO != 0:
@@ -402,10 +402,10 @@ def _gemm(
     if SPLIT:
         # Results of a program that has nothing to add are zeros.
         place = tl.program_id(0).to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        apart = tl.num_programs(0).to(tl.int64) * (BN * BM)
-        if leave(acc, partials + place, apart, locks + tl.program_id(0)) != tl.num_programs(1) - 1:
+        slot_stride = tl.num_programs(0).to(tl.int64) * (BN * BM)
+        if store_partial(acc, partials + place, slot_stride, locks + tl.program_id(0)) != tl.num_programs(1) - 1:
             return
-        acc = collect(acc, partials + place, apart)
+        acc = sum_partials(acc, partials + place, slot_stride)
         tl.store(locks + tl.program_id(0), 0)
     if table is not None:
         y = requantized(acc, requantization(table, tl.minimum(rn, N - 1), table_row), low, high, BITS)

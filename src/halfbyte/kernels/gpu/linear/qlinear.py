@@ -40,7 +40,7 @@ def launch(
 ) -> None:
     """x int8 [M, K], codes and scale as `gpu_tiles.views` gives them, table float32 [3, at least N], out int8 [M, N]."""
     plan = activations.plan(problem)
-    memory = workspace(out.device, plan.nbytes + gemm_int8.beside(problem, config))
+    memory = workspace(out.device, plan.nbytes + gemm_int8.workspace_bytes(problem, config))
     quantized = activations.views(plan, memory)
     if plan.order != "plain" or plan.k != plan.k_padded or x.stride(0) != plan.k or x.data_ptr() % 16:
         activations.arrange(x, plan, memory)

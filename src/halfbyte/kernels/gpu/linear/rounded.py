@@ -1,10 +1,11 @@
-"""y [M, N] = x^ [M, K] . W^T, where x^ are the quantized activations as floats again: short blocks or an offset on Hopper, many rows.
+"""y [M, N] = x^ [M, K] · Wᵀ, where x^ are the dequantized codes of dynamically quantized activations: short blocks or an offset on Hopper.
 
-The function is that of `gemm_int8.py`. Integers of blocks of 32 and 64 must become floats and be scaled once for each 32 or 64 products
-of every sum, which takes longer than the products. Here they do before the product: one pass writes x^ = scale * q + offset in x's type,
-and `gemm_hopper.py` multiplies, which makes floats of the weight once for many rows of x; few rows are for `skinny_rounded.py`.
+Computes the function of `gemm_int8.py`. Integer sums of blocks of 32 and 64 would be converted and scaled once for every 32 or 64 products,
+which takes longer than the products. Here one pass writes x^ = scale * q + offset in x's type, and `gemm_hopper.py` multiplies; few rows
+are
+for `skinny_rounded.py`.
 
-Arithmetic: q, scale and offset as `quantize/activations.py` makes them; x^ is rounded once to x's type, all else is `gemm_hopper.py`'s.
+Arithmetic: q, scale and offset as in `quantize/activations.py`; x^ is rounded once to x's type, the rest is `gemm_hopper.py`'s.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ Config = gemm_hopper.Config
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this way, or None."""
-    return refused(problem, gpu) or gemm_hopper.supports(product(problem), gpu)
+    """Return the reason why this kernel does not compute `problem`, or None."""
+    return why_not(problem, gpu) or gemm_hopper.supports(product(problem), gpu)
 
 
-def refused(problem: Problem, gpu: Gpu) -> str | None:
-    """Whatever multiplies."""
+def why_not(problem: Problem, gpu: Gpu) -> str | None:
+    """Return the reason why no kernel multiplies rounded activations, or None."""
     if reason := gemm_int8.supports(problem, gpu):
         return reason
     plan = activations.plan(problem)
@@ -40,35 +41,38 @@ def refused(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def product(problem: Problem) -> Problem:
+    """Return the problem of the product."""
     return replace(problem, compute="float")
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """Return configs, the best guess first."""
     return gemm_hopper.configs(product(problem), gpu)
 
 
 def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
-    """x [M, K] (unit stride along K) times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
-    seen, memory = round_first(problem, x, gemm_hopper.beside(problem, config))
+    """Launch both kernels for x [M, K] (unit stride along K) and the weight of sections codes, scale and zero; out is [M, N],
+    contiguous."""
+    rounded_x, memory = round_first(problem, x, gemm_hopper.workspace_bytes(problem, config))
     views = gpu_tiles.Views(codes, scale, zero)
-    gemm_hopper.multiply(product(problem), config, seen, views, out, epilogue, memory, registers(problem, config))
+    gemm_hopper.multiply(product(problem), config, rounded_x, views, out, epilogue, memory, registers(problem, config))
 
 
 def registers(problem: Problem, config: Config) -> int | None:
-    """Of a thread of the product: so few that the pass that rounds the next x has room beside, where none are spilled then (zeros take
-    more) and it was measured (4 bits)."""
+    """Return the average registers per thread of the product: few enough that the pass for the next x runs beside it, where none are
+    spilled (zeros take more) and it was measured (4 bits)."""
     fmt, small = problem.format, config.rows == 64 and config.block_m <= 128
     return 128 if small and fmt.bits == 4 and fmt.zero == "none" else None
 
 
-def round_first(problem: Problem, x: Tensor, beside: int) -> tuple[Tensor, Tensor]:
-    """x^ [M with padding, K], and so many bytes of memory. The product's first weights are on their way meanwhile."""
+def round_first(problem: Problem, x: Tensor, extra_bytes: int) -> tuple[Tensor, Tensor]:
+    """Return x^ [M with padding, K], and `extra_bytes` of memory. The product's first weights are loaded meanwhile."""
     plan = activations.plan(problem)
     nbytes = plan.columns * problem.k * x.element_size()
-    own = activations.aligned(nbytes)
-    memory = workspace(x.device, own + beside)
-    seen = memory[:nbytes].view(x.dtype).view(plan.columns, problem.k)
-    activations.round_activation(x, plan, seen[: problem.m], early=not triton.knobs.runtime.interpret)
-    return seen, memory[own:]
+    x_bytes = activations.aligned(nbytes)
+    memory = workspace(x.device, x_bytes + extra_bytes)
+    rounded_x = memory[:nbytes].view(x.dtype).view(plan.columns, problem.k)
+    activations.round_activation(x, plan, rounded_x[: problem.m], early=not triton.knobs.runtime.interpret)
+    return rounded_x, memory[x_bytes:]

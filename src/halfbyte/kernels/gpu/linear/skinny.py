@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from halfbyte.errors import KernelError
-from halfbyte.kernels.gpu.arithmetic import collect, in_groups, leave
+from halfbyte.kernels.gpu.arithmetic import in_groups, store_partial, sum_partials
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.linear.skinny_config import BAND, Config, compiled_for, mode
@@ -51,16 +51,18 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     pdl = launcher.starts_early(gpu)
     if not _reads_directly(problem, gpu):
-        found = _staged(problem, gpu)
+        candidates = _staged(problem, gpu)
     elif problem.format.bits == 4:
-        found = _few_rows(problem, gpu)
+        candidates = _few_rows(problem, gpu)
     else:
-        found = _few_rows_of_bytes(problem, gpu)
+        candidates = _few_rows_of_bytes(problem, gpu)
     hopper = _is_hopper(gpu)
-    found = [replace(config, ptx=ptx, pdl=pdl, hopper=hopper, ahead=_ahead(config, problem, gpu) if pdl else 0) for config in found]
+    candidates = [
+        replace(config, ptx=ptx, pdl=pdl, hopper=hopper, ahead=_ahead(config, problem, gpu) if pdl else 0) for config in candidates
+    ]
     if pdl:  # the best ones also the other way
-        found += [replace(config, ahead=_AHEAD - config.ahead) for config in found[:2]]
-    return tuple(dict.fromkeys(found))
+        candidates += [replace(config, ahead=_AHEAD - config.ahead) for config in candidates[:2]]
+    return tuple(dict.fromkeys(candidates))
 
 
 def _ahead(config: Config, problem: Problem, gpu: Gpu) -> int:
@@ -112,15 +114,15 @@ def _few_rows(problem: Problem, gpu: Gpu) -> list[Config]:
     staged = [config for config in _staged(replace(problem, m=16), gpu) if config.bands == 8]
     long = problem.k >= 64 * gpu_tiles.RECORD
     if bands_n < 2.2 * gpu.sms:
-        found = [*alone[:: -1 if long else 1], single, *staged]
+        candidates = [*alone[:: -1 if long else 1], single, *staged]
         first = staged if columns == 8 and long else [single] if short else whole
     elif bands_n < 4.5 * gpu.sms:
-        found = [*alone, Config(2, 8, batch=8, records=2), eight, *staged]
+        candidates = [*alone, Config(2, 8, batch=8, records=2), eight, *staged]
         first = staged if short else []
     else:
-        found = [two, eight, four, alone[0], *staged]
+        candidates = [two, eight, four, alone[0], *staged]
         first = [eight] if columns > 2 or short else []
-    return [config for config in dict.fromkeys([*first, *found]) if config.columns >= columns]
+    return [config for config in dict.fromkeys([*first, *candidates]) if config.columns >= columns]
 
 
 def _few_rows_of_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -130,22 +132,22 @@ def _few_rows_of_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
     fills = -(-problem.n // BAND) >= 3 * gpu.sms
     if columns == 1:
         one, few = Config(1, 1, 8), Config(1, 1, 8, warps=4)
-        found = [few, Config(2, 1, 8), one] if short and fills else [one, few, Config(2, 1, 8)]
-        found += [Config(2, 1, 8, records=2), Config(1, 1, 8, records=2)]
+        candidates = [few, Config(2, 1, 8), one] if short and fills else [one, few, Config(2, 1, 8)]
+        candidates += [Config(2, 1, 8, records=2), Config(1, 1, 8, records=2)]
     elif columns <= 4:
-        found = [Config(1, 4, 2, batch=4, warps=4), Config(2, 8, batch=8), Config(1, 8, batch=4, records=2, warps=4)]
+        candidates = [Config(1, 4, 2, batch=4, warps=4), Config(2, 8, batch=8), Config(1, 8, batch=4, records=2, warps=4)]
     elif columns == 8:
-        found = [Config(1, 8, batch=4, records=2, warps=4), Config(2, 8, batch=8), Config(1, 8, batch=4, warps=4)]
+        candidates = [Config(1, 8, batch=4, records=2, warps=4), Config(2, 8, batch=8), Config(1, 8, batch=4, warps=4)]
     else:
-        found = [Config(1, 16, batch=4, warps=4), Config(4, 16, batch=4, warps=4, split=2)]
-    return [*found, *_staged(problem, gpu)]
+        candidates = [Config(1, 16, batch=4, warps=4), Config(4, 16, batch=4, warps=4, split=2)]
+    return [*candidates, *_staged(problem, gpu)]
 
 
 def _staged_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
     """8 bits on Hopper: several small blocks for each multiprocessor, or few with much on its way. From measurements on an H100."""
     columns = max(16, min(triton.next_power_of_2(problem.m), 64))
     records = -(-problem.k // gpu_tiles.RECORD)
-    found = []
+    candidates = []
     best = (8, 1, 4, 2) if columns == 32 else (4, 1, 4, 4)  # bands, records, stages, and blocks for each multiprocessor
     for bands, deep, stages, blocks in dict.fromkeys((best, (8, 2, 3, 1), (4, 1, 4, 4), (8, 1, 4, 1), (8, 1, 4, 2), (4, 2, 3, 4))):
         tiles = -(-problem.n // (BAND * bands)) * -(-problem.m // columns)
@@ -154,8 +156,8 @@ def _staged_bytes(problem: Problem, gpu: Gpu) -> list[Config]:
             split *= 2
         step = deep * (bands * 2048 + 256 * columns)
         stages = max(2, min(stages, (gpu.shared - (4 << 10) - 256 * columns) // step))
-        found.append(Config(bands, columns, records=deep, stages=stages, warps=bands, split=split))
-    return found
+        candidates.append(Config(bands, columns, records=deep, stages=stages, warps=bands, split=split))
+    return candidates
 
 
 def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -168,11 +170,11 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
     if gpu.backend != "cuda" or gpu.capability[0] not in (9, 10):
         columns = min(columns, 64)  # without wgmma larger tiles do not fit in registers
     slices = max(1, (8 if gpu.backend == "cuda" else 16) // columns)
-    found = []
+    candidates = []
     if slices == 8 and bits == 8:  # a row of bytes: each warp has a part of K, as in _few_rows
         sums = mode(problem) == "sums"
         stages = min(3, (gpu.shared - (4 << 10)) // (4 * (16384 + 128 * element)))
-        found = [Config(2, 1, 8, records=2, stages=stages), Config(1, 1, 8)][:: 1 if sums else -1]
+        candidates = [Config(2, 1, 8, records=2, stages=stages), Config(1, 1, 8)][:: 1 if sums else -1]
     for bands, blocks in ((4, 3.0), (8, 1.5)):  # of a tile, and for each multiprocessor
         bands = max(1, bands // slices)
         tiles = -(-problem.n // (BAND * bands)) * -(-problem.m // columns)
@@ -188,10 +190,10 @@ def _staged(problem: Problem, gpu: Gpu) -> list[Config]:
             room = gpu.shared - slices * bands * BAND * 256 + step * deep
         deep = deep if room // (deep * step) >= 2 else 1  # nothing is read ahead in a single stage
         stages = max(1, min(3, room // (deep * step)))
-        found.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
+        candidates.append(Config(bands, columns, slices, records=deep, stages=stages, warps=min(8, bands * slices), split=split))
     if columns == 32 and bits == 4:  # two of the matrix units' instructions for each x that they read
-        found.append(replace(found[1], warps=4))
-    return found[::-1] if slices < columns <= 32 and bits == 4 and mode(problem) == "sums" else found
+        candidates.append(replace(candidates[1], warps=4))
+    return candidates[::-1] if slices < columns <= 32 and bits == 4 and mode(problem) == "sums" else candidates
 
 
 def gated(problem: Problem, config: Config) -> Config | None:
@@ -310,8 +312,8 @@ def _skinny(x, weight, out, added, scratch, M, N, K, stride, per, bounds, norm, 
         part = scratch[0] + tl.program_id(0).to(tl.int64) * (OUTPUTS * COLUMNS) + local
         step = tiles.to(tl.int64) * (OUTPUTS * COLUMNS)
         lock = scratch[1] + tl.program_id(0)
-        if leave(total, part, step, lock) == tl.num_programs(1) - 1:
-            total = collect(total, part, step, 4)
+        if store_partial(total, part, step, lock) == tl.num_programs(1) - 1:
+            total = sum_partials(total, part, step, 4)
             write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], S.clamp)
             tl.store(lock, 0)
     else:

@@ -68,7 +68,7 @@ class Static(CompileTime):
     even: bool  # nothing of K is missing in any step
     clamp: bool
     early: bool  # weights of the first step are on their way to registers before the kernel before has ended
-    once: bool  # one step is all
+    single_step: bool  # one step is all
     pipe: bool  # and those of the second; each step's while the one before it is multiplied
     wide: bool  # four warps take an instruction of Hopper's matrix units together, which reads x from shared memory
     gates: str = ""  # half of a tile's rows are gates of the others: `epilogue.gated`
@@ -78,7 +78,7 @@ class Static(CompileTime):
     taps: int = 0  # of a convolution, whose patches are the rows of x
 
     @property
-    def turned(self) -> bool:
+    def permuted_k(self) -> bool:
         """A lane multiplies the 16 bytes that it reads."""
         return self.bits == 8 and (self.stages == 1 or self.wide)
 
@@ -89,7 +89,7 @@ class Static(CompileTime):
     @property
     def late(self) -> bool:
         """Threads meet for the mean of squares as late as for the sums: where there are registers to keep them in so long."""
-        return self.once or self.bands == 1
+        return self.single_step or self.bands == 1
 
     @property
     def groups(self) -> int:
@@ -112,7 +112,7 @@ class Static(CompileTime):
     @property
     def codes_step(self) -> int:
         """Distance of records in the codes: words of 16 bits, or bytes."""
-        return 2048 if self.bits == 4 else 64 if self.turned else 128
+        return 2048 if self.bits == 4 else 64 if self.permuted_k else 128
 
 
 def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Static, int]:
@@ -121,10 +121,10 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     chunks = config.split * config.batch * config.slices
     per = round_up(-(-geo.records // chunks), config.records)
     # Few registers of a kernel for one row are taken otherwise; of more rows, more is on its way to the cache.
-    bits, once = geo.format.bits, per == config.records
+    bits, single_step = geo.format.bits, per == config.records
     rows, width = config.bands * config.slices * BAND, config.columns * config.slices
     wide = config.hopper and config.batch == 1 and config.warps % 4 == rows % 64 == 0 and width >= 16
-    early = config.pdl and config.stages == 1 and (config.columns == 1 or (once and config.ahead > 0))
+    early = config.pdl and config.stages == 1 and (config.columns == 1 or (single_step and config.ahead > 0))
     ahead = min(config.ahead, per) if config.pdl and not early else 0
     return Static(
         bands=config.bands,
@@ -150,7 +150,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and per * chunks == geo.records,
         clamp=clamps,
         early=early,
-        once=early and once,
+        single_step=early and single_step,
         wide=wide,
         pipe=early and config.ahead > 0 and bits == 4 and config.bands * config.records <= 2 and per >= 3 * config.records,
     ), per

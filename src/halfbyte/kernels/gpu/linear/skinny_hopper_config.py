@@ -1,5 +1,5 @@
-"""How `skinny_hopper.py` takes a problem: which it refuses, tiles and numbers of programs, what they take, and what the kernel is compiled
-for."""
+"""The dispatch side of `skinny_hopper.py`: which problems it supports, tiles and numbers of programs, estimated times, and what it is
+compiled for."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from math import log2
 import torch
 import triton
 
+from halfbyte.kernels.gpu.hopper.ring import why_not_hopper
 from halfbyte.kernels.gpu.hopper.skinny_tile import Static
-from halfbyte.kernels.gpu.hopper.stages import not_hopper
 from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-_WIDEST = 64  # tile of x, in rows
-_BESIDE = 10 << 10  # bytes of shared memory beside the stages
-_AWAITED = 64  # columns of others' sums that a program waits for at most: they have registers
-_ALIKE = 3  # numbers of programs for each tile that are tried, the largest ones, beside 1 and 2
+_MOST_COLUMNS = 64  # rows of x per tile
+_RESERVED_BYTES = 10 << 10  # of shared memory outside of the stages
+_MOST_POLLED = 64  # columns of sums that a program polls for at most: they are in registers
+_EVEN_COUNTS = 3  # numbers of programs per tile that are tried: the largest ones, in addition to 1 and 2
 
-# What up to 64 rows take where each panel of the weight has a program, in microseconds. Fitted to 509 times on an H200, of 16 weights of 4
+# Microseconds with up to 64 rows of x, where each panel of the weight has a program. Fitted to 509 times on an H200, of 16 weights of 4
 # and 8 bits: the first config takes 1 % longer than the fastest one.
 _STAGE_US, _FEW_REST_US = 0.058, 1.51
-_RECORD_US = {4: 0.06, 8: 0.132}  # of 64 rows, by bits
-_COLUMN_US = {True: 0.0015, False: 0.0031}  # of a record's sums: made by wgmma, or by each warp for itself
-_X_US = 0.0016  # a row of x that is read for a record
-_READ, _BANDWIDTH = 0.73, 4.8e12  # of which that share is reached; an H200's, where a GPU's is not known
-_READ_AGAIN = 0.96  # how much longer it takes for each further tile of the same weight
-_WAIT_US, _WAIT_COLUMN_US = 0.75, 0.028  # for programs of the same tile, and for a column of two sums, more for more of them
-_MEETING_US = 2.2  # where arrivals are counted; twice where some tiles have more programs than others
-_MEETING_COLUMN_US = 0.015
+_SLAB_US = {4: 0.06, 8: 0.132}  # of 64 rows, by bits
+_COLUMN_US = {True: 0.0015, False: 0.0031}  # of a slab's sums: with wgmma, with mma
+_X_US = 0.0016  # a row of x that is read for a slab
+_READ, _BANDWIDTH = 0.73, 4.8e12  # the share of the bandwidth that is reached; an H200's bandwidth, if a GPU's is unknown
+_READ_REPEAT = 0.96  # how much longer reading takes for each further tile of the same weight
+_POLL_US, _POLL_COLUMN_US = 0.75, 0.028  # to poll for programs of the same tile; for a column of two sums, more for more of them
+_REDUCTION_US = 2.2  # with an arrival counter; twice where some tiles have more programs than others
+_REDUCTION_COLUMN_US = 0.015
 
-# With more rows than a tile of x has: microseconds of a record of 64 rows of the weight, by panels, and of all else; 8 bits take longer.
+# With more rows than a tile of x has: microseconds of a K slab of 64 rows of the weight, by panels, and of the rest; 8 bits take longer.
 # Fitted to 144 times of q4_0 on an H200, 17 shapes.
-_MANY_RECORD_US, _MANY_REST_US, _OF_BYTES = {1: 0.255, 2: 0.22, 4: 0.29}, 3.3, 1.3
+_MANY_SLAB_US, _MANY_REST_US, _BYTES_FACTOR = {1: 0.255, 2: 0.22, 4: 0.29}, 3.3, 1.3
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `each` records.
-    With two partitions for four a program takes half of a multiprocessor. `programs` share the tiles of the same rows of x: where M is more
-    than `columns`, each `columns` rows have as many."""
+    """Tiles of 64 * `panels` rows of the weight by `columns` of x; `stages` in flight, in each of which a partition has `each` K slabs.
+
+    With two partitions instead of four a program takes half of a multiprocessor. `programs` share the tiles of the same rows of x: if M
+    is more than `columns`, each `columns` rows have as many. Tables of measured times have configs as text: their fields keep their names.
+    """
 
     columns: int
     panels: int
@@ -53,12 +55,12 @@ class Config:
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
+    """Return the reason why the kernel does not compute `problem`, or None."""
     if problem.op != "linear" or problem.compute != "float":
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    most = _WIDEST * (1 if problem.sparse else max(1, gpu.sms // geo.panels))  # with which each tile has a program
-    if reason := refused(problem, gpu, most):
+    most = _MOST_COLUMNS * (1 if problem.sparse else max(1, gpu.sms // geo.panels))  # with which each tile has a program
+    if reason := why_not(problem, gpu, most):
         return reason
     scaled = compiled_for(problem, Config(_columns(problem.m), 1, 1, 1, 1), clamp=False).scaled
     if problem.dtype == torch.float32 or (scaled and problem.dtype == torch.float16 != problem.format.scale):
@@ -68,9 +70,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
-    """What integers are refused for, too."""
-    if reason := not_hopper(gpu):
+def why_not(problem: Problem, gpu: Gpu, most: int) -> str | None:
+    """Return the reason why neither floats nor integers of `problem` are computed, for `most` rows of x at most, or None."""
+    if reason := why_not_hopper(gpu):
         return reason
     if problem.format.zero == "offset":
         return f"it takes points off codes, and {problem.format} has offsets"
@@ -83,9 +85,9 @@ def refused(problem: Problem, gpu: Gpu, most: int) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first, from measurements on an H200."""
+    """Return configs, the best guess first, from measurements on an H200."""
     words = problem.format.bits == 4
-    if problem.m <= _WIDEST and problem.compute == "float" and not problem.sparse and -(-problem.n // gpu_tiles.PANEL) <= gpu.sms:
+    if problem.m <= _MOST_COLUMNS and problem.compute == "float" and not problem.sparse and -(-problem.n // gpu_tiles.PANEL) <= gpu.sms:
         # Tiles of four panels were never the fastest ones.
         return tuple(sorted(_few(problem, gpu), key=lambda config: (config.panels == 4, _few_us(problem, config, gpu))))
     if problem.m <= 16:
@@ -96,152 +98,157 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
         tiles = [(2, 1), (4, 1), (4, 2), (1, 1)]
         if problem.sparse and problem.n < 128 * gpu.sms:
             tiles.insert(0, tiles.pop())
-    if problem.m > _WIDEST:
-        every = [config for panels, each in tiles for config in _configs(problem, gpu, panels, each, 0.0) if config.stages > 1]
+    if problem.m > _MOST_COLUMNS:
+        every = [config for panels, slabs in tiles for config in _configs(problem, gpu, panels, slabs, 0.0) if config.stages > 1]
         return tuple(sorted(dict.fromkeys(every), key=lambda config: seconds(problem, config) or 0.0)[:6])
     many = problem.n >= 8 * 64 * gpu.sms  # panels: large tiles leave no program without one, and equal shares have one cut in several
     if many:
         tiles.sort(key=lambda tile: tile[0] != 4)
-    found = [_configs(problem, gpu, panels, each, 1.0 if many else _MEETING_US) for panels, each in tiles]
+    candidates = [_configs(problem, gpu, panels, slabs, 1.0 if many else _REDUCTION_US) for panels, slabs in tiles]
     if problem.compute == "float" and not problem.sparse and (many or (problem.m <= 16 and 64 * gpu.sms < problem.n <= 2 * 64 * gpu.sms)):
         half = _configs(problem, gpu, 2 if many else 1, 1 if many or not words else 2, 0.0, partitions=2)
-        found.insert(0, half)
-    best, others = [of_tile[0] for of_tile in found], [config for of_tile in found for config in of_tile[1:]]
+        candidates.insert(0, half)
+    best, others = [of_tile[0] for of_tile in candidates], [config for of_tile in candidates for config in of_tile[1:]]
     return tuple(dict.fromkeys(config for config in best + others if config.stages > 1))
 
 
 def seconds(problem: Problem, config: Config) -> float | None:
-    """With more rows of x than a tile has; None with fewer, where it is reading that takes time."""
-    if problem.m <= _WIDEST:
+    """Estimate the time with more rows of x than a tile has; None with fewer, where the time is spent on reading."""
+    if problem.m <= _MOST_COLUMNS:
         return None
     tiles, programs = -(-problem.n // (64 * config.panels)), config.programs
     share = config.panels * tiles * gpu_tiles.geometry(problem.format, (problem.n, problem.k)).records / programs
-    us = share * _MANY_RECORD_US[config.panels] * (_OF_BYTES if problem.format.bits == 8 else 1.0)
-    meeting = 0.0 if tiles % programs == 0 else 0.45 + 0.6 * (programs // tiles) if programs % tiles == 0 else 4.2
-    return 1e-6 * (_MANY_REST_US + us + meeting)
+    us = share * _MANY_SLAB_US[config.panels] * (_BYTES_FACTOR if problem.format.bits == 8 else 1.0)
+    reduction = 0.0 if tiles % programs == 0 else 0.45 + 0.6 * (programs // tiles) if programs % tiles == 0 else 4.2
+    return 1e-6 * (_MANY_REST_US + us + reduction)
 
 
 def _few(problem: Problem, gpu: Gpu) -> list[Config]:
-    """Those for as many rows as a tile has, or two tiles of half as many where all have room at once."""
+    """Return configs for at most as many rows as a tile has, or for two tiles of half as many if all fit at once."""
     words, columns, panels = problem.format.bits == 4, _columns(problem.m), -(-problem.n // gpu_tiles.PANEL)
     tiles = [(columns, *tile) for tile in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)) if tile[1] == 1 or words]
     if columns > 8 and -(-problem.m // (columns // 2)) * panels <= gpu.sms:
-        tiles += [(columns // 2, 1, each) for each in ((1, 2) if words else (1,))]
-    found = [config for columns, panels, each in tiles for config in _configs(problem, gpu, panels, each, _MEETING_US, columns=columns)]
-    return [config for config in dict.fromkeys(found) if config.stages > 1]
+        tiles += [(columns // 2, 1, slabs) for slabs in ((1, 2) if words else (1,))]
+    candidates = [
+        config for columns, panels, slabs in tiles for config in _configs(problem, gpu, panels, slabs, _REDUCTION_US, columns=columns)
+    ]
+    return [config for config in dict.fromkeys(candidates) if config.stages > 1]
 
 
 def _few_us(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """What one of these takes."""
+    """Estimate the microseconds of one of these."""
     geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=False)
-    tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.depth)
-    together, again = programs_of_tile(problem, config), row_tiles(problem, config) - 1
+    tiles, steps = -(-problem.n // static.rows), -(-geo.records // static.stage_slabs)
+    together, repeats = programs_of_tile(problem, config), row_tiles(problem, config) - 1
     if together:
-        stages, meeting = -(-steps // together), _WAIT_US + _WAIT_COLUMN_US * (1 + log2(together - 1)) * config.columns
+        stages, reduction = -(-steps // together), _POLL_US + _POLL_COLUMN_US * (1 + log2(together - 1)) * config.columns
     elif tiles % config.programs == 0:
-        stages, meeting = tiles // config.programs * steps, 0.0
+        stages, reduction = tiles // config.programs * steps, 0.0
     else:
         stages, others = -(-tiles * steps // config.programs), max(1.0, config.programs / tiles - 1)
-        meeting = _MEETING_US * (1 if config.programs % tiles == 0 else 2) + _MEETING_COLUMN_US * others * config.columns
-    of_column = _COLUMN_US[static.together] + _X_US / config.panels
-    rate = _READ * (gpu.bandwidth or _BANDWIDTH) / (1 + _READ_AGAIN * again)
+        reduction = _REDUCTION_US * (1 if config.programs % tiles == 0 else 2) + _REDUCTION_COLUMN_US * others * config.columns
+    column_us = _COLUMN_US[static.use_wgmma] + _X_US / config.panels
+    rate = _READ * (gpu.bandwidth or _BANDWIDTH) / (1 + _READ_REPEAT * repeats)
     read_us = 1e6 * config.programs * geo.nbytes / (geo.panels * geo.records) / rate
-    record_us = max(_RECORD_US[static.bits] + of_column * config.columns, read_us)
-    return _FEW_REST_US + stages * (_STAGE_US + config.partitions * config.each * record_us) + meeting
+    slab_us = max(_SLAB_US[static.bits] + column_us * config.columns, read_us)
+    return _FEW_REST_US + stages * (_STAGE_US + config.partitions * config.each * slab_us) + reduction
 
 
 def _configs(
-    problem: Problem, gpu: Gpu, panels: int, each: int, meeting_us: float, partitions: int = 4, columns: int | None = None
+    problem: Problem, gpu: Gpu, panels: int, slabs: int, reduction_us: float, partitions: int = 4, columns: int | None = None
 ) -> list[Config]:
-    """Numbers of programs for a tile, the best first: by the records of 64 rows that each multiplies, and whether programs share tiles."""
+    """Return configs with different numbers of programs, the best first: by the K slabs of 64 rows per program, and whether programs
+    share tiles."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     columns = columns or _columns(problem.m)
-    static = compiled_for(problem, Config(columns, panels, each, 1, 1, partitions), clamp=False)
+    static = compiled_for(problem, Config(columns, panels, slabs, 1, 1, partitions), clamp=False)
     together = 4 // partitions  # programs on a multiprocessor
-    room = (gpu.shared - (together - 1) * 1024 - _BESIDE) // together
-    stages = min(12, (room - (partitions - panels) * 256 * columns) // static.stage_bytes)
-    tiles, steps, most = -(-problem.n // static.rows), -(-geo.records // static.depth), gpu.sms // -(-problem.m // columns)
+    bytes_per_program = (gpu.shared - (together - 1) * 1024 - _RESERVED_BYTES) // together
+    stages = min(12, (bytes_per_program - (partitions - panels) * 256 * columns) // static.stage_bytes)
+    tiles, steps, most = -(-problem.n // static.rows), -(-geo.records // static.stage_slabs), gpu.sms // -(-problem.m // columns)
     whole = -(-tiles // -(-tiles // (together * most)))
     if partitions == 2:
-        return [Config(columns, panels, each, stages, whole, partitions)]
-    # Of integers as measured on an H200 with 16 to 64 rows.
-    record_us = (0.015 + 0.00035 * columns) * static.bits if static.integers else 0.10 + 0.0016 * columns
-    met_us = 3 * meeting_us if static.integers else meeting_us
+        return [Config(columns, panels, slabs, stages, whole, partitions)]
+    # Integers: measured on an H200 with 16 to 64 rows.
+    slab_us = (0.015 + 0.00035 * columns) * static.bits if static.integers else 0.10 + 0.0016 * columns
+    shared_us = 3 * reduction_us if static.integers else reduction_us
 
     def us(programs: int) -> float:
-        meeting = 0.0 if tiles % programs == 0 else met_us if programs % tiles == 0 else 2 * met_us
-        return panels * tiles * geo.records / programs * record_us + meeting
+        reduction = 0.0 if tiles % programs == 0 else shared_us if programs % tiles == 0 else 2 * shared_us
+        return panels * tiles * geo.records / programs * slab_us + reduction
 
-    # For each tile as many, where one more spares each a step.
-    alike = [number for number in range(2, min(most // tiles, steps) + 1) if -(-steps // number) < -(-steps // (number - 1))]
-    counts = whole, *(tiles * number for number in {*alike[:1], *alike[-_ALIKE:]}), min(most, tiles * steps)
+    # Even numbers per tile, where one program more saves each a step.
+    even = [number for number in range(2, min(most // tiles, steps) + 1) if -(-steps // number) < -(-steps // (number - 1))]
+    counts = whole, *(tiles * number for number in {*even[:1], *even[-_EVEN_COUNTS:]}), min(most, tiles * steps)
     programs = sorted({count for count in counts if count <= most}, key=us)
-    return [Config(columns, panels, each, stages, count) for count in programs]
+    return [Config(columns, panels, slabs, stages, count) for count in programs]
 
 
 def _columns(m: int) -> int:
-    return next((size for size in (8, 16, 32) if m <= size), _WIDEST)
+    """Return the rows of x per tile."""
+    return next((size for size in (8, 16, 32) if m <= size), _MOST_COLUMNS)
 
 
 def row_tiles(problem: Problem, config: Config) -> int:
+    """Return the tiles along M."""
     return -(-problem.m // config.columns)
 
 
 def gated(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """`config` as gates need it: whole tiles of two panels of them and two of what they gate, for about half of the multiprocessors or
-    more; None where the shape or the format has no such."""
+    """Return `config` as a gated epilogue needs it: whole tiles of two panels of gates and two of the up projection, for about half of
+    the multiprocessors or more; None where shape or format do not allow it."""
     short = gpu_tiles.geometry(problem.format, (problem.n, problem.k)).padded < gpu_tiles.RECORD
     if problem.m > config.columns or problem.n % (4 * gpu_tiles.PANEL) or short or config.panels != 4:
         return None
     if 9 * problem.n < 4 * 4 * gpu_tiles.PANEL * gpu.sms:
         return None
     static = compiled_for(problem, config, clamp=False, gates="silu")
-    stages = min(config.stages, (gpu.shared - _BESIDE - 2 * 256 * config.columns) // static.stage_bytes)
+    stages = min(config.stages, (gpu.shared - _RESERVED_BYTES - 2 * 256 * config.columns) // static.stage_bytes)
     return replace(config, stages=stages, programs=min(config.programs, problem.n // static.rows)) if stages > 1 else None
 
 
 def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = "") -> Static:
-    """Of floats, or of integers: as the problem computes."""
+    """Return what the kernel is compiled for: floats or integers, as the problem computes."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    groups = max(1, gpu_tiles.RECORD // geo.padded)
+    blocks = max(1, gpu_tiles.RECORD // geo.padded)
     floats = problem.compute == "float" and not problem.sparse
-    together = config.columns >= (16 if groups == 1 else 32) and not problem.sparse
-    fewer = (groups > 1 and geo.format.bits == 8) or (together and groups * config.columns > 32)  # scales of weights than of sums
-    waiting = programs_of_tile(problem, config)
+    use_wgmma = config.columns >= (16 if blocks == 1 else 32) and not problem.sparse
+    fewer = (blocks > 1 and geo.format.bits == 8) or (use_wgmma and blocks * config.columns > 32)  # scales of weights than of sums
+    sharing = programs_of_tile(problem, config)
     return Static(
         columns=config.columns,
         panels=config.panels,
-        each=config.each,
+        slabs=config.each,
         stages=config.stages,
         bits=geo.format.bits,
-        groups=groups,
-        wide=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
-        whole=geo.block_rows == 1,
-        point=zero_of(geo.format) == "point",
+        blocks_per_slab=blocks,
+        slabs_per_block=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
+        one_block=geo.block_rows == 1,
+        has_points=zero_of(geo.format) == "point",
         scale_bytes=geo.format.scale.itemsize,
-        together=together,
+        use_wgmma=use_wgmma,
         scaled=floats and geo.block_rows > 1 and fewer,
-        lifted=floats and geo.format.code_bits == 4 and problem.dtype == torch.bfloat16,
+        subnormal=floats and geo.format.code_bits == 4 and problem.dtype == torch.bfloat16,
         integers=problem.compute == "int8",
         clamp=clamp,
         partitions=config.partitions,
-        table=has_floats(geo.format),
+        float_codes=has_floats(geo.format),
         gates=gates,
         sparse=problem.sparse,
         paired=problem.paired,
-        others=0 if gates or not waiting else triton.next_power_of_2(waiting - 1),
+        polled=0 if gates or not sharing else triton.next_power_of_2(sharing - 1),
     )
 
 
 def programs_of_tile(problem: Problem, config: Config) -> int:
-    """How many programs each tile has of which the last one waits for the others; 0 where none does: not all tiles have as many, or it
-    would read more than `_AWAITED` columns."""
+    """Return how many programs each tile has, the last of which polls for the others; 0 if none does: tiles have different numbers of
+    programs, or it would read more than `_MOST_POLLED` columns."""
     together, more = divmod(config.programs, -(-problem.n // (64 * config.panels)))
-    return together if config.partitions == 4 and not more and 0 < (together - 1) * config.columns <= _AWAITED else 0
+    return together if config.partitions == 4 and not more and 0 < (together - 1) * config.columns <= _MOST_POLLED else 0
 
 
-def beside(problem: Problem, config: Config) -> int:
-    """Bytes of memory where the sums of programs that share tiles meet, some more tiles than others; 0 where none do."""
+def workspace_bytes(problem: Problem, config: Config) -> int:
+    """Return the bytes of memory for partial sums, if some tiles have more programs than others; 0 if none are shared."""
     shared = config.partitions == 4 and -(-problem.n // (64 * config.panels)) % config.programs != 0
     if not shared or programs_of_tile(problem, config):
         return 0

@@ -1,7 +1,8 @@
-"""y [M, N] = x [M, K] . W^T on integer tensor cores with few rows M on Hopper: W8A8 and W4A8, a scale per channel and per row of x.
+"""y [M, N] = x [M, K] · Wᵀ on integer tensor cores with few rows M on Hopper: W8A8 and W4A8, one scale per channel and per row of x.
 
-x is quantized in a first pass (`quantize/activations.py`), and `skinny_hopper.py` multiplies: its first weights are on their way meanwhile.
-Arithmetic: that of `gemm_int8.py`, where x and the weight have one block each.
+A first pass quantizes x (`quantize/activations.py`), and `skinny_hopper.py` multiplies: its first weights are loaded meanwhile. Arithmetic:
+that
+of `gemm_int8.py` with one block per row of x and of the weight.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _MOST_M = 64
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this kernel, or None."""
-    if reason := gemm_int8.supports(problem, gpu) or skinny_hopper_config.refused(problem, gpu, _MOST_M):
+    """Return the reason why this kernel does not compute `problem`, or None."""
+    if reason := gemm_int8.supports(problem, gpu) or skinny_hopper_config.why_not(problem, gpu, _MOST_M):
         return reason
     plan = activations.plan(problem)
     if not plan.whole or plan.with_offset or problem.format.zero != "none":
@@ -31,16 +32,16 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
-    """The best guess first."""
+    """Return configs, the best guess first."""
     return skinny_hopper_config.configs(problem, gpu)
 
 
 def multiply(
     problem: Problem, config: Config, x: Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue, memory: Tensor
 ) -> None:
-    """The product alone."""
+    """Launch the product of a quantized x."""
     static = skinny_hopper_config.compiled_for(problem, config, clamp=epilogue.clamps)
     skinny_hopper.multiply(problem, config, static, (x.q[: problem.m], x.scale), (weight.codes, weight.scale, None), out, epilogue, memory)
 
 
-launch = activations.first(multiply, skinny_hopper_config.beside, early=not triton.knobs.runtime.interpret)
+launch = activations.first(multiply, skinny_hopper_config.workspace_bytes, early=not triton.knobs.runtime.interpret)

@@ -1,4 +1,4 @@
-"""y [M, N] = x^ [M, K] . W^T as in `rounded.py`, of which it has all but the product: for few rows, which `skinny_hopper.py` multiplies."""
+"""y [M, N] = x^ [M, K] · Wᵀ as in `rounded.py`, for few rows, multiplied by `skinny_hopper.py`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from halfbyte.machine import Gpu
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this way, or None."""
-    return rounded.refused(problem, gpu) or skinny_hopper_config.supports(rounded.product(problem), gpu)
+    """Return the reason why this kernel does not compute `problem`, or None."""
+    return rounded.why_not(problem, gpu) or skinny_hopper_config.supports(rounded.product(problem), gpu)
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """Return configs, the best guess first."""
     return skinny_hopper_config.configs(rounded.product(problem), gpu)
 
 
 def launch(
     problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
-    """As `rounded.launch`."""
+    """Launch both kernels; arguments as in `rounded.launch`."""
     floats = rounded.product(problem)
-    seen, memory = rounded.round_first(problem, x, skinny_hopper_config.beside(floats, config))
+    rounded_x, memory = rounded.round_first(problem, x, skinny_hopper_config.workspace_bytes(floats, config))
     static = skinny_hopper_config.compiled_for(floats, config, clamp=epilogue.clamps)
-    skinny_hopper.multiply(floats, config, static, (seen[: problem.m], None), (codes, scale, zero), out, epilogue, memory)
+    skinny_hopper.multiply(floats, config, static, (rounded_x[: problem.m], None), (codes, scale, zero), out, epilogue, memory)

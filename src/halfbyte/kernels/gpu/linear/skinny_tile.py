@@ -55,45 +55,45 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
     BATCH: tl.constexpr = S.batch
     RECORDS: tl.constexpr = S.records
     row = tl.arange(0, BATCH * ROWS)
-    row_record = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
+    row_slab = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
     n_padded = tl.cdiv(N, 64) * 64
     row_n = tl.minimum(_row(row % ROWS // (16 * S.slices) * 16 + row % 16, pn, N, S), n_padded - 1)
     column = tl.arange(0, WIDTH)
-    column_record = first + column // S.columns * per
+    column_slab = first + column // S.columns * per
     if S.taps:
         xp = rows
     else:
         xp = x + rows.to(tl.int64) * stride
     if BATCH > 1:
-        column_record = column_record[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
+        column_slab = column_slab[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
         if not S.taps:
             xp = xp[None, None, :]
     else:
-        column_record = column_record[None, :]
+        column_slab = column_slab[None, :]
         xp = xp[None, :]
     if S.bits == 4:
-        codes, codes_record = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
-    elif S.turned:
-        codes, codes_record = _bytes_at(weight[0], pn, N, n_padded, records, per, first, S)
+        codes, codes_slab = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
+    elif S.permuted_k:
+        codes, codes_slab = _bytes_at(weight[0], pn, N, n_padded, records, per, first, S)
     else:
-        codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_record[:, None] * 128 + tl.arange(0, 128)[None, :]
-        codes_record = row_record[:, None]
+        codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_slab[:, None] * 128 + tl.arange(0, 128)[None, :]
+        codes_slab = row_slab[:, None]
     if S.ahead > 0:
         if S.gated:
             _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs // 2, S)
             _fetch_weight(weight, n_padded, records, per, first, _row(S.outputs // 2, pn, N, S), S.outputs // 2, S)
         else:
             _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs, S)
-    scales, zeros = _tails(weight, row_record, row_n, n_padded, records, S)
+    scales, zeros = _load_params(weight, row_slab, row_n, n_padded, records, S)
     if norm is not None:
         fp = norm[0] + tl.zeros_like(rows)[None, :]
         if S.early:
-            factors = _load_xs(fp, column_record, records, K, S)
+            factors = _load_xs(fp, column_slab, records, K, S)
     PIPE: tl.constexpr = S.pipe and norm is None
     if S.early:
-        loaded = _load_codes(codes, codes_record, 0, records, S)
+        loaded = _load_codes(codes, codes_slab, 0, records, S)
         if PIPE:
-            following = _load_codes(codes, codes_record, RECORDS, records, S)
+            following = _load_codes(codes, codes_slab, RECORDS, records, S)
     if S.taps and S.mode == "sums" and S.whole:
         channel = tl.load(weight[1] + row_n)
     if S.pdl:
@@ -103,7 +103,7 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
     start = 0
     if S.early:
-        xs = _load_xs(xp, column_record, records, K, S)
+        xs = _load_xs(xp, column_slab, records, K, S)
     if norm is not None:
         squares = squares_of(x, rows, K, stride, S)
         if not S.late:
@@ -112,27 +112,27 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
         if norm is not None:
             xs = _times(xs, factors, S)
         if PIPE:
-            xs_next = _load_xs(xp, column_record + RECORDS, records, K, S)
-        total = _records(loaded, xs, scales, zeros, total, S)
+            xs_next = _load_xs(xp, column_slab + RECORDS, records, K, S)
+        total = _add_slabs(loaded, xs, scales, zeros, total, S)
         start += RECORDS
-        scales, zeros = _tails(weight, row_record + RECORDS, row_n, n_padded, records, S)
+        scales, zeros = _load_params(weight, row_slab + RECORDS, row_n, n_padded, records, S)
     if PIPE:
         for t in tl.range(start, per, RECORDS, num_stages=1):
             loaded, xs, scales_now, zeros_now = following, xs_next, scales, zeros
             then = tl.minimum(t + RECORDS, per - RECORDS)
-            following = _load_codes(codes, codes_record, then, records, S)
-            xs_next = _load_xs(xp, column_record + then, records, K, S)
-            scales, zeros = _tails(weight, row_record + then, row_n, n_padded, records, S)
-            total = _records(loaded, xs, scales_now, zeros_now, total, S)
-    elif not S.once:
+            following = _load_codes(codes, codes_slab, then, records, S)
+            xs_next = _load_xs(xp, column_slab + then, records, K, S)
+            scales, zeros = _load_params(weight, row_slab + then, row_n, n_padded, records, S)
+            total = _add_slabs(loaded, xs, scales_now, zeros_now, total, S)
+    elif not S.single_step:
         for t in tl.range(start, per, RECORDS, num_stages=S.stages):
             scales_now, zeros_now = scales, zeros
-            loaded = _load_codes(codes, codes_record, t, records, S)
-            xs = _load_xs(xp, column_record + t, records, K, S)
+            loaded = _load_codes(codes, codes_slab, t, records, S)
+            xs = _load_xs(xp, column_slab + t, records, K, S)
             if norm is not None:
-                xs = _times(xs, _load_xs(fp, column_record + t, records, K, S), S)
-            scales, zeros = _tails(weight, row_record + t + RECORDS, row_n, n_padded, records, S)
-            total = _records(loaded, xs, scales_now, zeros_now, total, S)
+                xs = _times(xs, _load_xs(fp, column_slab + t, records, K, S), S)
+            scales, zeros = _load_params(weight, row_slab + t + RECORDS, row_n, n_padded, records, S)
+            total = _add_slabs(loaded, xs, scales_now, zeros_now, total, S)
     if S.mode == "sums" and S.whole:
         total *= _per_row(channel if S.taps else tl.load(weight[1] + row_n), S)
     if BATCH > 1:
@@ -147,20 +147,20 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
 
 
 @triton.jit
-def _load_codes(codes, codes_record, t, records, S: tl.constexpr):
-    """The codes of a step's records, from t on."""
+def _load_codes(codes, codes_slab, t, records, S: tl.constexpr):
+    """Load the codes of a step's K slabs, from t on."""
     RECORDS: tl.constexpr = S.records
     loaded = ()
     for r in tl.static_range(RECORDS):
-        loaded += (_masked(codes + (t + r) * S.codes_step, codes_record + t + r < records, S),)  # type: ignore[assignment]
+        loaded += (_masked(codes + (t + r) * S.codes_step, codes_slab + t + r < records, S),)  # type: ignore[assignment]
     return loaded
 
 
 @triton.jit
 def _times(xs, factors, S: tl.constexpr):
-    """x times the norm's weight, rounded to x's type, before both change lanes: the compiler would have each do so by itself otherwise."""
+    """Return x times the norm's weight, rounded to x's type, before both change lanes: the compiler would move each otherwise."""
     RECORDS: tl.constexpr = S.records
-    found = ()
+    products = ()
     for r in tl.static_range(RECORDS):
         if S.ptx and xs[r].dtype == tl.bfloat16:
             added = xs[r] if S.plus_one else tl.full(xs[r].shape, -0.0, tl.bfloat16)
@@ -170,33 +170,33 @@ def _times(xs, factors, S: tl.constexpr):
         else:
             factor = factors[r].to(tl.float32)
             y = (xs[r].to(tl.float32) * (factor + 1 if S.plus_one else factor)).to(xs[r].dtype)
-        found += (y,)  # type: ignore[assignment]
-    return found
+        products += (y,)  # type: ignore[assignment]
+    return products
 
 
 @triton.jit
-def _load_xs(xp, column_record, records, K, S: tl.constexpr):
-    """x of a step's records."""
+def _load_xs(xp, column_slab, records, K, S: tl.constexpr):
+    """Load x of a step's K slabs."""
     RECORDS: tl.constexpr = S.records
     loaded = ()
     for r in tl.static_range(RECORDS):
-        loaded += (_load_x(xp, column_record + r, records, K, S),)  # type: ignore[assignment]
+        loaded += (_load_x(xp, column_slab + r, records, K, S),)  # type: ignore[assignment]
     return loaded
 
 
 @triton.jit
-def _records(codes, xs, scales, zeros, total, S: tl.constexpr):
-    """total + the products of a step."""
+def _add_slabs(codes, xs, scales, zeros, total, S: tl.constexpr):
+    """Return total + the products of a step."""
     RECORDS: tl.constexpr = S.records
     for r in tl.static_range(RECORDS):
-        tails = (scales[r * S.groups : (r + 1) * S.groups], zeros[r * S.groups : (r + 1) * S.groups])
-        total = _record(codes[r], xs[r], tails[0], tails[1], total, S)
+        params = (scales[r * S.groups : (r + 1) * S.groups], zeros[r * S.groups : (r + 1) * S.groups])
+        total = _add_slab(codes[r], xs[r], params[0], params[1], total, S)
     return total
 
 
 @triton.jit
 def _row(i, pn, N, S: tl.constexpr):
-    """The row of the weight that is the tile's row i, or would be, were there more."""
+    """Return the row of the weight that is the tile's row i, also beyond the last one."""
     if S.gated:
         return i // (S.outputs // 2) * (N // 2) + pn * (S.outputs // 2) + i % (S.outputs // 2)
     else:
@@ -205,7 +205,7 @@ def _row(i, pn, N, S: tl.constexpr):
 
 @triton.jit
 def _per_row(values, S: tl.constexpr):
-    """[rows of all batches] -> float32 that broadcasts to the sums."""
+    """Broadcast [rows of all batches] in float32 to the sums."""
     values = values.to(tl.float32)
     if S.batch > 1:
         return tl.reshape(values, (S.batch, S.bands * S.slices * 16))[:, :, None]
@@ -234,53 +234,53 @@ def _words_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
     kt = tl.arange(0, 2)[None, None, None, :, None]
     word = tl.arange(0, 256)[None, None, None, None, :]
     slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
-    record = first + slice_ * per
+    slab = first + slice_ * per
     base = codes + (pn * TILE // 4).to(tl.int64) * records * 2048
-    return base + ((band // 4 * records + record) * 2048 + kt * 1024 + band % 4 * 256 + word), record
+    return base + ((band // 4 * records + slab) * 2048 + kt * 1024 + band % 4 * 256 + word), slab
 
 
 @triton.jit
 def _bytes_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
     """Pointers to pairs of bytes of the tile's first records [batch, slices, bands, half of a record and of the rows 4, 8 rows of 64
-    bytes], and the record of each batch and slice. A lane reads 16 bytes that follow each other: see `_record`."""
+    bytes], and the record of each batch and slice. A lane reads 16 bytes that follow each other: see `_add_slab`."""
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
     BATCH: tl.constexpr = S.batch
     slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
-    record = first + slice_ * per
+    slab = first + slice_ * per
     band = tl.arange(0, BANDS)[None, None, :, None, None] * 16
     half = tl.arange(0, 4)[None, None, None, :, None]
     i = tl.arange(0, 256)[None, None, None, None, :]
     row = tl.minimum(_row(band + half % 2 * 8 + i // 32, pn, N, S), n_padded - 1)
-    at = row.to(tl.int64) * (records * 64) + record * 64 + (half // 2 * 32 + i % 32)
-    return codes.to(tl.pointer_type(tl.int16)) + at, record
+    at = row.to(tl.int64) * (records * 64) + slab * 64 + (half // 2 * 32 + i % 32)
+    return codes.to(tl.pointer_type(tl.int16)) + at, slab
 
 
 @triton.jit
 def _fetch_weight(weight, n_padded, records, per, first, n, ROWS: tl.constexpr, S: tl.constexpr):
     """Bring what this block reads first of ROWS rows of the weight, from row n on, to the L2 cache, while the kernel before is still
     running. Rows that are not in one panel are whole panels."""
-    PARTS: tl.constexpr = S.batch * S.slices
+    K_PARTS: tl.constexpr = S.batch * S.slices
     WORDS: tl.constexpr = S.bits == 4
-    CHUNKS: tl.constexpr = PARTS * (2 * S.ahead * (ROWS // 64 if ROWS > 64 else 1) if WORDS else ROWS)
+    CHUNKS: tl.constexpr = K_PARTS * (2 * S.ahead * (ROWS // 64 if ROWS > 64 else 1) if WORDS else ROWS)
     i = tl.arange(0, _power_of_two(CHUNKS, S.threads))
     if WORDS:
-        record = first + i // 2 % PARTS * per + i // (2 * PARTS) % S.ahead
-        panel = n // 64 + i // (2 * PARTS * S.ahead)
-        at = (panel.to(tl.int64) * records + record) * 2048 + i % 2 * 1024 + n % 64 * 16
-        inside = (i < CHUNKS) & (record < records) & (panel < n_padded // 64)
+        slab = first + i // 2 % K_PARTS * per + i // (2 * K_PARTS) % S.ahead
+        panel = n // 64 + i // (2 * K_PARTS * S.ahead)
+        at = (panel.to(tl.int64) * records + slab) * 2048 + i % 2 * 1024 + n % 64 * 16
+        inside = (i < CHUNKS) & (slab < records) & (panel < n_padded // 64)
         _fetch(weight[0] + at, tl.where(inside, 32 * (ROWS if ROWS < 64 else 64), 0))
     else:
-        record = first + i % PARTS * per
-        row = n + i // PARTS
+        slab = first + i % K_PARTS * per
+        row = n + i // K_PARTS
         inside = (i < CHUNKS) & (row < n_padded)
-        _fetch(weight[0] + (row.to(tl.int64) * records + record) * 128, tl.where(inside, 128 * tl.minimum(records - record, S.ahead), 0))
+        _fetch(weight[0] + (row.to(tl.int64) * records + slab) * 128, tl.where(inside, 128 * tl.minimum(records - slab, S.ahead), 0))
     if S.mode != "sums" or not S.whole:
-        BLOCKS: tl.constexpr = PARTS * S.scales_ahead * S.groups
+        BLOCKS: tl.constexpr = K_PARTS * S.scales_ahead * S.groups
         i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
-        record = first + i % PARTS * per + i // PARTS % S.scales_ahead
-        block = record // (S.padded // 128) if S.padded >= 128 else record * S.groups + i // (PARTS * S.scales_ahead)
-        rows = tl.where((i < BLOCKS) & (record < records), tl.minimum(n_padded - n, ROWS), 0)
+        slab = first + i % K_PARTS * per + i // K_PARTS % S.scales_ahead
+        block = slab // (S.padded // 128) if S.padded >= 128 else slab * S.groups + i // (K_PARTS * S.scales_ahead)
+        rows = tl.where((i < BLOCKS) & (slab < records), tl.minimum(n_padded - n, ROWS), 0)
         at = block.to(tl.int64) * n_padded + n
         _fetch(weight[1] + at, rows * (weight[1].dtype.element_ty.primitive_bitwidth // 8))
         if S.zero != "none":
@@ -294,7 +294,7 @@ def _power_of_two(count, least):
 
 @triton.jit
 def _fetch(pointers, nbytes):
-    """Nothing is read, so that it does not matter if the bytes are still being written. nbytes: a multiple of 16, or 0."""
+    """Prefetch nbytes, a multiple of 16 or 0. Nothing is read, so the bytes may still be written."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
         "=r,l,r", [pointers.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1,
@@ -302,13 +302,13 @@ def _fetch(pointers, nbytes):
 
 
 @triton.jit
-def _tails(weight, record, row_n, n_padded, records, S: tl.constexpr):
-    """Scales and zeros of the groups of the next records: two tuples of [rows]. What nothing reads is the number 0."""
+def _load_params(weight, slab, row_n, n_padded, records, S: tl.constexpr):
+    """Load scales and zeros of the blocks of the next K slabs: two tuples of [rows]. 0 for those that are never read."""
     RECORDS: tl.constexpr = S.records
     GROUPS: tl.constexpr = S.groups
     scales, zeros = (), ()
     for r in tl.static_range(RECORDS):
-        at = tl.minimum(record + r, records - 1)
+        at = tl.minimum(slab + r, records - 1)
         block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS
         offset = block_row * n_padded + row_n
         for g in tl.static_range(GROUPS):
@@ -326,15 +326,15 @@ def _masked(pointers, mask, S: tl.constexpr):
 
 
 @triton.jit
-def _load_x(xp, record, records, K, S: tl.constexpr):
-    """x [128, width], with a batch before it if there is one, of a record of each slice."""
-    at = record * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
+def _load_x(xp, slab, records, K, S: tl.constexpr):
+    """Load x [128, width], with a batch dimension first if there is one, of a K slab of each slice."""
+    at = slab * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
     if S.taps:
         x = of_patches(xp, at, at < K, S)
     elif S.even:
         x = tl.load(xp + at)
     else:
-        inside = record < records
+        inside = slab < records
         if S.block > 0:
             within = at % S.padded
             inside &= within < S.block
@@ -343,7 +343,7 @@ def _load_x(xp, record, records, K, S: tl.constexpr):
     if S.paired:  # …, khalf, k4, k -> as the bytes lie
         SIZES: tl.constexpr = x.shape
         x = tl.reshape(tl.permute(tl.reshape(x, (S.batch * 8, 2, 4, 2 * S.width)), (0, 2, 1, 3)), SIZES)
-    if S.turned:  # khalf, k4, step, and the four bytes of a register, of which the even and the odd ones are together
+    if S.permuted_k:  # khalf, k4, step, and the four bytes of a register, of which the even and the odd ones are together
         SHAPE: tl.constexpr = x.shape
         x = tl.permute(tl.reshape(x, (S.batch, 2, 4, 4, 2, 2, S.width)), (0, 1, 3, 5, 2, 4, 6))
         x = tl.reshape(x, SHAPE)
@@ -351,15 +351,15 @@ def _load_x(xp, record, records, K, S: tl.constexpr):
 
 
 @triton.jit
-def _record(codes, x, scales, zeros, total, S: tl.constexpr):
-    """total + the products of one record."""
+def _add_slab(codes, x, scales, zeros, total, S: tl.constexpr):
+    """Return total + the products of one K slab."""
     ALL: tl.constexpr = S.batch * S.rows
     DTYPE: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
     if S.bits == 4:
         codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
         codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
         values = decode.e2m1(codes, DTYPE, S.ptx) if S.table else decode.nibbles(codes, DTYPE, S.ptx)
-    elif S.turned:  # a lane multiplies what it read, so k is in another order here and in `_load_x`
+    elif S.permuted_k:  # a lane multiplies the bytes that it loaded, so k is in another order here and in `_load_x`
         codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 2, 8, 4, 4, 2))  # batch, slice, band, khalf, rowhalf, row, k4, step, word
         codes = tl.reshape(tl.permute(codes, (0, 2, 1, 4, 5, 3, 7, 6, 8)), (ALL * 8, 1, 8))
         values = tl.reshape(decode.int8_pairs(codes, DTYPE, S.ptx), (ALL, 8, 16))
@@ -396,7 +396,7 @@ def _record(codes, x, scales, zeros, total, S: tl.constexpr):
 
 @triton.jit
 def _operand(values, S: tl.constexpr):
-    """[rows of all batches, 4, 32] -> what is multiplied by x."""
+    """Return [rows of all batches, 4, 32] as the A operand."""
     if S.batch > 1:
         return tl.reshape(values, (S.batch, S.bands * S.slices * 16, 128))
     else:
@@ -405,8 +405,8 @@ def _operand(values, S: tl.constexpr):
 
 @triton.jit
 def _spread(values, S: tl.constexpr):
-    """What each group has, [rows] -> what broadcasts to the weights of a record as `_record` has them, [rows, 8 or 4, 16 or 32]."""
-    PLANES: tl.constexpr = 8 if S.turned else 4
+    """What each group has, [rows] -> what broadcasts to the weights of a record as in `_add_slab`, [rows, 8 or 4, 16 or 32]."""
+    PLANES: tl.constexpr = 8 if S.permuted_k else 4
     upper = tl.arange(0, PLANES)[None, :, None] >= PLANES // 2
     if S.groups == 1:
         return values[0][:, None, None]

@@ -94,11 +94,11 @@ class Plan:
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
         """Where scales, sums and offsets begin after the codes, and where all ends, in bytes."""
-        at, found = aligned(self.columns * self.k_padded), []
+        at, offsets = aligned(self.columns * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
-            found.append(at)
+            offsets.append(at)
             at += aligned(4 * count * self.columns)
-        return found[0], found[1], found[2], at
+        return offsets[0], offsets[1], offsets[2], at
 
     @cached_property
     def nbytes(self) -> int:
@@ -117,7 +117,7 @@ class Quantized:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes, up to where the next part of the memory may begin."""
+    """Round bytes up to where the next section of the memory may begin."""
     return round_up(nbytes, _ALIGNMENT)
 
 
@@ -145,14 +145,14 @@ def plan(problem: Problem) -> Plan:
 
 
 def _order(problem: Problem, records: bool) -> Order:
-    """Of the codes, in granules of whole `records` or of less."""
+    """Return the order of codes, in granules of whole K slabs or shorter ones."""
     if problem.format.bits == 4:
         return "planes" if records else "pairs"
     return "pairs" if problem.paired else "plain"
 
 
 def supports(problem: Problem) -> str | None:
-    """Why `problem`'s activations can't be quantized for a weight in gpu_tiles, or None."""
+    """Return the reason why `problem`'s activations cannot be quantized for a weight in gpu_tiles, or None."""
     block = problem.format.block_size(problem.k)
     if piece(block, problem.k) < block and piece(block, problem.k) % gpu_tiles.RECORD:
         return f"blocks of {block} would be summed in pieces of {piece(block, problem.k)}, not whole records of {gpu_tiles.RECORD}"
@@ -160,16 +160,16 @@ def supports(problem: Problem) -> str | None:
 
 
 def views(plan: Plan, memory: Tensor) -> Quantized:
-    """The parts of `memory`, uint8 [at least plan.nbytes]."""
+    """Return the sections of `memory`, uint8 [at least plan.nbytes]."""
     at_scale, at_sums, at_offset, _ = plan.offsets
 
-    def part(start: int, groups: int) -> Tensor:
+    def section(start: int, groups: int) -> Tensor:
         return memory[start:][: 4 * groups * plan.columns].view(torch.float32).view(groups, plan.columns)
 
     q = memory[: plan.columns * plan.k_padded].view(torch.int8).view(plan.columns, plan.k_padded)
-    sums = part(at_sums, plan.sum_groups) if plan.summed else None
-    offset = part(at_offset, plan.groups) if plan.with_offset else None
-    return Quantized(plan, q, part(at_scale, plan.groups), sums, offset)
+    sums = section(at_sums, plan.sum_groups) if plan.summed else None
+    offset = section(at_offset, plan.groups) if plan.with_offset else None
+    return Quantized(plan, q, section(at_scale, plan.groups), sums, offset)
 
 
 def quantize_activation(
@@ -186,27 +186,27 @@ def quantize_activation(
 
 
 def round_activation(x: Tensor, plan: Plan, out: Tensor, *, early: bool = False) -> None:
-    """x [m, k] as `quantize_activation` has it, as floats again -> out [m, k], contiguous."""
+    """Quantize x [m, k] as `quantize_activation`, dequantize it, and write out [m, k], contiguous."""
     _run(x, plan, (None, 1), (None, None, None, None), out, early)
 
 
 def _run(
-    x: Tensor, plan: Plan, source: tuple[Tensor | None, int], parts: tuple[Tensor | None, ...], floats: Tensor | None, early: bool
+    x: Tensor, plan: Plan, source: tuple[Tensor | None, int], sections: tuple[Tensor | None, ...], floats: Tensor | None, early: bool
 ) -> None:
     order, share = source
     single = not plan.whole_row and plan.padded == plan.granule
     # Granules of one program: some whole groups of one granule, or all of one group's.
     group = plan.granules if single or plan.whole_row else plan.padded // plan.granule
     tile = 1024 if single and plan.m < 64 else max(_TILE, triton.next_power_of_2(group * plan.granule) // _MOST_TILES)
-    held = min(tile // plan.granule, triton.next_power_of_2(group))
-    programs = -(-plan.granules // held) if single else plan.groups
+    granules_per_step = min(tile // plan.granule, triton.next_power_of_2(group))
+    programs = -(-plan.granules // granules_per_step) if single else plan.groups
     gaps = (None, None) if plan.block == plan.padded else (plan.block, plan.padded)
     launch.run(
         _quantize,
         (plan.m, programs),
         x,
         order,
-        *parts,
+        *sections,
         floats,
         plan.columns,
         share,
@@ -214,23 +214,23 @@ def _run(
         plan.granules,
         x.stride(0),
         *gaps,
-        held if single else group,
+        granules_per_step if single else group,
         G=plan.granule,
-        HELD=held,
-        CHUNKS=1 if single else -(-group // held),
+        GRANULES=granules_per_step,
+        CHUNKS=1 if single else -(-group // granules_per_step),
         SINGLE=single,
         WITH_OFFSET=plan.with_offset,
         WHOLE=plan.whole,
         ORDER=plan.order,
         PDL=early,
-        num_warps=max(1, min(16, held * plan.granule // (512 if plan.m < 1024 or floats is not None else 1024))),
+        num_warps=max(1, min(16, granules_per_step * plan.granule // (512 if plan.m < 1024 or floats is not None else 1024))),
         early=early,
     )
 
 
-def first(multiply: Callable[..., None], beside: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
+def first(multiply: Callable[..., None], extra_bytes: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
     """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
-    `beside(problem, config)` bytes of memory of its own; early as in `quantize_activation`."""
+    `extra_bytes(problem, config)` bytes of memory of its own; early as in `quantize_activation`."""
 
     def launch_both(
         problem: Problem,
@@ -243,16 +243,16 @@ def first(multiply: Callable[..., None], beside: Callable[..., int], *, early: b
         epilogue: Epilogue,
     ) -> None:
         """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
-        own = plan(problem)
-        memory = workspace(out.device, own.nbytes + beside(problem, config))
-        quantized = quantize_activation(x, own, memory, early=early)
-        multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[own.nbytes :])
+        x_plan = plan(problem)
+        memory = workspace(out.device, x_plan.nbytes + extra_bytes(problem, config))
+        quantized = quantize_activation(x, x_plan, memory, early=early)
+        multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[x_plan.nbytes :])
 
     return launch_both
 
 
 def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
-    """int8 codes [m, k] that are there already, into the order of the plan; its other parts are left undefined."""
+    """Write int8 codes [m, k] in the order of the plan; its other sections stay undefined."""
     out = views(plan, memory)
     _run(q, plan, (None, 1), (out.q, None, None, None), None, False)
     return out
@@ -272,16 +272,16 @@ def _columns(HALF: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def _ordered(q0, q1, HELD: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
+def _ordered(q0, q1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
     """The halves of granules, [HELD, G / 2] each, together in the order of this module's text: [HELD, G]."""
     q = tl.join(q0, q1)
     if ORDER == "pairs":  # …, k4, k, khalf
-        q = tl.permute(tl.reshape(q, (HELD * G // 16, 4, 2, 2)), (0, 1, 3, 2))
+        q = tl.permute(tl.reshape(q, (GRANULES * G // 16, 4, 2, 2)), (0, 1, 3, 2))
     elif ORDER == "plain":
-        q = tl.permute(tl.reshape(q, (HELD * G // 16, 8, 2)), (0, 2, 1))
+        q = tl.permute(tl.reshape(q, (GRANULES * G // 16, 8, 2)), (0, 2, 1))
     else:
         tl.static_assert(ORDER == "planes", "an order that has no code")
-    return tl.reshape(q, (HELD, G))
+    return tl.reshape(q, (GRANULES, G))
 
 
 @triton.jit
@@ -302,7 +302,7 @@ def _read(x, granule, end, k, block, padded, column, G: tl.constexpr):
 
 @triton.jit
 def _extremes(v0, v1, real0, real1, WITH_OFFSET: tl.constexpr):
-    """Of each granule the greatest magnitude as bits, and the least and the greatest value."""
+    """Return for each granule the greatest magnitude as bits, and the least and the greatest value."""
     most = tl.max(tl.maximum(v0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, v1.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=1)
     lo = most.to(tl.float32, bitcast=True)
     hi = lo
@@ -314,7 +314,7 @@ def _extremes(v0, v1, real0, real1, WITH_OFFSET: tl.constexpr):
 
 @triton.jit
 def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
-    """A step of NaN gives zeros. Without an offset none is beyond 127, and what is not there is 0 already."""
+    """Return codes. A step of NaN gives zeros. Without an offset none exceeds 127, and padding is 0 already."""
     good = (step < float("inf"))[:, None]
     if WITH_OFFSET:
         v = tl.where(real & good, v - middle[:, None], 0.0)
@@ -326,14 +326,14 @@ def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
 
 @triton.jit
 def _write(out, at, real, c, step, middle):
-    """Codes as floats."""
+    """Write codes as floats."""
     tl.store(out + at, fma(c.to(tl.float32), step[:, None], middle[:, None]).to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def _quantize(
     x, order, q, scale, sums, offset, floats, columns, share, k, granules, stride, block, padded, group,
-    G: tl.constexpr, HELD: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
+    G: tl.constexpr, GRANULES: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
     WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -349,16 +349,16 @@ def _quantize(
             return
         source = (pair // share).to(tl.int64)
     x += source * stride
-    g = first + tl.arange(0, HELD)
+    g = first + tl.arange(0, GRANULES)
     column0 = _columns(0, G, ORDER == "planes" or floats is not None)
     column1 = _columns(1, G, ORDER == "planes" or floats is not None)
     read = ()  # type: Any
-    most = tl.zeros([HELD], tl.int32)
-    lo = tl.full([HELD], float("inf"), tl.float32)
+    most = tl.zeros([GRANULES], tl.int32)
+    lo = tl.full([GRANULES], float("inf"), tl.float32)
     hi = -lo
     for chunk in tl.static_range(CHUNKS):
-        left = _read(x, g + chunk * HELD, end, k, block, padded, column0, G)
-        right = _read(x, g + chunk * HELD, end, k, block, padded, column1, G)
+        left = _read(x, g + chunk * GRANULES, end, k, block, padded, column0, G)
+        right = _read(x, g + chunk * GRANULES, end, k, block, padded, column1, G)
         more, lower, higher = _extremes(left[0], right[0], left[1], right[1], WITH_OFFSET)
         most = tl.maximum(most, more)
         lo = tl.minimum(lo, lower)
@@ -392,9 +392,9 @@ def _quantize(
         tl.store(scale + here, step, mask=g == first)
         if WITH_OFFSET:
             tl.store(offset + here, middle, mask=g == first)
-    total = tl.zeros([HELD], tl.int32)
+    total = tl.zeros([GRANULES], tl.int32)
     for chunk in tl.static_range(CHUNKS):
-        gc = g + chunk * HELD
+        gc = g + chunk * GRANULES
         v0, real0, at0 = read[chunk][0]
         v1, real1, at1 = read[chunk][1]
         c0 = _codes(v0, real0, step, middle, inverse, WITH_OFFSET)
@@ -404,11 +404,11 @@ def _quantize(
             _write(floats, at1, real1, c1, step, middle)
         else:
             if sums is not None:
-                part = tl.sum(c0 + c1, axis=1)
-                total += part
+                section = tl.sum(c0 + c1, axis=1)
+                total += section
                 if not WHOLE:
-                    tl.store(sums + gc * columns + row, part.to(tl.float32), mask=gc < end)
+                    tl.store(sums + gc * columns + row, section.to(tl.float32), mask=gc < end)
             at = row * (granules * G) + gc[:, None] * G + tl.arange(0, G)[None, :]
-            tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), HELD, G, ORDER), mask=(gc < end)[:, None])
+            tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), GRANULES, G, ORDER), mask=(gc < end)[:, None])
     if WHOLE and sums is not None:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))

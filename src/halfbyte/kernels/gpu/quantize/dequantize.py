@@ -22,7 +22,7 @@ from halfbyte.layouts.gpu_tiles import RECORD
 
 
 def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The weight [n, k] that `data`, uint8 [geo.nbytes], stands for."""
+    """Return the weight [n, k] of `data`, uint8 [geo.nbytes]."""
     out = torch.empty(geo.n, geo.k, dtype=dtype, device=data.device) if out is None else out
     if out.numel():
         write(spread.sections(data, geo), geo, out)
@@ -45,7 +45,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         tuple(0 if t is None else geo.nbytes // t.element_size() for t in sections),
         BITS=geo.format.bits,
         ZERO=zero_number(geo.format),
-        TABLE=has_floats(geo.format),
+        FLOAT_CODES=has_floats(geo.format),
         G=min(geo.padded, RECORD),
         PAIRED=geo.paired,
         CONTIGUOUS=geo.contiguous,
@@ -56,14 +56,14 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
 
 
 def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
-    """Rows `ids`, int64 or int32 [count], of the weight: [count, k]. A row that the weight does not have is NaN."""
+    """Return rows `ids`, int64 or int32 [count], of the weight: [count, k]. A row out of bounds is NaN."""
     out = torch.empty(len(ids), geo.k, dtype=dtype, device=data.device)
     if out.numel():
         codes, scale, zero = spread.sections(data, geo) if geo.nbytes else (None, None, None)
-        held = min(8, triton.next_power_of_2(geo.records))
+        slabs = min(8, triton.next_power_of_2(geo.records))
         run(
             _rows,
-            (len(ids), -(-geo.records // held)),
+            (len(ids), -(-geo.records // slabs)),
             ids,
             codes,
             scale,
@@ -73,31 +73,31 @@ def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.d
             geo.n,
             BITS=geo.format.bits,
             ZERO=zero_number(geo.format),
-            TABLE=has_floats(geo.format),
+            FLOAT_CODES=has_floats(geo.format),
             PAIRED=geo.paired,
             G=min(geo.padded, RECORD),
-            HELD=held,
-            num_warps=max(1, held // 2),
+            SLABS=slabs,
+            num_warps=max(1, slabs // 2),
         )
     return out
 
 
 def _sizes(geo: gpu_tiles.Geometry) -> tuple[int, ...]:
-    """K, N padded, records, elements of a block without and with its padding."""
+    """Return K, N padded, K slabs, elements of a block without and with its padding."""
     return geo.k, geo.n_padded, geo.records, geo.block, geo.padded
 
 
 @triton.jit
-def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr):
-    """Codes as stored (int32) -> float32; s and z broadcast to u. TABLE: they are 4-bit floats."""
-    if TABLE:
+def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr):
+    """Return stored codes (int32) as float32; s and z broadcast to u. FLOAT_CODES: they are 4-bit floats."""
+    if FLOAT_CODES:
         return e2m1_codes(u).to(tl.float32) * s.to(tl.float32)
     elif ZERO == 0:
         return (u - 8 if BITS == 4 else u).to(tl.float32) * s.to(tl.float32)
     q = u if BITS == 4 else u + 128
     if ZERO == 1:
         return (q - z.to(tl.int32)).to(tl.float32) * s.to(tl.float32)
-    elif INTERPRETED:  # whose fma rounds twice
+    elif INTERPRETED:  # its fma rounds twice
         return (q.to(tl.float64) * s.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
     else:
         return tl.fma(q.to(tl.float32), tl.broadcast_to(s.to(tl.float32), q.shape), tl.broadcast_to(z.to(tl.float32), q.shape))
@@ -105,7 +105,7 @@ def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr)
 
 @triton.jit
 def _place(start, i, k, block, padded):
-    """Of i elements after padded k `start` of one block: the k of each, and whether there is one."""
+    """Return the k of i elements after padded k `start` of one block, and which exist."""
     within = start % padded + i
     at = start // padded * block + within
     return at, (within < block) & (at < k)
@@ -114,10 +114,10 @@ def _place(start, i, k, block, padded):
 @triton.jit
 def _whole(
     codes, scale, zero, out, k, NP, R, block, padded, N, steps,
-    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A panel's record."""
+    """Dequantize a panel's K slab."""
     if EARLY:
         gdc_launch_dependents()
     r = tl.program_id(0)
@@ -146,7 +146,7 @@ def _whole(
     at = (piece * G // padded)[None, :] * NP + rn[:, None]
     s = tl.load(scale + at)[:, :, None]
     z = tl.load(zero + at)[:, :, None] if ZERO != 0 else s
-    v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO, TABLE)
+    v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO, FLOAT_CODES)
     if CONTIGUOUS:  # the compiler sees that elements are neighbours, and stores 16 bytes at a time
         column = r * 128 + tl.arange(0, 128)
         real = column < k
@@ -157,20 +157,20 @@ def _whole(
     v = tl.reshape(v, (64, 128)).to(out.dtype.element_ty)
     tl.store(out + rn[:, None] * k + column[None, :], v, mask=(rn < N)[:, None] & real[None, :])
     if EARLY:
-        gdc_wait()  # who waits for this one waits for those before, too
+        gdc_wait()  # a kernel that waits for this one waits for earlier ones, too
 
 
 @triton.jit
 def _rows(
     ids, codes, scale, zero, out, k, NP, R, block, padded, N,
-    BITS: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, SLABS: tl.constexpr,
 ):  # fmt: skip
-    """HELD records of one row."""
+    """Dequantize SLABS K slabs of one row."""
     number = tl.program_id(0).to(tl.int64)
     n = tl.load(ids + number).to(tl.int64)
-    known = (n >= 0) & (n < N)
-    n = tl.where(known, n, 0)
-    r = (tl.program_id(1) * HELD + tl.arange(0, HELD))[:, None, None]
+    valid = (n >= 0) & (n < N)
+    n = tl.where(valid, n, 0)
+    r = (tl.program_id(1) * SLABS + tl.arange(0, SLABS))[:, None, None]
     plane = tl.arange(0, 128 // 32)[None, :, None]
     kq = tl.arange(0, 32)[None, None, :]
     if BITS == 4:
@@ -184,7 +184,7 @@ def _rows(
     at = start // padded * NP + n
     s = tl.load(scale + at, mask=r < R, other=0)
     z = tl.load(zero + at, mask=r < R, other=0) if ZERO != 0 else s
-    v = _value(u, s, z, BITS, ZERO, TABLE)
-    v = tl.where(known, v, float("nan")).to(out.dtype.element_ty)
+    v = _value(u, s, z, BITS, ZERO, FLOAT_CODES)
+    v = tl.where(valid, v, float("nan")).to(out.dtype.element_ty)
     column, real = _place(start, plane * 32 % G + kq, k, block, padded)
     tl.store(out + number * k + column, v, mask=real & (r < R))

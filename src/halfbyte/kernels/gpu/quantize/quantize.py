@@ -3,7 +3,7 @@
 A program takes some blocks as a tile [blocks, elements]: their extremes, their grid, their codes. Compiled without fused
 multiply-adds: every step is one float32 operation, as that module's text has it, or gives the same bits with fewer instructions,
 which are what bounds it (a GPU has time for some twenty an element): clamping to integers commutes with rounding; v + 1.5 * 2^23
-has rne(v) in its lowest bits; away(v) = trunc(v + 0.49999997 * sign(v)), as that sum is rounded. A NaN, an infinity or a scale
+has rne(v) in its lowest bits; round_away(v) = trunc(v + 0.49999997 * sign(v)), as that sum is rounded. A NaN, an infinity or a scale
 that overflows raises a flag; the slow path then finds the place and names it.
 """
 
@@ -27,7 +27,7 @@ _FAMILIES = {"int": 0, "ggml": 1, "inferllm": 2}
 
 
 def supports(weight: Tensor, fmt: Format) -> str | None:
-    """Why `quantize` can't take this weight; None if it can."""
+    """Return the reason why `quantize` cannot quantize this weight, or None."""
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, bfloat16 or float16, not {weight.dtype}"
     if fmt.family not in _FAMILIES:
@@ -59,10 +59,10 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         block = fmt.block_size(k)
         width = max(16, triton.next_power_of_2(block))
         blocks = -(-k // block)
-        held = min(max(1, _TILE // width), triton.next_power_of_2(blocks))
+        blocks_per_program = min(max(1, _TILE // width), triton.next_power_of_2(blocks))
         run(
             _quantize,
-            (len(flat), -(-blocks // held)),
+            (len(flat), -(-blocks // blocks_per_program)),
             flat,
             data,
             scale,
@@ -74,14 +74,14 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
             block,
             (block + 1) // 2,
             blocks,
-            HELD=held,
+            BLOCKS=blocks_per_program,
             WIDTH=width,
             BITS=fmt.bits,
             ZERO=zero_number(fmt),
             FAMILY=_FAMILIES[fmt.family],
             FULL=block == width and k % block == 0,
             EVEN=block % 2 == 0 and k % 2 == 0,
-            num_warps=max(1, min(16, held * width // _PER_WARP)),
+            num_warps=max(1, min(16, blocks_per_program * width // _PER_WARP)),
             enable_fp_fusion=False,
         )
         if int(failed):
@@ -101,7 +101,7 @@ def _less(a, b):
 
 @triton.jit
 def _least(v):
-    """Along the last dimension; a NaN if there is one."""
+    """Return the minimum along the last dimension; NaN if there is one."""
     if INTERPRETED:  # where such a reduction takes seconds
         return tl.min(v, axis=1) + tl.sum(tl.where(tl.abs(v) >= 0, 0.0, v), axis=1)
     else:
@@ -118,14 +118,14 @@ def _greatest(v):
 
 @triton.jit
 def _inverse(x):
-    """1 / x, or 0 where that is not finite."""
+    """Return 1 / x, or 0 where that is not finite."""
     inverse = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
     return tl.where(tl.abs(inverse) < float("inf"), inverse, 0.0)
 
 
 @triton.jit
-def _away(v):
-    """The nearest integer, ties away from zero, as int32."""
+def _round_away(v):
+    """Return the nearest integer, ties away from zero, as int32."""
     almost_half = v.to(tl.int32, bitcast=True) & -0x80000000 | 0x3EFFFFFF
     return (v + almost_half.to(tl.float32, bitcast=True)).to(tl.int32)
 
@@ -133,26 +133,26 @@ def _away(v):
 @triton.jit
 def _quantize(
     x, data, scale, zero, failed, k, stride, data_stride, block, half_block, blocks,
-    HELD: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FAMILY: tl.constexpr,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FAMILY: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """FULL: blocks fill the tile's width. EVEN: no byte holds one nibble alone."""
+    """The kernel. FULL: blocks fill the tile's width. EVEN: no byte holds one nibble alone."""
     tl.static_assert(FAMILY < 3, "a family whose rounding has no code for GPUs")
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
     Q_MIN: tl.constexpr = 0 if ZERO != 0 else -(1 << BITS - 1)
     UP: tl.constexpr = -Q_MIN if BITS == 4 else 0  # nibbles are stored without a sign
     row = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1) * HELD + tl.arange(0, HELD)
+    which = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     inside = which < blocks
     number = row * blocks + which
     first = which * block
     i = tl.arange(0, WIDTH)
     real = inside[:, None] & (i < block)[None, :] & (first[:, None] + i[None, :] < k)
     v = tl.load(x + row * stride + first[:, None] + i[None, :], mask=real, other=0.0).to(tl.float32)
-    lo = tl.zeros([HELD], tl.float32)
+    lo = tl.zeros([BLOCKS], tl.float32)
     if ZERO == 0:
         most = _greatest(tl.abs(v))
-        exact = tl.div_rn(most, tl.full([HELD], Q_MAX, tl.float32))
+        exact = tl.div_rn(most, tl.full([BLOCKS], Q_MAX, tl.float32))
         if FAMILY == 1 and BITS == 4:  # ggml's q4_0: the value of the first of the greatest magnitudes becomes -8
             signs = 2 * i[None, :] + (v.to(tl.int32, bitcast=True) >> 31 & 1)
             peak = tl.abs(v) == most[:, None]
@@ -165,10 +165,10 @@ def _quantize(
         if ZERO == 1:
             lo = tl.minimum(lo, 0.0)
             hi = tl.maximum(hi, 0.0)
-        exact = tl.div_rn(hi - lo, tl.full([HELD], Q_MAX, tl.float32))
+        exact = tl.div_rn(hi - lo, tl.full([BLOCKS], Q_MAX, tl.float32))
     kind = scale.dtype.element_ty
     stored = exact.to(kind)
-    wrong = ~(most < float("inf")) | ~(tl.abs(stored.to(tl.float32)) < float("inf"))
+    not_finite = ~(most < float("inf")) | ~(tl.abs(stored.to(tl.float32)) < float("inf"))
     tl.store(scale + number, stored, mask=inside)
     # Codes come from the scale as it is stored, elsewhere than in the "int" family from the exact one.
     inverse = _inverse(stored.to(tl.float32) if FAMILY == 0 else exact)
@@ -179,13 +179,13 @@ def _quantize(
         if FAMILY == 0:  # a block of both signs whose scale vanishes becomes zeros
             lo = tl.where((inverse == 0) & (lo < 0) & (-lo < exact * Q_MAX), 0.0, lo)
         offset = lo.to(kind)
-        wrong |= ~(tl.abs(offset.to(tl.float32)) < float("inf"))
+        not_finite |= ~(tl.abs(offset.to(tl.float32)) < float("inf"))
         tl.store(zero + number, offset, mask=inside)
         v = v - (offset.to(tl.float32) if FAMILY == 0 else lo)[:, None]
-    tl.store(failed + tl.zeros([HELD], tl.int32), 1, mask=wrong & inside)
+    tl.store(failed + tl.zeros([BLOCKS], tl.int32), 1, mask=not_finite & inside)
     v = v * inverse[:, None]
     if FAMILY == 1 and BITS == 4:
-        half = tl.full([HELD], 0.5, tl.float32)
+        half = tl.full([BLOCKS], 0.5, tl.float32)
         if ZERO == 0:  # a reciprocal that overflows, of a scale that is not zero, makes -8 of all
             half = tl.where((inverse == 0) & (exact != 0), 0.0, 8.5)
         u = tl.minimum((v + half[:, None]).to(tl.int32), 15)
@@ -194,13 +194,13 @@ def _quantize(
         u = (v + MAGIC).to(tl.int32, bitcast=True) + point.to(tl.int32)[:, None]
     else:
         v = tl.minimum(tl.maximum(v, Q_MIN), Q_MAX)
-        u = (v + (MAGIC + UP)).to(tl.int32, bitcast=True) if FAMILY == 0 else _away(v) + UP
+        u = (v + (MAGIC + UP)).to(tl.int32, bitcast=True) if FAMILY == 0 else _round_away(v) + UP
     if BITS == 8:
         tl.store(data + row * data_stride + first[:, None] + i[None, :], u.to(data.dtype.element_ty), mask=real)
     else:
         if not EVEN:
             u = tl.where(real, u, 0)
-        even, odd = tl.split(tl.reshape(u, (HELD, WIDTH // 2, 2)))
+        even, odd = tl.split(tl.reshape(u, (BLOCKS, WIDTH // 2, 2)))
         j = (which * half_block)[:, None] + tl.arange(0, WIDTH // 2)[None, :]
         written = inside[:, None] & (tl.arange(0, WIDTH // 2) < half_block)[None, :] & (j < data_stride)
         tl.store(data + row * data_stride + j, (even & 15 | odd << 4).to(tl.uint8), mask=written)

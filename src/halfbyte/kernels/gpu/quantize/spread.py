@@ -18,21 +18,21 @@ from halfbyte.layouts.gpu_tiles import Geometry, Views
 
 
 def sections(data: Tensor, geo: Geometry) -> Views:
-    """Those that all kernels read, of any weight that has elements."""
-    found = gpu_tiles.views(data, geo)
-    return spread(found, geo) if geo.sparse else found
+    """Return the sections that all kernels read, of any weight that has elements."""
+    views = gpu_tiles.views(data, geo)
+    return spread(views, geo) if geo.sparse else views
 
 
 def spread(sparse: Views, geo: Geometry) -> Views:
-    """Those of a sparse weight, whose sections are given. Codes stay until this is called on the same stream again."""
+    """Return the sections of a sparse weight with its zeros. Codes are valid until the next call on the same stream."""
     dense = gpu_tiles.geometry(geo.format, (geo.n, geo.k))
     out = codes_workspace(sparse.codes.device, dense.codes_bytes)
-    kept, positions = sparse.codes.split([geo.kept_bytes // 4, (geo.codes_bytes - geo.kept_bytes) // 4])
+    codes, positions = sparse.codes.split([geo.kept_bytes // 4, (geo.codes_bytes - geo.kept_bytes) // 4])
     # It lets no kernel start early, as those that follow ask for codes at once.
     launch.run(
         _spread,
         (geo.records, geo.panels),
-        kept,
+        codes,
         positions.view(torch.int16),
         sparse.zero,
         out.view(torch.int32),
@@ -46,50 +46,50 @@ def spread(sparse: Views, geo: Geometry) -> Views:
 
 
 @triton.jit
-def _spread(kept, positions, zero, out, NP, R, padded, BITS: tl.constexpr):
-    """A panel's record. Elements are pairs that a lane keeps of four neighbours, of 4 bits four such pairs, of 8 bits two."""
+def _spread(codes, positions, zero, out, NP, R, padded, BITS: tl.constexpr):
+    """Write a panel's K slab. A lane has the codes of two of four neighbours: with 4 bits of four such groups, with 8 bits of two."""
     r, panel = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    record = panel * R + r
-    PAIRS: tl.constexpr = 128 * BITS
+    slab = panel * R + r
+    CODE_WORDS: tl.constexpr = 128 * BITS
     STEPS: tl.constexpr = 16 // BITS
-    e = tl.arange(0, PAIRS)  # of 8 bits half, then nt, row, k4, khalf, rowhalf
+    e = tl.arange(0, CODE_WORDS)  # of 8 bits half, then nt, row, k4, khalf, rowhalf
     k4, khalf, rowhalf = e // 4 % 4, e // 2 % 2, e % 2
-    pairs = tl.load(kept + record * PAIRS + e)
-    first, second = pairs & 0xFFFF, pairs >> 16 & 0xFFFF
-    places = positions + record * 512 + e % 512 // 16 * 16 + rowhalf
+    code_words = tl.load(codes + slab * CODE_WORDS + e)
+    first, second = code_words & 0xFFFF, code_words >> 16 & 0xFFFF
+    places = positions + slab * 512 + e % 512 // 16 * 16 + rowhalf
     points = r * 0
     if zero is not None:
         points = zero + panel * 64 + e % 512 // 128 * 16 + rowhalf * 8 + e // 16 % 8
     if BITS == 4:
         which = tl.zeros_like(e)
-        nothing = which + 0x8888 if zero is None else which
+        zero_codes = which + 0x8888 if zero is None else which
         for j in tl.static_range(STEPS):
             which |= (tl.load(places + (j % 2 * 2 + khalf) * 4 + j // 2 * 2) >> 4 * k4 & 15).to(tl.int32) << 4 * j
             if zero is not None:
-                nothing |= tl.load(points + (r * 128 + 32 * j) // padded * NP).to(tl.int32) << 4 * j
+                zero_codes |= tl.load(points + (r * 128 + 32 * j) // padded * NP).to(tl.int32) << 4 * j
         # Bits of the positions, spread over the nibbles of codes.
         low, high = (which & 0x1111) * 15, (which >> 1 & 0x1111) * 15
         low2, high2 = (which >> 2 & 0x1111) * 15, (which >> 3 & 0x1111) * 15
-        first ^= nothing
-        second ^= nothing
-        w0 = nothing ^ (first & ~high & ~low) ^ (second & ~high2 & ~low2)
-        w1 = nothing ^ (first & ~high & low) ^ (second & ~high2 & low2)
-        w2 = nothing ^ (first & high & ~low) ^ (second & high2 & ~low2)
-        w3 = nothing ^ (first & high & low) ^ (second & high2 & low2)
+        first ^= zero_codes
+        second ^= zero_codes
+        w0 = zero_codes ^ (first & ~high & ~low) ^ (second & ~high2 & ~low2)
+        w1 = zero_codes ^ (first & ~high & low) ^ (second & ~high2 & low2)
+        w2 = zero_codes ^ (first & high & ~low) ^ (second & high2 & ~low2)
+        w3 = zero_codes ^ (first & high & low) ^ (second & high2 & low2)
         #                                                               nt row k4 khalf rowhalf of four
         words = tl.reshape(tl.join(w0 | w1 << 16, w2 | w3 << 16), (4, 8, 2, 2, 2, 2, 2))
         words = tl.reshape(tl.permute(words, (4, 0, 1, 3, 6, 2, 5)), (1024,))
-        tl.store(out + record * 1024 + tl.arange(0, 1024), words)
+        tl.store(out + slab * 1024 + tl.arange(0, 1024), words)
     else:
         half = e // 512
         words = ()
         for b in tl.static_range(STEPS):
             which = (tl.load(places + (b * 2 + khalf) * 4 + half * 2) >> 4 * k4 & 15).to(tl.int32)
-            nothing = tl.zeros_like(e)
+            zero_codes = tl.zeros_like(e)
             if zero is not None:
-                nothing = tl.load(points + (r * 128 + 64 * half + 32 * b) // padded * NP).to(tl.int32) ^ 128
-            one, other = (first >> 8 * b & 255) ^ nothing, (second >> 8 * b & 255) ^ nothing
-            words += ((nothing * 0x01010101 ^ one << 8 * (which & 3) ^ other << 8 * (which >> 2)),)
+                zero_codes = tl.load(points + (r * 128 + 64 * half + 32 * b) // padded * NP).to(tl.int32) ^ 128
+            one, other = (first >> 8 * b & 255) ^ zero_codes, (second >> 8 * b & 255) ^ zero_codes
+            words += ((zero_codes * 0x01010101 ^ one << 8 * (which & 3) ^ other << 8 * (which >> 2)),)
         #                                               half nt row k4 khalf rowhalf b
         words = tl.reshape(tl.join(words[0], words[1]), (2, 4, 8, 4, 2, 2, 2))
         words = tl.reshape(tl.permute(words, (1, 5, 2, 0, 6, 4, 3)), (64, 32))

@@ -241,7 +241,7 @@ class _Source:
             return self._address(value.data_ptr())
         if value is None or type(value) in (int, bool):
             return repr(value)
-        if type(value) is tuple:
+        if isinstance(value, tuple):  # also a NamedTuple, which Triton flattens like any other
             return f"({''.join(self._value(member) + ', ' for member in value)})"
         if hasattr(value, "base") and hasattr(value, "block_shape"):
             rounds = getattr(value, "round_f32_to_tf32", False)  # which newer versions of Triton read

@@ -83,7 +83,7 @@ class Static(CompileTime):
 
     @property
     def scales(self) -> int:
-        """Of a head in the cache."""
+        """Scales of a head in the cache."""
         return scales_of(self.dim)
 
     @property
@@ -127,7 +127,7 @@ class How(NamedTuple):
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, codes: bool = False) -> str | None:
-    """Why this is not for the kernel, or None. codes: the cache has them."""
+    """Return the reason why the kernel does not support these sizes, or None. codes: the cache has them."""
     if dtype not in _DTYPES:
         return f"it computes in {', '.join(map(str, _DTYPES))}, not {dtype}"
     if kv_heads < 1 or heads % kv_heads or dim % 2:
@@ -155,8 +155,8 @@ def static(
     if codes:
         wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(heads // kv_heads)
         tile, splits = tiled(batch * kv_heads, rows, wide, size, dtype, gpu)
-        found = Static(dim, wide, heads // kv_heads, rows, tile.tokens, tile.warps, tile.stages, launcher.starts_early(gpu), dim)
-        return replace(found, codes=True), splits
+        streamed = Static(dim, wide, heads // kv_heads, rows, tile.tokens, tile.warps, tile.stages, launcher.starts_early(gpu), dim)
+        return replace(streamed, codes=True), splits
     group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
@@ -218,7 +218,7 @@ def launch(
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
-    parts = scratch, scratch[sums:]
+    partials = scratch, scratch[sums:]
     strides = (
         *(t.stride(0) if t.shape[0] > 1 else 0 for t in rotary or (out, out)),
         mask.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
@@ -231,7 +231,7 @@ def launch(
         cache,
         length,
         mask if mask is None or s.added else mask.view(torch.uint8),
-        parts,
+        partials,
         kv_heads,
         size,
         strides,
@@ -245,7 +245,7 @@ def launch(
     warps = 2 if most * s.wide <= 4096 else 4 if most * s.wide <= 8192 else 8  # all parts of a head are in registers at once
     sinks = None if how.sinks is None else (how.sinks, kv_heads)
     numbers = splits, advance, how.factor
-    launcher.run(_add_up, (programs, s.heads), parts, length, out, sinks, *numbers, most, s, num_warps=warps, early=s.pdl)
+    launcher.run(_add_up, (programs, s.heads), partials, length, out, sinks, *numbers, most, s, num_warps=warps, early=s.pdl)
 
 
 @triton.jit
@@ -284,9 +284,9 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         if S.stages == 1:
             _prefetch(cache, first, start, size, S)
         else:  # how many tokens are there may have changed since: this only says what to fetch
-            there = tl.minimum(tl.load(length, volatile=True).to(tl.int32), size)
+            cached = tl.minimum(tl.load(length, volatile=True).to(tl.int32), size)
             for i in tl.static_range(STAGES):
-                _prefetch(cache, first, start + i * TOKENS * splits, there, S)
+                _prefetch(cache, first, start + i * TOKENS * splits, cached, S)
         gdc_wait()
     before = tl.load(length).to(tl.int32)  # the new token
     if S.others == 0:
@@ -304,14 +304,14 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     row_mask = batch * strides[2]
     if S.stages == 1:
         keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, S)
-        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), size, oldest, size, S)
-    mine = (g < HEADS)[:, None] & inside[None, :]
+        visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), size, oldest, size, S)
+    head_mask = (g < HEADS)[:, None] & inside[None, :]
     row = qkv + batch.to(tl.int64) * ((HEADS + S.others) * kv_heads * DIM)
     at = row + (head * HEADS + g[:, None]) * DIM
     new = row + (HEADS * kv_heads + head) * DIM
     # Everything is on its way before anything is waited for.
-    q = tl.load(at + d[None, :], mask=mine, other=0.0)
-    q_half = tl.load(at + half[None, :], mask=mine, other=0.0)
+    q = tl.load(at + d[None, :], mask=head_mask, other=0.0)
+    q_half = tl.load(at + half[None, :], mask=head_mask, other=0.0)
     if S.others > 0:
         k = tl.load(new + d, mask=inside, other=0.0)
         k_half = tl.load(new + half, mask=inside, other=0.0)
@@ -364,27 +364,27 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         for step in range(start, end, TOKENS * splits):
             last = step
             t = step + tl.arange(0, TOKENS)
-            # What is not there yet may be anything.
+            # Memory behind the last token is undefined.
             if S.others > 0:
                 new_here = t == place
                 keys_now = tl.where(new_here[:, None], k[None, :], keys)
                 values_now = tl.where(new_here[:, None], v[None, :], tl.where((t < now)[:, None], values, 0.0))
             else:
                 keys_now, values_now = keys, tl.where((t <= now)[:, None], values, 0.0)
-            seen_now = _but(seen, t <= now, S)
+            visible_now = _and_only(visible, t <= now, S)
             keys, values = _tile(cache, first, t + TOKENS * splits, end, S)
-            seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
-            most, total, sums = _add_tile(q0, q1, keys_now, values_now, seen_now, most, total, sums, S)
+            visible = _visible(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
+            most, total, sums = _add_tile(q0, q1, keys_now, values_now, visible_now, most, total, sums, S)
         if S.ring:
-            mine_too = place // TOKENS % splits == tl.program_id(1)
+            has_new_token = place // TOKENS % splits == tl.program_id(1)
         else:
-            mine_too = (last <= now) & (now < last + TOKENS)
+            has_new_token = (last <= now) & (now < last + TOKENS)
     else:
-        mine_too = tl.program_id(1) == 0
+        has_new_token = tl.program_id(1) == 0
         if S.others > 0:  # before the loop, through which q need not be kept
             score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
         end = tl.minimum(now if S.others > 0 else now + 1, size)
-        seen = _seen(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
+        visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
         if S.codes:
             magic, q0, sums = magic_bits(), quarters(q0), quarters(sums)
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
@@ -393,25 +393,25 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
                 keys, values = _decoded_tile(cache, first, t, end, magic, FLOAT, S)
             else:
                 keys, values = _tile(cache, first, t, end, S)
-            seen_now = _but(seen, t != place, S) if S.ring and S.others > 0 else seen
-            seen = _seen(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
-            most, total, sums = _add_tile(q0, q1, keys, values, seen_now, most, total, sums, S)
+            visible_now = _and_only(visible, t != place, S) if S.ring and S.others > 0 else visible
+            visible = _visible(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
+            most, total, sums = _add_tile(q0, q1, keys, values, visible_now, most, total, sums, S)
         if S.codes:
             sums = whole(sums)
         if S.others > 0:
             sees = fits
             if mask is not None:
-                own = tl.load(mask + row_mask + tl.minimum(now, size - 1))
+                new_mask = tl.load(mask + row_mask + tl.minimum(now, size - 1))
                 if S.added:
-                    score += _to_add(own)
+                    score += _to_add(new_mask)
                 else:
-                    sees &= own != 0
-            if mine_too & sees:
+                    sees &= new_mask != 0
+            if has_new_token & sees:
                 larger = tl.maximum(most, score)
                 weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
                 most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
     if S.others > 0:
-        if fits & mine_too:
+        if fits & has_new_token:
             to = (first + place) * DIM + d
             if S.codes:
                 tl.store(cache[0] + to, k_codes, mask=inside)
@@ -423,16 +423,16 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             else:
                 tl.store(cache[0] + to, k, mask=inside)
                 tl.store(cache[1] + to, v, mask=inside)
-    part = (program * splits + tl.program_id(1)) * S.group
-    tl.store(scratch[0] + (part + g[:, None]) * WIDE + d[None, :], sums, mask=mine)
-    tl.store(scratch[1] + 2 * part + g, most, mask=g < S.group)
-    tl.store(scratch[1] + 2 * part + S.group + g, tl.where(fits, total, float("nan")), mask=g < S.group)
+    partial = (program * splits + tl.program_id(1)) * S.group
+    tl.store(scratch[0] + (partial + g[:, None]) * WIDE + d[None, :], sums, mask=head_mask)
+    tl.store(scratch[1] + 2 * partial + g, most, mask=g < S.group)
+    tl.store(scratch[1] + 2 * partial + S.group + g, tl.where(fits, total, float("nan")), mask=g < S.group)
 
 
 @triton.jit
-def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
-    """The largest score, the sum of the weights and the weighted sum of the values, with a tile's tokens that are seen. Of codes queries,
-    keys, values and sums are `quarters`."""
+def _add_tile(q0, q1, keys, values, visible, most, total, sums, S: tl.constexpr):
+    """Return the largest score, the sum of the weights and the weighted sum of the values, with a tile's visible tokens added. With
+    codes, queries, keys, values and sums are `quarters`."""
     ROWS: tl.constexpr = S.rows
     TOKENS: tl.constexpr = S.tokens
     scores = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -442,9 +442,9 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
     else:
         scores = _product(q0, q1, tl.trans(keys), scores)
     if S.added:
-        scores = tl.where(seen[None, :] == float("-inf"), float("-inf"), scores + seen[None, :])
+        scores = tl.where(visible[None, :] == float("-inf"), float("-inf"), scores + visible[None, :])
     else:
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.where(visible[None, :], scores, float("-inf"))
     larger = tl.maximum(most, tl.max(scores, axis=1))  # a NaN comes back by the weights
     base = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen so far
     weights = tl.exp2(scores - base[:, None])
@@ -464,8 +464,7 @@ def _add_tile(q0, q1, keys, values, seen, most, total, sums, S: tl.constexpr):
 
 @triton.jit
 def _prefetch(cache, first, start, end, S: tl.constexpr):
-    """A tile's keys and values before `end` to the L2 cache, or, where there are none, any. Nothing is read, so that it does not matter if
-    it is still being written."""
+    """Prefetch a tile's keys and values before `end` to the L2 cache. Nothing is read, so they may still be written."""
     PIECE: tl.constexpr = 32 // (cache[0].dtype.element_ty.primitive_bitwidth // 8)  # a sector of the cache's memory
     i = start * S.dim + tl.arange(0, S.tokens * S.wide // PIECE) * PIECE
     i = tl.maximum(tl.minimum(i, end * S.dim - 1), 0)
@@ -487,30 +486,30 @@ def _to_l2(pointers):
 
 @triton.jit
 def _tile(cache, first, t, end, S: tl.constexpr):
-    """keys, values [tokens, wide] before `end`."""
+    """Load keys, values [tokens, wide] before `end`."""
     d = tl.arange(0, S.wide)
-    there = (t < end)[:, None] & (d < S.dim)[None, :]
+    inside_tile = (t < end)[:, None] & (d < S.dim)[None, :]
     at = first * S.dim + (t[:, None] * S.dim + d[None, :])
-    return tl.load(cache[0] + at, mask=there, other=0.0), tl.load(cache[1] + at, mask=there, other=0.0)
+    return tl.load(cache[0] + at, mask=inside_tile, other=0.0), tl.load(cache[1] + at, mask=inside_tile, other=0.0)
 
 
 @triton.jit
 def _decoded_tile(cache, first, t, end, magic, dtype: tl.constexpr, S: tl.constexpr):
-    """The same of a cache of codes, as `quarters`."""
+    """Load a tile of a cache of codes, as `quarters`."""
     word, group = tl.arange(0, S.wide // 4), tl.arange(0, S.groups)
-    there = (t < end)[:, None] & (word < S.dim // 4)[None, :]
+    inside_tile = (t < end)[:, None] & (word < S.dim // 4)[None, :]
     at = first * (S.dim // 4) + (t[:, None] * (S.dim // 4) + word[None, :])
     keys, values = cache[0].to(tl.pointer_type(tl.int32), bitcast=True), cache[1].to(tl.pointer_type(tl.int32), bitcast=True)
-    keys, values = tl.load(keys + at, mask=there, other=0), tl.load(values + at, mask=there, other=0)
-    there = (t < end)[:, None] & (group < S.scales)[None, :]
+    keys, values = tl.load(keys + at, mask=inside_tile, other=0), tl.load(values + at, mask=inside_tile, other=0)
+    inside_tile = (t < end)[:, None] & (group < S.scales)[None, :]
     at = first * S.scales + (t[:, None] * S.scales + group[None, :])
-    of_keys, of_values = tl.load(cache[2] + at, mask=there, other=0.0), tl.load(cache[3] + at, mask=there, other=0.0)
+    of_keys, of_values = tl.load(cache[2] + at, mask=inside_tile, other=0.0), tl.load(cache[3] + at, mask=inside_tile, other=0.0)
     return decoded(keys, of_keys, magic, dtype), decoded(values, of_values, magic, dtype)
 
 
 @triton.jit
-def _seen(mask, row, t, end, oldest, size, S: tl.constexpr):
-    """Which tokens may be seen; where masks are `added`, what is added to scores, times log2 of e, -inf for tokens that there are not."""
+def _visible(mask, row, t, end, oldest, size, S: tl.constexpr):
+    """Return which tokens are visible; where masks are `added`, the addend of the scores times log2 of e, -inf for tokens out of bounds."""
     if mask is None:
         return t < end
     else:
@@ -525,23 +524,23 @@ def _seen(mask, row, t, end, oldest, size, S: tl.constexpr):
 
 @triton.jit
 def _to_add(number):
-    """A mask's number times log2 of e, finite also for the least one of float32."""
+    """Return a mask's number times log2 of e, finite also for the least float32."""
     number = number.to(tl.float32)
     return tl.where(number < -1e38, -1e38, number) * LOG2E
 
 
 @triton.jit
-def _but(seen, there, S: tl.constexpr):
-    """What `_seen` gave, of these tokens alone."""
+def _and_only(visible, tokens, S: tl.constexpr):
+    """Restrict what `_visible` returned to these tokens."""
     if S.added:
-        return tl.where(there, seen, float("-inf"))
+        return tl.where(tokens, visible, float("-inf"))
     else:
-        return seen & there
+        return visible & tokens
 
 
 @triton.jit
 def _pieces(x, dtype: tl.constexpr):
-    """x float32 as the sum of two numbers of `dtype`; float32: x, and what nothing reads."""
+    """Return x float32 as the sum of two numbers of `dtype`; float32: x and a placeholder."""
     if dtype == tl.float32:
         return x, x
     else:
@@ -553,7 +552,7 @@ def _pieces(x, dtype: tl.constexpr):
 def _product(a0, a1, b, total):
     total = dot(a0, b, total)
     if a1.dtype != tl.float32:
-        total += dot(a1, b, tl.zeros_like(total))  # beside the other, not after it
+        total += dot(a1, b, tl.zeros_like(total))  # in parallel with the other product
     return total
 
 
@@ -565,13 +564,13 @@ def _add_up(scratch, length, out, sinks, splits, advance, factor, MOST: tl.const
         gdc_launch_dependents()
     program, head = tl.program_id(0), tl.program_id(1)
     p, d = tl.arange(0, MOST), tl.arange(0, S.wide)
-    part = (program * splits + p) * S.group
-    there, inside = p < splits, d < S.dim
+    partial = (program * splits + p) * S.group
+    has_sums, inside = p < splits, d < S.dim
     if S.pdl:
         gdc_wait()
-    sums = tl.load(scratch[0] + (part + head)[:, None] * S.wide + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-    most = tl.load(scratch[1] + 2 * part + head, mask=there, other=float("-inf"))
-    total = tl.load(scratch[1] + 2 * part + S.group + head, mask=there, other=0.0)
+    sums = tl.load(scratch[0] + (partial + head)[:, None] * S.wide + d[None, :], mask=has_sums[:, None] & inside[None, :], other=0.0)
+    most = tl.load(scratch[1] + 2 * partial + head, mask=has_sums, other=float("-inf"))
+    total = tl.load(scratch[1] + 2 * partial + S.group + head, mask=has_sums, other=0.0)
     largest = tl.max(most, axis=0)
     if sinks is not None:
         sink = tl.load(sinks[0] + program % sinks[1] * S.heads + head).to(tl.float32) * LOG2E

@@ -91,15 +91,15 @@ def launch(
     kv_heads, size = keys.shape[1:3]
     s = static(batch, tokens, heads, dim, gpu)
     tiles = -(-tokens // s.rows)
-    told = None
+    mask_info = None
     if mask is not None:
         pieces = -(-size // _PIECE)
         stride = mask.stride(0) if mask.shape[0] > 1 else 0
         flags = workspace(out.device, mask.shape[0] * tiles * pieces)
-        seen, beyond = mask.view(torch.uint8), (tiles * pieces if mask.shape[0] > 1 else 0)
+        visible, beyond = mask.view(torch.uint8), (tiles * pieces if mask.shape[0] > 1 else 0)
         grid = (tiles, pieces, mask.shape[0])
-        launcher.run(_find, grid, seen, stride, mask.stride(1), flags, tokens, size, s.rows, _PIECE, s.pdl, num_warps=4, early=s.pdl)
-        told = seen, stride, mask.stride(1), flags, beyond, pieces
+        launcher.run(_find, grid, visible, stride, mask.stride(1), flags, tokens, size, s.rows, _PIECE, s.pdl, num_warps=4, early=s.pdl)
+        mask_info = visible, stride, mask.stride(1), flags, beyond, pieces
     launcher.run(
         _attend,
         (batch * heads, tiles),
@@ -108,12 +108,12 @@ def launch(
         values,
         (*keys.stride()[:3], *values.stride()[:3]),
         length,
-        told,
+        mask_info,
         sinks,
         out,
         (tokens, heads, heads // kv_heads, size),
         (scale * LOG2E.value, factor),
-        1 if told is None else int(triton.next_power_of_2(told[5])),
+        1 if mask_info is None else int(triton.next_power_of_2(mask_info[5])),
         s,
         num_warps=s.warps,
         num_stages=s.stages,
@@ -130,13 +130,13 @@ def _find(mask, of_batch, of_row, flags, tokens, size, ROWS: tl.constexpr, PIECE
     tile, piece, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, k = tile * ROWS + tl.arange(0, ROWS), piece * PIECE + tl.arange(0, PIECE)
     row = mask + batch.to(tl.int64) * of_batch + t.to(tl.int64) * of_row
-    seen = tl.load(row[:, None] + k[None, :], mask=(t < tokens)[:, None] & (k < size)[None, :], other=0)
+    visible = tl.load(row[:, None] + k[None, :], mask=(t < tokens)[:, None] & (k < size)[None, :], other=0)
     place = (batch * tl.num_programs(0) + tile) * tl.num_programs(1) + piece
-    tl.store(flags + place, tl.max(tl.max(seen, axis=1), axis=0))
+    tl.store(flags + place, tl.max(tl.max(visible, axis=1), axis=0))
 
 
 @triton.jit
-def _attend(queries, keys, values, strides, length, told, sinks, out, sizes, factors, PIECES: tl.constexpr, S: tl.constexpr):
+def _attend(queries, keys, values, strides, length, mask_info, sinks, out, sizes, factors, PIECES: tl.constexpr, S: tl.constexpr):
     ROWS: tl.constexpr = S.rows
     COLUMNS: tl.constexpr = S.columns
     WIDE: tl.constexpr = S.wide
@@ -160,9 +160,9 @@ def _attend(queries, keys, values, strides, length, told, sinks, out, sizes, fac
     first = 0
     if length is not None:
         first = tl.load(length).to(tl.int32)
-    if told is None or length is not None:
+    if mask_info is None or length is not None:
         size = tl.minimum(size, first + tokens)  # what a cache has behind may be anything
-    if told is None:
+    if mask_info is None:
         end = tl.minimum(first + (tile + 1) * ROWS, size)
         whole = tl.minimum(first + tile * ROWS + 1, size) // COLUMNS * COLUMNS  # keys that all queries of the tile see
         for start in tl.range(0, whole, COLUMNS):
@@ -170,41 +170,41 @@ def _attend(queries, keys, values, strides, length, told, sinks, out, sizes, fac
             most, total, sums = _add(q, key, value, strides, k, size, None, factors[0], most, total, sums, S)
         for start in tl.range(whole, end, COLUMNS):
             k = start + tl.arange(0, COLUMNS)
-            seen = (k[None, :] <= first + t[:, None]) & (k < size)[None, :]
-            most, total, sums = _add(q, key, value, strides, k, size, seen, factors[0], most, total, sums, S)
+            visible = (k[None, :] <= first + t[:, None]) & (k < size)[None, :]
+            most, total, sums = _add(q, key, value, strides, k, size, visible, factors[0], most, total, sums, S)
     else:
         piece = tl.arange(0, PIECES)
-        flags = told[3] + batch * told[4] + tile * told[5]
-        sees = tl.load(flags + piece, mask=piece < told[5], other=0) != 0
+        flags = mask_info[3] + batch * mask_info[4] + tile * mask_info[5]
+        sees = tl.load(flags + piece, mask=piece < mask_info[5], other=0) != 0
         begin = tl.min(tl.where(sees, piece, PIECES), axis=0) * S.piece
         end = tl.minimum((tl.max(tl.where(sees, piece, -1), axis=0) + 1) * S.piece, size)
-        row = told[0] + batch.to(tl.int64) * told[1] + (tile * ROWS).to(tl.int64) * told[2]
+        row = mask_info[0] + batch.to(tl.int64) * mask_info[1] + (tile * ROWS).to(tl.int64) * mask_info[2]
         for start in tl.range(begin, end, COLUMNS):
             k = start + tl.arange(0, COLUMNS)
-            there = (t < tokens)[:, None] & (k < size)[None, :]
-            seen = tl.load(row + (tl.arange(0, ROWS) * told[2])[:, None] + k[None, :], mask=there, other=0) != 0
-            most, total, sums = _add(q, key, value, strides, k, size, seen, factors[0], most, total, sums, S)
+            in_mask = (t < tokens)[:, None] & (k < size)[None, :]
+            visible = tl.load(row + (tl.arange(0, ROWS) * mask_info[2])[:, None] + k[None, :], mask=in_mask, other=0) != 0
+            most, total, sums = _add(q, key, value, strides, k, size, visible, factors[0], most, total, sums, S)
     y = sums * (factors[1] / tl.where(total == 0.0, 1.0, total))[:, None]
     tl.store(out + at[:, None] + d[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add(q, key, value, strides, k, size, seen, scale, most, total, sums, S: tl.constexpr):
+def _add(q, key, value, strides, k, size, visible, scale, most, total, sums, S: tl.constexpr):
     """The largest score, the sum of the weights and the weighted sum of the values, with the keys k, of which `seen` are (None: all)."""
     ROWS: tl.constexpr = S.rows
     COLUMNS: tl.constexpr = S.columns
     d = tl.arange(0, S.wide)
     places_of_keys, places_of_values = key + k.to(tl.int64) * strides[2], value + k.to(tl.int64) * strides[5]
-    if seen is None and S.dim == S.wide:
+    if visible is None and S.dim == S.wide:
         keys = tl.load(places_of_keys[:, None] + d[None, :])
         values = tl.load(places_of_values[:, None] + d[None, :])
     else:
-        there = (k < size)[:, None] & (d < S.dim)[None, :]
-        keys = tl.load(places_of_keys[:, None] + d[None, :], mask=there, other=0.0)
-        values = tl.load(places_of_values[:, None] + d[None, :], mask=there, other=0.0)
+        inside = (k < size)[:, None] & (d < S.dim)[None, :]
+        keys = tl.load(places_of_keys[:, None] + d[None, :], mask=inside, other=0.0)
+        values = tl.load(places_of_values[:, None] + d[None, :], mask=inside, other=0.0)
     scores = dot(q, tl.trans(keys), tl.zeros((ROWS, COLUMNS), tl.float32))
-    if seen is not None:
-        scores = tl.where(seen, scores, float("-inf"))
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
     larger = tl.maximum(most, tl.max(scores, axis=1) * scale)  # a NaN comes back by the weights
     base = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen so far
     weights = tl.exp2(scores * scale - base[:, None])

@@ -25,13 +25,13 @@ _WIDE = 1024
 
 
 def launch(
-    gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0, *, gated: bool = True, beside: Tensor | None = None
+    gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0, *, gated: bool = True, multiplier: Tensor | None = None
 ) -> None:
-    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f, as in `layer_kinds.py`. beside [M, N], rows
-    of which are contiguous: what f(x) is multiplied by where it is not gated; or None."""
+    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f, as in `layer_kinds.py`. multiplier [M, N],
+    rows of which are contiguous: what f(x) is multiplied by where it is not gated; or None."""
     m, n = out.shape
     pdl = launcher.starts_early(gpu)
-    other = None if beside is None else (beside, beside.stride(0))
+    other = None if multiplier is None else (multiplier, multiplier.stride(0))
     launcher.run(_gates, (m, -(-n // _WIDE)), x, out, other, n, factor, _WIDE, gates, gated, pdl, num_warps=4, early=pdl)
 
 

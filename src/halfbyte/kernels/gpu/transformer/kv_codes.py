@@ -81,14 +81,14 @@ def magic_bits():
 @triton.jit
 def encoded(x, d, GROUPS: tl.constexpr):
     """x float32 [W], of the elements d -> codes int8 [W], scales float32 [GROUPS] that bfloat16 holds, and x' float32 [W]."""
-    mine = (d // BLOCK)[None, :] == tl.arange(0, GROUPS)[:, None]
+    in_group = (d // BLOCK)[None, :] == tl.arange(0, GROUPS)[:, None]
     # Not of x in another shape: Triton 3.6 reduces wrongly where the lanes of a row are not side by side.
     bits = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the numbers, NaN last
-    largest = tl.max(tl.where(mine, bits[None, :], 0), axis=1)
+    largest = tl.max(tl.where(in_group, bits[None, :], 0), axis=1)
     scales = largest.to(tl.float32, bitcast=True)
     scales = tl.div_rn(scales, tl.full(scales.shape, MOST, tl.float32))
     scales = tl.where(largest < INFINITY_BITS, _to_bfloat16(tl.where(scales < LEAST_SCALE, 0.0, scales)), float("nan"))
-    of_each = tl.sum(tl.where(mine, scales[:, None], 0.0), axis=0)
+    of_each = tl.sum(tl.where(in_group, scales[:, None], 0.0), axis=0)
     codes = tl.where(of_each > 0, tl.div_rn(x, tl.where(of_each > 0, of_each, 1.0)), 0.0)
     codes = (codes + MAGIC) - MAGIC
     return codes.to(tl.int8), scales, codes * of_each

@@ -31,7 +31,7 @@ def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
     launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), plus_one, pdl, num_warps=16, early=pdl)
 
 
-def launch_centred(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out: Tensor) -> None:
+def launch_layer_norm(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out: Tensor) -> None:
     """A layer norm: x, out [M, K], contiguous, K at most MOST; shift [K] of x's type, or None."""
     weight, eps, plus_one = norm
     m, k = x.shape
@@ -39,13 +39,13 @@ def launch_centred(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out: T
     launcher.run(_layer_norm, (m,), x, weight, shift, eps, out, k, wide, plus_one, pdl, num_warps=16, early=pdl)
 
 
-def launch_parts(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
+def launch_sections(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
     """Of the first columns of x [M, K] and of those after them, as many as each weight has, at most MOST; further ones, no more than the
     first have, as they are. x, out [M, K], contiguous."""
     (first, eps, plus_one), (second, _, _) = norms
     pdl, a, b = launcher.starts_early(gpu), len(first), len(second)
     sizes, wide = (a, b, x.shape[1]), triton.next_power_of_2(max(a, b, x.shape[1] - a - b))
-    launcher.run(_parts, (x.shape[0], 3), x, first, second, eps, out, sizes, wide, plus_one, pdl, num_warps=16, early=pdl)
+    launcher.run(_sections, (x.shape[0], 3), x, first, second, eps, out, sizes, wide, plus_one, pdl, num_warps=16, early=pdl)
 
 
 def launch_added(
@@ -107,19 +107,19 @@ def _layer_norm(x, weight, shift, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.
 
 
 @triton.jit
-def _parts(x, first, second, eps, out, sizes, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+def _sections(x, first, second, eps, out, sizes, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
-    i, part = tl.arange(0, WIDE), tl.program_id(1)
-    begin = tl.where(part == 0, 0, tl.where(part == 1, sizes[0], sizes[0] + sizes[1]))
-    K = tl.where(part == 0, sizes[0], tl.where(part == 1, sizes[1], sizes[2] - sizes[0] - sizes[1]))
+    i, section = tl.arange(0, WIDE), tl.program_id(1)
+    begin = tl.where(section == 0, 0, tl.where(section == 1, sizes[0], sizes[0] + sizes[1]))
+    K = tl.where(section == 0, sizes[0], tl.where(section == 1, sizes[1], sizes[2] - sizes[0] - sizes[1]))
     at = tl.program_id(0).to(tl.int64) * sizes[2] + begin + i
-    factor = _factor(tl.where(part == 0, first, second), i, tl.where(part == 2, 0, K), PLUS_ONE)
+    factor = _factor(tl.where(section == 0, first, second), i, tl.where(section == 2, 0, K), PLUS_ONE)
     if PDL:
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0)
     y = _normed(v.to(tl.float32), factor, K, eps).to(v.dtype)
-    tl.store(out + at, tl.where(part == 2, v, y), mask=i < K)
+    tl.store(out + at, tl.where(section == 2, v, y), mask=i < K)
 
 
 @triton.jit

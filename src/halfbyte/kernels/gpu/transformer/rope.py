@@ -33,9 +33,9 @@ _ELEMENTS = 1024  # of a block
 class Static(CompileTime):
     """What the kernel is compiled for: `heads` of a block, of `dim` elements, of which rope rotates the first, `rotary_dim`.
 
-    wide, beside  pairs of those that have, and elements that have not, up to powers of two
+    wide, unrotated   pairs that rope rotates, and elements that it does not, up to powers of two
     neighbours    elements of a pair are
-    once          an element of the tables, of which the first half counts, is for a pair
+    short_tables  an element of the tables, of which the first half counts, is for a pair
     norm_after_rope  rope precedes norms
     others        what a row has beside queries: 2, keys and values; 1, keys, which values are made of, too; 0, nothing
     v_norm        values have a norm
@@ -45,9 +45,9 @@ class Static(CompileTime):
     dim: int
     rotary_dim: int
     wide: int
-    beside: int
+    unrotated: int
     neighbours: bool
-    once: bool
+    short_tables: bool
     plus_one: bool
     norm_after_rope: bool
     pdl: bool
@@ -81,13 +81,13 @@ def launch(
     """
     batch, tokens, heads, dim = queries.shape
     kv_heads, size = cache[0].shape[1:3]
-    beside = dim - rotary_dim
+    unrotated = dim - rotary_dim
     s = Static(
         max(1, _ELEMENTS // triton.next_power_of_2(dim)),
         dim,
         rotary_dim,
         triton.next_power_of_2(max(rotary_dim // 2, 1)),
-        triton.next_power_of_2(max(beside, 1)),
+        triton.next_power_of_2(max(unrotated, 1)),
         is_interleaved(rope_interleaved),
         rope_interleaved == "half" or (rotary is not None and rotary[0].shape[2] < rotary_dim),
         norms is not None and norms[0][2],
@@ -99,7 +99,7 @@ def launch(
     of_queries, of_keys = -(-heads // s.heads), -(-kv_heads // s.heads)
     tables = [] if rotary is None else [(t.stride(0) if t.shape[0] > 1 else 0, t.stride(1)) for t in rotary]
     launcher.run(
-        _turn,
+        _rope,
         (batch * tokens, of_queries + (2 * of_keys if others else 0)),
         qkv,
         None if rotary is None else (*rotary, *tables[0], *tables[1]),
@@ -116,7 +116,7 @@ def launch(
 
 
 @triton.jit
-def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.constexpr):
+def _rope(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.constexpr):
     HEADS: tl.constexpr = S.heads
     DIM: tl.constexpr = S.dim
     ROTARY_DIM: tl.constexpr = S.rotary_dim
@@ -125,30 +125,30 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
         gdc_launch_dependents()
         gdc_wait()
     tokens, heads, kv_heads, size = sizes[0], sizes[1], sizes[2], sizes[3]
-    row, part = tl.program_id(0), tl.program_id(1)
+    row, head_block = tl.program_id(0), tl.program_id(1)
     batch, token = row // tokens, row % tokens
     of_queries, of_keys = tl.cdiv(heads, HEADS), tl.cdiv(kv_heads, HEADS)
     # Which of the three this block takes, and from where: queries, keys or values.
-    kind = tl.where(part < of_queries, 0, tl.where(part < of_queries + of_keys, 1, 2))
-    h = (part - tl.where(kind == 0, 0, of_queries + (kind - 1) * of_keys)) * HEADS + tl.arange(0, HEADS)
+    kind = tl.where(head_block < of_queries, 0, tl.where(head_block < of_queries + of_keys, 1, 2))
+    h = (head_block - tl.where(kind == 0, 0, of_queries + (kind - 1) * of_keys)) * HEADS + tl.arange(0, HEADS)
     count = tl.where(kind == 0, heads, kv_heads)
     before = tl.where(kind == 0, 0, heads + (kind - 1) * kv_heads * (S.others == 2))
     place = token
     if length is not None:
         place += tl.load(length).to(tl.int32)
     fits = place + tokens - token <= size
-    there = h < count
+    is_head = h < count
     source = qkv + row.to(tl.int64) * ((heads + S.others * kv_heads) * DIM) + (before + h) * DIM
-    written = there & (fits | (kind == 0))
+    written = is_head & (fits | (kind == 0))
     of_cache = batch.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + place.to(tl.int64) * strides[2]
     offset = tl.where(kind == 0, row.to(tl.int64) * (heads * DIM) + h * DIM, of_cache)
     target = tl.where(kind == 0, queries, tl.where(kind == 1, cache[0], cache[1]))
     i = tl.arange(0, S.wide)
     first, second = i * STEP, i * STEP + (1 if S.neighbours else ROTARY_DIM // 2)
-    inside = (i < ROTARY_DIM // 2)[None, :] & there[:, None]
+    inside = (i < ROTARY_DIM // 2)[None, :] & is_head[:, None]
     to = inside & written[:, None]
-    beyond = ROTARY_DIM + tl.arange(0, S.beside)
-    rest = (beyond < DIM)[None, :] & there[:, None]
+    beyond = ROTARY_DIM + tl.arange(0, S.unrotated)
+    rest = (beyond < DIM)[None, :] & is_head[:, None]
     r = tl.load(source[:, None] + beyond[None, :], mask=rest, other=0.0)
     a = tl.load(source[:, None] + first[None, :], mask=inside, other=0.0)
     b = tl.load(source[:, None] + second[None, :], mask=inside, other=0.0)
@@ -157,8 +157,8 @@ def _turn(qkv, rotary, queries, cache, strides, length, norms, sizes, S: tl.cons
         if norms is not None and not S.norm_after_rope:
             x, y, z = _normed(x, y, z, norms, kind, first, second, beyond, i < ROTARY_DIM // 2, S)
         if rotary is not None:
-            at_first = i if S.once else first
-            at_second = i if S.once else second
+            at_first = i if S.short_tables else first
+            at_second = i if S.short_tables else second
             cos, sin = rotary[0] + batch.to(tl.int64) * rotary[2], rotary[1] + batch.to(tl.int64) * rotary[4]
             cos, sin = cos + token.to(tl.int64) * rotary[3], sin + token.to(tl.int64) * rotary[5]
             c0 = tl.load(cos + at_first, mask=i < ROTARY_DIM // 2, other=1.0).to(tl.float32)[None, :]

@@ -1,0 +1,50 @@
+"""The ring of pipeline stages in shared memory, through which one producer warp feeds the consumer warpgroups of Hopper's kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from halfbyte.machine import Gpu
+from halfbyte.versions import why_untested
+
+
+class Shape(NamedTuple):
+    """Sizes of a product Y [M, N] = X · Wᵀ; `k_slabs` is how many slabs of 128 elements K has."""
+
+    m: Any
+    n: Any
+    n_padded: Any
+    k_slabs: Any
+
+
+def why_not_hopper(gpu: Gpu) -> str | None:
+    """Return the reason why `gpu` cannot run kernels for Hopper, or None."""
+    if gpu.backend != "cuda" or gpu.capability != (9, 0):
+        return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
+    return why_untested("gluon")
+
+
+@gluon.constexpr_function
+def consumer_registers(registers):
+    """Return the registers per thread of two consumer warpgroups beside a producer warp with 40, for an average of `registers`."""
+    return (3 * (registers or 168) - 40) // 16 * 8
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate COUNT mbarriers, each of which completes a phase after ARRIVALS arrivals."""
+    allocated = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(allocated.index(i), count=ARRIVALS)
+    return allocated
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Return the stage after this one, and its phase: how often the stages were filled, modulo 2."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
