@@ -11,7 +11,7 @@ Arithmetic: that of `linear/skinny_tile.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -85,7 +85,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     product = Problem("linear", problem.m, problem.n, geo.k, geo.format, problem.dtype)
     static, per = skinny_config.compiled_for(product, config, clamps=epilogue.clamps)
     of_patches = Static(
-        **{**vars(static), "taps": sizes.taps, "early": True, "once": per == config.records},
+        **vars(replace(static, taps=sizes.taps, early=True, single_step=per == config.records)),
         kernel_w=sizes.kernel[1],
         channels=sizes.channels,
         bounded=any(problem.window.padding),
