@@ -3,8 +3,8 @@
     python benchmarks/batching.py SmolLM2-135M-Instruct.Q4_1.gguf
     python benchmarks/batching.py models/tiny-llama --format q4_0 --requests 16
 
-All requests arrive at once and are answered greedily. "continuous" is `halfbyte.LanguageModel`, whose sequences join and leave the batch one
-by one; "padded" is `generate` of transformers with the layers that `halfbyte.optimize_` compiled, which pads prompts on the left and goes
+All requests arrive at once and are answered greedily. "continuous" is `halfbyte.LanguageModel`, whose sequences join and leave the batch
+one by one; "padded" is `generate` of transformers with the layers that `halfbyte.optimize_` compiled, which pads prompts on the left and goes
 on until the longest answer ends. A ratio is the median over rounds of the ratio within a round.
 
     asked    tokens that the requests asked for, per second: a padded batch computes tokens that nobody asked for, too
@@ -41,7 +41,8 @@ def main() -> int:
         print(f"{name:14} {statistics.median(row[name] for row in rows):8.1f} tokens/s")
     print(f"continuous is {asked:.2f} x of the tokens asked for, {full:.2f} x of all rows of the padded batch")
     if args.json:
-        args.json.write_text(json.dumps({"command": sys.argv, "rows": rows, "asked": asked, "rows ratio": full}, indent=1), encoding="utf-8")
+        found = {"command": sys.argv, "rows": rows, "asked": asked, "rows ratio": full}
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0
 
 
@@ -55,7 +56,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, float]]:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     continuous = hb.LanguageModel.open(args.model, format=args.format)
-    padded = open_model(args.model, "cpu", format=args.format)[0] if args.format else open_model(args.model, "cpu")[0]
+    padded = open_model(args.model, config=None if args.format is None else hb.Config(args.format))[0]
     vocabulary = padded.config.get_text_config().vocab_size
     rows = []
     for number in range(args.rounds + 1):

@@ -54,9 +54,9 @@ def _e2m1(shifted: str, down: int, mask: str, power: str, fma: str) -> str:
 
 _F16, _BF16 = (3, "0x0e000e00", "0x78007800", "fma.rn.f16x2"), (6, "0x01c001c0", "0x7f007f00", "fma.rn.bf16x2")
 _E2M1_F16, _E2M1_BF16 = (tl.constexpr(_e2m1("and.b32 s, $2, 255; shl.b32 t, $1, s;", *how)) for how in (_F16, _BF16))
-# Of each plane, for kernels that take planes one by one.
+# One function for each plane, for kernels that take planes one by one.
 E2M1_F16, E2M1_BF16 = (tl.constexpr(tuple(_e2m1(f"shl.b32 t, $1, {12 - 4 * j};", *how) for j in range(4))) for how in (_F16, _BF16))
-# t = each half of $1 >> its half of $2. In the layouts that kernels have the shifts are constants and alike, and one instruction is left.
+# t = each half of $1 >> its half of $2. In the layouts that kernels have the shifts are equal constants, and one instruction is left.
 _SHIFTED = (
     "{.reg .pred p; .reg .b32 s, t, u, v; and.b32 s, $2, 0xffff; shr.b32 u, $2, 16; setp.eq.u32 p, s, u; shr.b32 t, $1, s;"
     "shr.b32 v, $1, 16; shr.b32 v, v, u; shl.b32 v, v, 16; and.b32 u, $1, 0xffff; shr.b32 u, u, s; or.b32 v, u, v; selp.b32 t, t, v, p;"

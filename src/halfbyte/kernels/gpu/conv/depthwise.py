@@ -37,7 +37,7 @@ _STAGES = 5
 _SEPARATE_ROWS, _SEPARATE_STAGES = 7, 3  # where rows of y share none of x, or few
 _MOST_REGISTER_TAPS = 9  # taps whose weights fit the registers
 
-# Of four channels, those of three columns: bytes a, b, c -> words (a, b, c, anything).
+# Three columns of four channels: bytes a, b, c -> words (a, b, c, anything).
 _ACROSS = tl.constexpr(
     "{.reg .b32 s, t; prmt.b32 s, $4, $5, 0x5140; prmt.b32 t, $4, $5, 0x7362;"
     "prmt.b32 $0, s, $6, 0x4410; prmt.b32 $1, s, $6, 0x5532; prmt.b32 $2, t, $6, 0x6610; prmt.b32 $3, t, $6, 0x7732;}"

@@ -7,7 +7,7 @@ finds the range of each pixel's channels (the greatest magnitude, or both ends),
 "block" or "block_offset" and blocks lie inside a tap; elsewhere a patch has one scale, and the range of its pixels together is its own.
 The second gathers patches as `implicit_gemm.py`, quantizes them in registers, and multiplies integers. Where x has an offset it also sums
 the weight's codes, again in each tile: that costs less than another launch. As the reference has it, the zeros around an image and those
-that fill a tap's last block are quantized too, those that fill the layout are not there.
+that fill a tap's last block are quantized too; those that fill the layout are masked.
 
 Arithmetic: scales and codes are those of the reference, bit by bit; integer sums are exact, and become float32 once a block.
 """
@@ -125,8 +125,8 @@ def launch(
 def _ranges(
     x, ranges, count, pixels, pixel, channels, block, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, WITH_OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Of each pixel's channels in block program_id(1) of group program_id(2) the greatest magnitude, or with offsets the least and, `count`
-    further on, the greatest value, NaN where one is not finite; all as bits. What fills the last block is 0."""
+    """Write the range of each pixel's channels in block program_id(1) of group program_id(2), as bits: the greatest magnitude, or with
+    offsets the least and, `count` further on, the greatest value; NaN where one is not finite. What fills the last block is 0."""
     rp = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     first = tl.program_id(1) * block
     xp = x + rp.to(tl.int64)[:, None] * pixel + tl.program_id(2) * channels

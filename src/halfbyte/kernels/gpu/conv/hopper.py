@@ -181,7 +181,7 @@ def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
     if _direct(problem, pixels) and step < 64 and not config.resident:
         epilogue += 8 * rows  # short rows of the weight are slow to come
     clocks = -(-config.tiles(problem) // gpu.sms) * (steps * max(multiplied, lines) + epilogue)
-    # Of integers the largest tile takes longer than that, where several follow each other.
+    # The largest tile of integers takes longer than that, where several follow each other.
     return clocks * (1.25 if problem.dtype == torch.int8 and rows * pixels > 128 * 128 and config.tiles(problem) > gpu.sms else 1.0)
 
 

@@ -329,7 +329,7 @@ def convolve(xd, wd, table, yd, rd, out, added, units, grid, image, window, boun
     ws = gl.allocate_shared_memory(xd.dtype, [S.weight_pieces, S.rows, S.step], LINES)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 2)
-    # Not barriers that nobody waits for: the compiler would overlap their memory with y's, and might write them back later.
+    # Not barriers without a waiting thread: the compiler would overlap their memory with y's, and might write them back later.
     loaded = full
     ys = xs
     added_ready = full

@@ -32,7 +32,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it is for float16 and bfloat16, not {problem.dtype}"
     if (top, left) != (bottom, right):
-        return f"cuDNN pads both sides alike, not by {problem.window.padding}"
+        return f"cuDNN pads both sides equally, not by {problem.window.padding}"
     if padded.padded != sizes.channels:
         return f"the {sizes.channels} channels of a tap are padded to {padded.padded}"
     return None

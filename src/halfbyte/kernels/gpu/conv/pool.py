@@ -23,7 +23,7 @@ _CHANNELS = 64  # of a program
 UNROLLED = tl.constexpr(16)  # places of a window, whose codes are on their way together
 _PLACES = 64  # that a program looks at together: outputs, of a mean places of the window
 
-# Of two words of four codes the larger ones: of halves, each the code above, where what is below decides nothing.
+# The elementwise maximum of two words of four codes: by halves, whose upper byte decides.
 _OF_BYTES = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $1, 8;

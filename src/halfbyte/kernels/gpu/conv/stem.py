@@ -4,8 +4,8 @@
     y[m, n] = sum over kh, p of  w'[n, kh, p] * piece[b, oy*stride + kh*dilation, ox, p]
 
 x' is the image with what stands for 0 around it and its channels padded to 4 or 8, where a piece is one run of memory, and pieces overlap.
-w' has 0 for columns behind the kernel's. So 7 x 7 taps of 3 channels become 7 of 32, nobody asks whether a tap is inside of the image, and
-the kernel is that of all convolutions (`implicit_gemm.py`).
+w' has 0 for columns behind the kernel's. So 7 x 7 taps of 3 channels become 7 of 32, no tap needs a check of the image's bounds, and the
+kernel is that of all convolutions (`implicit_gemm.py`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def weight_of(weight: Tensor, stem: Stem) -> Tensor:
 
 
 def memory_for(stem: Stem, x: Tensor) -> Tensor:
-    """Of x', [B, rows, strides, overlap]."""
+    """Return empty memory for x' [B, rows, strides, overlap]."""
     return x.new_empty(stem.batch, *stem.image, stem.overlap)
 
 

@@ -357,7 +357,7 @@ def _conv(xd, wd, block_params, out, added, N, n_padded, boxes, image, window, b
     parts = gl.allocate_shared_memory(gl.float32, [max(1, S.teams - 1), 64, S.block_m], PLAIN)
     full = barriers(STAGES, 1)
     loaded = barriers(STAGES, 1)
-    # Not barriers that nobody waits for: see `hopper_tile.py`.
+    # Not barriers without a waiting thread: see `hopper_tile.py`.
     empty = full
     parts_ready = full
     if S.reuses_stages:

@@ -199,7 +199,7 @@ def places(problem: Convolution, x: Tensor) -> tuple[tuple[int, ...], tuple[int,
 
 @triton.jit
 def rows_and_patches(M, N, n_padded, image, window, S: tl.constexpr):
-    """Of this program's tile: its number along N; rows of the weight, and those of them that there are memory of; patches; their image
+    """Return this program's tile: its number along N; rows of the weight, and those of them that are in memory; patches; their image
     (int64), row and column of x, and which taps of them are inside of the image. What lies outside of y is computed from the last
     patch's data and not written."""
     height, width, ho, wo, _pixel, _channels = image

@@ -288,7 +288,7 @@ def _write_tiles(
 ):  # fmt: skip
     """Write tiles of WIDTH rows, then narrower ones, from tile `used` on. Returns the number of tiles in use."""
     NARROWER: tl.constexpr = WIDTH - MIN_COLUMNS if BALANCED else WIDTH // 2
-    # Of each expert: tiles of this width, and rows in wider ones.
+    # For each expert: tiles of this width, and rows in wider ones.
     if BALANCED:
         steps = (total + (MIN_COLUMNS - 1)) // MIN_COLUMNS
         count = tl.maximum((total + (COLUMNS - 1)) // COLUMNS, 1)

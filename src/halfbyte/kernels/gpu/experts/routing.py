@@ -47,7 +47,7 @@ class Router(NamedTuple):
 
 def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Router, z: Tensor, logits: Tensor) -> None:
     """x, z [M, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
-    weight, eps, plus_one = norm
+    weight, eps, unit_offset = norm
     m, k = x.shape
     if m >= _MANY:
         norms.launch(gpu, x, norm, z)
@@ -58,7 +58,7 @@ def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router:
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
     warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
     grid = m, len(router.weight) + (router.shared_gate is not None)
-    launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, plus_one, pdl, num_warps=warps, early=pdl)
+    launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, unit_offset, pdl, num_warps=warps, early=pdl)
 
 
 class Choice(NamedTuple):

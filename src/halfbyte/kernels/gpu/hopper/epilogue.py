@@ -58,8 +58,8 @@ def _halves_of(total, S: gl.constexpr):
 
 @gluon.jit
 def write_rows(total, outputs, first_n, first_m, row_ids, shape, S: gl.constexpr):
-    """Write y of sums [rows, columns] with threads, which exchange only 16 bits per element, so that the shared memory fits beside the
-    ring.
+    """Write y of sums [rows, columns] with threads, which exchange only 16 bits per element, so that the shared memory fits next to
+    the ring.
 
     Args:
         total: float32, in wgmma's layout.

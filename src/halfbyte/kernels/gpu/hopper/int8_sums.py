@@ -7,7 +7,7 @@ s) is s * C, rounded once, as the product before the addition is exact.
 Instructions are the limit. Where a row of x has one scale, four blocks are a chain: their integers C_i, |C_i| < 2^21, are accumulated from
 one start, A_i = 2^23 + C_1 + ... + C_i, and sum(s_i * C_i) = sum(A_i * (s_i - s_(i+1))) - 2^23 * s_1 with s_5 = 0: one instruction each,
 and one start. The bits of an integer 0 <= p < 2^24 are the float p * 2^-149, so sums are scale_sums by 2^-38, and those under 2^-88 lose
-bits. float32 sums beside 2^24 * s_i lose what `reference.error_bound` says.
+bits. float32 sums next to 2^24 * s_i lose what `reference.error_bound` says.
 
 `S` is an `int8_tile.Static`, `ring` an `int8_tile.Ring`; `zeros` are a pointer to the zeros, the rows of the weight and N padded.
 """
@@ -120,9 +120,9 @@ def sum_blocks(ring, stage, phase, first, count, zeros, PANEL: gl.constexpr, S: 
     if S.chained:
         whole = first + count // 4 * 4
         for r in range(first, whole, 4):
-            left, right, stage, phase = _add_chain(ring, stage, phase, r, left, right, zeros, PANEL, 4, S)
+            left, right, stage, phase = _add_group(ring, stage, phase, r, left, right, zeros, PANEL, 4, S)
         for r in range(whole, end):
-            left, right, stage, phase = _add_chain(ring, stage, phase, r, left, right, zeros, PANEL, 1, S)
+            left, right, stage, phase = _add_group(ring, stage, phase, r, left, right, zeros, PANEL, 1, S)
     else:
         for r in range(first, end):
             left, right, stage, phase = _add_slab(ring, stage, phase, r, left, right, zeros, PANEL, S)
@@ -165,7 +165,7 @@ def _add_slab(ring, stage, phase, r, left, right, zeros, PANEL: gl.constexpr, S:
 
 
 @gluon.jit
-def _add_chain(
+def _add_group(
     ring, stage, phase, r, left, right, zeros, PANEL: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Add COUNT <= 4 K slabs as one chain, scaled by 2^-38. The next slab's wgmma start, too. (Around a loop ptxas would let them wait

@@ -151,7 +151,7 @@ class Static(CompileTime):
 
     @property
     def registers(self) -> int | None:
-        """Average per thread: few enough that the kernel that quantizes the next x starts beside this one; None where sums take all."""
+        """Average per thread: few enough that the kernel that quantizes the next x starts during this one; None where sums take all."""
         if self.zero != 0 and not self.whole:
             return None
         return 168 if self.panels == 1 else 136 if self.whole else 144

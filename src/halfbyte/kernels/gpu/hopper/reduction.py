@@ -79,10 +79,10 @@ def reduce_tile(acc, outputs, first_n, first_m, tile, sharing, busy, scratch, sh
     slot = scratch[0] + (leader.to(gl.int64) * 4 + HALF) * (ROWS * BM)
     slot += gl.expand_dims(gl.arange(0, ROWS * WIDTH // 512, layout=gl.SliceLayout(1, LANES)), 1) * 512
     slot += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
-    own_slot = slot + gl.where(rank == 0, 1, 2 * rank) * slot_stride
+    rank_slot = slot + gl.where(rank == 0, 1, 2 * rank) * slot_stride
     quarters = quarters_of(acc, S)
     for i in gl.static_range(QUARTERS):
-        gl.store(own_slot + i * (ROWS * WIDTH), pack_sums(quarters[i]), mask=busy | (i * reducers // QUARTERS != rank))
+        gl.store(rank_slot + i * (ROWS * WIDTH), pack_sums(quarters[i]), mask=busy | (i * reducers // QUARTERS != rank))
     thread_barrier()  # orders this warpgroup's stores before its arrival
     # The counter's low 16 bits count arrivals; bit 16 + i says that reducer i leaves its columns to the last program to arrive.
     counter = scratch[1] + (tile * 2 + HALF) * 2
@@ -97,7 +97,7 @@ def reduce_tile(acc, outputs, first_n, first_m, tile, sharing, busy, scratch, sh
             polls += 1
         if arrived % (1 << 16) <= others:
             for i in gl.static_range(QUARTERS):
-                gl.store(own_slot + i * (ROWS * WIDTH), pack_sums(quarters[i]), mask=i * reducers // QUARTERS == rank)
+                gl.store(rank_slot + i * (ROWS * WIDTH), pack_sums(quarters[i]), mask=i * reducers // QUARTERS == rank)
             thread_barrier()
             arrived = gl.atomic_add(counter, left_to_last, sem="acq_rel")
     thread_barrier()
@@ -133,11 +133,11 @@ def _reduces(quarter, rank, reducers, others, arrived, before):
 
 
 @gluon.jit
-def _add_two(total, own_sums, slot, slot_stride, j, rank, others, wanted):
+def _add_two(total, rank_sums, slot, slot_stride, j, rank, others, wanted):
     """Return total + the sums of programs j and j + 1, of which this one's are in registers."""
     one = gl.load(slot + gl.where(j == 0, 1, 2 * j) * slot_stride, mask=(j != rank) & wanted, other=0.0, cache_modifier=".cg")
     two = gl.load(slot + (2 * j + 2) * slot_stride, mask=(j < others) & (j + 1 != rank) & wanted, other=0.0, cache_modifier=".cg")
-    return total + gl.where(j == rank, own_sums, one) + gl.where(j + 1 == rank, own_sums, two)
+    return total + gl.where(j == rank, rank_sums, one) + gl.where(j + 1 == rank, rank_sums, two)
 
 
 # Sums that a program polls for. A word in memory is 0 until it arrives: sums are stored xor a pattern that no sum has.

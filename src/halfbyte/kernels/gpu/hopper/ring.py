@@ -30,7 +30,7 @@ def why_not_hopper(gpu: Gpu) -> str | None:
 
 @gluon.constexpr_function
 def consumer_registers(registers):
-    """Return the registers per thread of two consumer warpgroups beside a producer warp with 40, for an average of `registers`."""
+    """Return the registers per thread of two consumer warpgroups next to a producer warp with 40, for an average of `registers`."""
     return (3 * (registers or 168) - 40) // 16 * 8
 
 

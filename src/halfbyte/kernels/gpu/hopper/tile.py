@@ -94,7 +94,7 @@ class Static(CompileTime):
         tma_store: Whether TMA writes y, from stages of x.
         subnormal: bfloat16 codes are read as subnormal numbers: one instruction scales two and subtracts their zero point or adds the
         offset. float_codes: Codes are 4-bit floats. paired: Codes are bytes in pairs (`layouts/gpu_tiles.py`). registers: Average per
-        thread; None: all. Fewer let the kernel that prepares the next x start beside this one. stage_rows: Rows of x that fit in a stage,
+        thread; None: all. Fewer let the kernel that prepares the next x start during this one. stage_rows: Rows of x that fit in a stage,
         if more than block_m.
     """
 

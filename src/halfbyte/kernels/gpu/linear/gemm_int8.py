@@ -107,7 +107,7 @@ def multiply(
     memory: Tensor,
     table: Tensor | None = None,
 ) -> None:
-    """The product alone, with `beside(problem, config)` bytes of `memory`; with qlinear's table [3, at least N] to int8."""
+    """The product alone, with `workspace_bytes(problem, config)` bytes of `memory`; with qlinear's table [3, at least N] to int8."""
     plan, geo = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     tiles, split = _tiles(problem, config), config.split > 1
     codes, scale, zero = weight.codes.view(torch.int8), weight.scale, weight.zero
@@ -271,7 +271,8 @@ def at_end(v, sa, oa, ws, BITS: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl
 
 @triton.jit
 def _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl.constexpr):
-    """Of granule i: scale and zero of the weight, scale, sums and offset of x, sums of the weight; where there is none, another."""
+    """Load what granule i needs: scale and zero of the weight, scale, sums and offset of x, sums of the weight. A value that the format
+    does not have is a copy of another."""
     at = i // w_every * NP + rn
     s = tl.load(w[0] + at)
     z = s

@@ -61,7 +61,7 @@ def launch(
 
 
 def registers(problem: Problem, config: Config) -> int | None:
-    """Return the average registers per thread of the product: few enough that the pass for the next x runs beside it, where none are
+    """Return the average registers per thread of the product: few enough that the pass for the next x runs during it, where none are
     spilled (zeros take more) and it was measured (4 bits)."""
     fmt, small = problem.format, config.rows == 64 and config.block_m <= 128
     return 128 if small and fmt.bits == 4 and fmt.zero == "none" else None

@@ -4,7 +4,7 @@ Weight: `layouts/gpu_tiles.py`, 4 or 8 bits, any zero. Yᵀ = W · Xᵀ: weights
 they were loaded to, x is the B operand, and the columns of the result are the rows of x.
 
 A block of threads computes one tile, or its share of K, as `skinny_tile.py` has it, with its arithmetic. `split` blocks share K: their
-sums meet in a workspace, and the last to arrive adds them in a fixed order, so that results are the same bits from run to run.
+sums are reduced in a workspace, by the last to arrive, in a fixed order, so that results are the same bits from run to run.
 
 It wins up to about 64 rows, where reading the weight is most of the work; it takes any number. (On Hopper `skinny_hopper.py` is ahead
 of it on most shapes.) With blocks of 128, one row of x takes 1.02 to 1.2 times as long as a bare read of the weight (H100, 8 to 117 MB), 8
@@ -236,7 +236,7 @@ def launch(
     if epilogue.gates and not _takes_gates(problem, config):
         raise KernelError(f"{config} of {problem} takes no gates: take what `gated` gives, or compute them apart")
     static, per = compiled_for(problem, config, clamps=epilogue.clamps)
-    static = replace(static, gates=epilogue.gates, plus_one=norm is not None and norm[2])
+    static = replace(static, gates=epilogue.gates, unit_offset=norm is not None and norm[2])
     tiles = -(-problem.n // static.outputs) * -(-problem.m // config.columns)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:

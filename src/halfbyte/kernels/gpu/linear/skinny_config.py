@@ -72,7 +72,7 @@ class Static(CompileTime):
     pipe: bool  # and those of the second; each step's while the one before it is multiplied
     wide: bool  # four warps take an instruction of Hopper's matrix units together, which reads x from shared memory
     gates: str = ""  # half of a tile's rows are gates of the others: `epilogue.gated`
-    plus_one: bool = False  # 1 + the norm's weight is multiplied by
+    unit_offset: bool = False  # 1 + the norm's weight is multiplied by
     table: bool = False  # codes are 4-bit floats
     paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
     taps: int = 0  # of a convolution, whose patches are the rows of x
@@ -98,7 +98,7 @@ class Static(CompileTime):
 
     @property
     def rows(self) -> int:
-        """Of a product."""
+        """Rows of the weight that one matrix product takes."""
         return self.bands * self.slices * BAND
 
     @property

@@ -497,7 +497,7 @@ def _skinny(
         exchange = gl.allocate_shared_memory(gl.int32 if S.integers else gl.float32, [OTHERS, S.columns // 8, 512], PLAIN)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, S.partitions)
-    ready = full  # not barriers that nobody waits for: the compiler would overlap their memory with y's
+    ready = full  # not barriers without a waiting thread: the compiler would overlap their memory with y's
     if S.k_parts > 1 or S.gated:
         ready = gl.allocate_shared_memory(gl.int64, [2 * PANELS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(PANELS):

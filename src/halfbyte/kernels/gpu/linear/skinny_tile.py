@@ -163,13 +163,13 @@ def _times(xs, factors, S: tl.constexpr):
     products = ()
     for r in tl.static_range(RECORDS):
         if S.ptx and xs[r].dtype == tl.bfloat16:
-            added = xs[r] if S.plus_one else tl.full(xs[r].shape, -0.0, tl.bfloat16)
+            added = xs[r] if S.unit_offset else tl.full(xs[r].shape, -0.0, tl.bfloat16)
             y = tl.inline_asm_elementwise(
                 "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [xs[r], factors[r], added], dtype=tl.bfloat16, is_pure=False, pack=2
             )
         else:
             factor = factors[r].to(tl.float32)
-            y = (xs[r].to(tl.float32) * (factor + 1 if S.plus_one else factor)).to(xs[r].dtype)
+            y = (xs[r].to(tl.float32) * (factor + 1 if S.unit_offset else factor)).to(xs[r].dtype)
         products += (y,)  # type: ignore[assignment]
     return products
 

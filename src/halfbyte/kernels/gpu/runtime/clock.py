@@ -19,7 +19,7 @@ from halfbyte.timing import Timing
 def graph_times(
     contenders: Mapping[str, Sequence[Callable[[], object]]], *, rounds: int = 15, min_seconds: float = 2e-4
 ) -> dict[str, Timing]:
-    """Seconds that one launch of each contender takes. Contenders take turns, every other round backwards.
+    """Seconds that one launch of each contender takes. Contenders take repeats, every other round backwards.
 
     A graph repeats its contender's launches until they take about `min_seconds`. What a launch returns is dropped.
     """
@@ -56,14 +56,14 @@ def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tupl
         once()
         seconds = _seconds(once)
     torch.cuda.current_stream().wait_stream(stream)
-    turns = max(1, min(64, round(min_seconds / max(seconds, 1e-6))))
+    repeats = max(1, min(64, round(min_seconds / max(seconds, 1e-6))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         owner = scratch.owner(torch.device("cuda", torch.cuda.current_device()))
-        for _ in range(turns):
+        for _ in range(repeats):
             once()
     graph.replay()
-    return graph, turns * len(launches), owner
+    return graph, repeats * len(launches), owner
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -71,7 +71,7 @@ class Static(CompileTime):
     stages: int
     pdl: bool
     rotary_dim: int
-    plus_one: bool = False
+    unit_offset: bool = False
     ring: bool = False
     rope_interleaved: RopeInterleaved = ""
     short: bool = False
@@ -112,7 +112,7 @@ class How(NamedTuple):
             each twice
     sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
     norm_after_rope  norms follow rope
-    others  what there is beside queries: 2, keys and values; 1, keys, which values are, too; 0, nothing, as the new token is in the cache
+    others  tensors in addition to queries: 2, keys and values; 1, keys, which are the values, too; 0, none, as the new token is in the cache
     v_norm  values have a norm, without a weight, as those of queries else
     """
 
@@ -199,7 +199,7 @@ def launch(
             bfloat16 [B, Hkv, T, ceil(D / 32)]
     length  int64, one number: tokens of the cache
     mask    [B or 1, T], bool, or floating point, which is added; the last dimension contiguous; None: all true
-    norms   of queries and of keys, weights [D], alike in what else they are; None: there are none
+    norms   of queries and of keys, weights [D], with equal other settings; None: there are none
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim
@@ -213,7 +213,7 @@ def launch(
         short=width < rotary_dim,
         added=mask is not None and mask.is_floating_point(),
     )
-    s = replace(s, plus_one=norms is not None and norms[0][2], ring=how.ring, norm_after_rope=how.norm_after_rope)
+    s = replace(s, unit_offset=norms is not None and norms[0][2], ring=how.ring, norm_after_rope=how.norm_after_rope)
     s = replace(s, others=how.others, v_norm=how.v_norm)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
@@ -278,7 +278,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
         k_factor = tl.load(norms[1] + d, mask=inside, other=0.0).to(tl.float32)
         k_factor_half = tl.load(norms[1] + half, mask=inside, other=0.0).to(tl.float32)
-        if S.plus_one:
+        if S.unit_offset:
             q_factor, q_factor_half, k_factor, k_factor_half = q_factor + 1, q_factor_half + 1, k_factor + 1, k_factor_half + 1
     if S.pdl:
         if S.stages == 1:

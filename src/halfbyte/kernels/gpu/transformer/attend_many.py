@@ -3,7 +3,7 @@
     y [B, T, H * D] = factor * softmax(scale * q · keysᵀ) · values      queries [B, T, H, D], keys and values [B, Hkv, S, D]
 
 Query t sees key s where s <= length + t, or where a mask [B or 1, T, S] says so, which then tells all. Each query head reads the key head
-of its group of H / Hkv. A sink of a head is a score of what it sees beside tokens, which adds to the sum of exponentials and nothing else
+of its group of H / Hkv. A head's sink is a score that belongs to no token: it adds to the sum of exponentials and nothing else
 (gpt-oss). A block takes a tile of queries of one head, those that see most first. Of a mask a first kernel finds between which keys each
 tile of queries sees any, so that a window costs what it is wide.
 

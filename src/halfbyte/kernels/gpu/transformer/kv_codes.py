@@ -25,8 +25,8 @@ MOST = tl.constexpr(float(records.MOST))
 LEAST_SCALE = tl.constexpr(records.LEAST_SCALE)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 LEAST_WIDE = 64  # elements of a head: fewer words are not for the matrix units
-# Of two words 4 times two numbers. A code c becomes the float32 32768 + 128 + c, whose third byte is c + 128, as conversions of bytes take
-# four instructions each: scale * c is that times scale, less 32896 * scale, both exact.
+# Two words become 4 times two numbers. A code c becomes the float32 32768 + 128 + c, whose third byte is c + 128, as conversions of bytes
+# take four instructions each: scale * c is that times scale, less 32896 * scale, both exact.
 _PAIR = "prmt.b32 c, u, $10, {sel}; prmt.b32 d, v, $10, {sel}; fma.rn.f32 f, c, $6, $8; fma.rn.f32 g, d, $7, $9; "
 _ASM = "{ .reg .b32 u, v, c, d; .reg .f32 f, g; xor.b32 u, $4, 0x80808080; xor.b32 v, $5, 0x80808080; "
 _ASM += "".join(_PAIR.format(sel=f"0x74{i}4") + f"cvt.rn.TYPE.f32 ${i}, g, f; " for i in range(4)) + "}"

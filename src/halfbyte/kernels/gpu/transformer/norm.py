@@ -25,27 +25,27 @@ Norm = tuple[Tensor, float, bool]  # weight [K] of x's type, eps, whether 1 + we
 
 def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
     """x, out [M, K], contiguous, K at most MOST."""
-    weight, eps, plus_one = norm
+    weight, eps, unit_offset = norm
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
-    launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), plus_one, pdl, num_warps=16, early=pdl)
+    launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), unit_offset, pdl, num_warps=16, early=pdl)
 
 
 def launch_layer_norm(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out: Tensor) -> None:
     """A layer norm: x, out [M, K], contiguous, K at most MOST; shift [K] of x's type, or None."""
-    weight, eps, plus_one = norm
+    weight, eps, unit_offset = norm
     m, k = x.shape
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
-    launcher.run(_layer_norm, (m,), x, weight, shift, eps, out, k, wide, plus_one, pdl, num_warps=16, early=pdl)
+    launcher.run(_layer_norm, (m,), x, weight, shift, eps, out, k, wide, unit_offset, pdl, num_warps=16, early=pdl)
 
 
 def launch_sections(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
-    """Of the first columns of x [M, K] and of those after them, as many as each weight has, at most MOST; further ones, no more than the
-    first have, as they are. x, out [M, K], contiguous."""
-    (first, eps, plus_one), (second, _, _) = norms
+    """Normalize two sections of the columns of x [M, K], as many as each weight has, at most MOST; further columns, no more than the first
+    section has, are copied. x, out [M, K], contiguous."""
+    (first, eps, unit_offset), (second, _, _) = norms
     pdl, a, b = launcher.starts_early(gpu), len(first), len(second)
     sizes, wide = (a, b, x.shape[1]), triton.next_power_of_2(max(a, b, x.shape[1] - a - b))
-    launcher.run(_sections, (x.shape[0], 3), x, first, second, eps, out, sizes, wide, plus_one, pdl, num_warps=16, early=pdl)
+    launcher.run(_sections, (x.shape[0], 3), x, first, second, eps, out, sizes, wide, unit_offset, pdl, num_warps=16, early=pdl)
 
 
 def launch_added(
@@ -59,12 +59,12 @@ def launch_added(
 ) -> None:
     """x, residual, out [M, K], contiguous, K at most MOST; `then`: the norm of what is written to `out`, and where its result goes; scale:
     one number, what the sum is multiplied by, or None."""
-    weight, eps, plus_one = norm
+    weight, eps, unit_offset = norm
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
     second = None if then is None else (*then[0][:2], then[1])
     wide = triton.next_power_of_2(k)
-    launcher.run(_added, (m,), x, weight, eps, residual, out, second, scale, k, wide, plus_one, pdl, num_warps=16, early=pdl)
+    launcher.run(_added, (m,), x, weight, eps, residual, out, second, scale, k, wide, unit_offset, pdl, num_warps=16, early=pdl)
 
 
 @triton.jit

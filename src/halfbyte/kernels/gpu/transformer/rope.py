@@ -37,7 +37,7 @@ class Static(CompileTime):
     neighbours    elements of a pair are
     short_tables  an element of the tables, of which the first half counts, is for a pair
     norm_after_rope  rope precedes norms
-    others        what a row has beside queries: 2, keys and values; 1, keys, which values are made of, too; 0, nothing
+    others        what a row has in addition to queries: 2, keys and values; 1, keys, which values are made of, too; 0, nothing
     v_norm        values have a norm
     """
 
@@ -48,7 +48,7 @@ class Static(CompileTime):
     unrotated: int
     neighbours: bool
     short_tables: bool
-    plus_one: bool
+    unit_offset: bool
     norm_after_rope: bool
     pdl: bool
     others: int
@@ -74,7 +74,7 @@ def launch(
     rotary   cosines and sines [B or 1, T, R], or their first R / 2, the last dimension contiguous; None: there are no positions
     cache    keys and values [B, Hkv, S, D] of qkv's type, the last dimension contiguous, both with the same strides
     length   int64, one number, where new tokens begin; None: 0
-    norms    of queries and of keys, weights [D], alike in what else they are; None: there are none
+    norms    of queries and of keys, weights [D], with equal other settings; None: there are none
     rotary_dim   R; 0: no rope
     rope_interleaved, norm_after_rope, v_norm   as `ops.transformer.decoder.Heads` has them
     others   as in Static
@@ -199,4 +199,4 @@ def _root(x, y, z, eps, S: tl.constexpr):
 @triton.jit
 def _factor(weight, i, inside, S: tl.constexpr):
     factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    return (factor + 1 if S.plus_one else factor)[None, :]
+    return (factor + 1 if S.unit_offset else factor)[None, :]
