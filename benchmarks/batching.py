@@ -4,8 +4,8 @@
     python benchmarks/batching.py models/tiny-llama --format q4_0 --requests 16
 
 All requests arrive at once and are answered greedily. "continuous" is `halfbyte.LanguageModel`, whose sequences join and leave the batch
-one by one; "padded" is `generate` of transformers with the layers that `halfbyte.optimize_` compiled, which pads prompts on the left and goes
-on until the longest answer ends. A ratio is the median over rounds of the ratio within a round.
+one by one; "padded" is `generate` of transformers with the layers that `halfbyte.optimize_` compiled, which pads prompts on the left and
+goes on until the longest answer ends. A ratio is the median over rounds of the ratio within a round.
 
     asked    tokens that the requests asked for, per second: a padded batch computes tokens that nobody asked for, too
     rows     tokens that a padded batch computes, with those that nobody asked for, per second: what it would reach if all were as long

@@ -112,7 +112,7 @@ class How(NamedTuple):
             each twice
     sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
     norm_after_rope  norms follow rope
-    others  tensors in addition to queries: 2, keys and values; 1, keys, which are the values, too; 0, none, as the new token is in the cache
+    others  tensors in addition to queries: 2, keys and values; 1, keys, which are the values, too; 0, none: the new token is in the cache
     v_norm  values have a norm, without a weight, as those of queries else
     """
 
