@@ -34,12 +34,25 @@ def result(name: str) -> dict[str, Any]:
 
 
 def table(name: str) -> str:
-    """The Markdown table of a file with columns and rows."""
+    """The Markdown table of a file with columns and rows, or of a report that benchmarks/cpu.py wrote."""
     found = result(name)
+    if "measurements" in found:
+        found = _milliseconds(found["measurements"])
     columns, left = found["columns"], found["left"]
     lines = [[column["name"] for column in columns], ["---" if i < left else "---:" for i in range(len(columns))]]
     lines += [[_cell(column["cell"], row) for column in columns] for row in found["rows"]]
     return "".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n" for cells in lines)
+
+
+def _milliseconds(measurements: list[dict[str, Any]]) -> dict[str, Any]:
+    """Columns and rows of a benchmark's measurements of one layer: ms, with a row for each contender and a column for each M."""
+    rows: dict[str, dict[str, str]] = {}
+    for one in measurements:
+        row = rows.setdefault(one["label"], {"contender": one["label"]})
+        row[f"m{one['m']}"] = f"{1000 * float(one['seconds']):#.3g}".rstrip(".")
+    sizes = sorted({one["m"] for one in measurements})
+    columns = [{"name": "", "cell": "{contender}"}, *({"name": f"M = {m}", "cell": f"{{m{m}}}"} for m in sizes)]
+    return {"left": 1, "columns": columns, "rows": list(rows.values())}
 
 
 def _cell(template: str, row: Mapping[str, Any]) -> str:
