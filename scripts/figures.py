@@ -63,9 +63,9 @@ def _cell(template: str, row: Mapping[str, Any]) -> str:
 
 
 def _referred(match: re.Match[str]) -> str:
-    """The value of a field of a row of another file."""
+    """The value of a field of a row of another file, which may be a reference itself."""
     (row,) = (row for row in result(match[1])["rows"] if row["id"] == match[2])
-    return str(row[match[3]])
+    return _REFERENCE.sub(_referred, str(row[match[3]]))
 
 
 def page_text(page: Path) -> str:
