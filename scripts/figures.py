@@ -109,7 +109,10 @@ def _size_and_quality() -> str:
 
 def _tokens() -> str:
     groups = {
-        f"{row['model']}, {row['hardware']}": {"halfbyte": float(row["decode"]), "llama.cpp": float(row["llamacpp_decode"])}
+        f"{row['model']}, {row['hardware']}": {
+            "halfbyte": float(_cell("{decode}", row)),
+            "llama.cpp": float(_cell("{llamacpp_decode}", row)),
+        }
         for row in result("language-models-speed")["rows"]
     }
     return bar_plot(groups, title="Decoding one sequence, q4_0", unit="tokens/s")
