@@ -133,8 +133,8 @@ def phrases(text: str, *, messages: bool = True) -> Iterator[tuple[int, str, str
         for phrase, remedy in PHRASES.items():
             for match in re.finditer(phrase, prose):
                 yield line + prose.count("\n", 0, match.start()), match[0], remedy
-        if begins and (match := BEGINNINGS.match(prose)) is not None:
-            yield line, f"begins with {match[1]}", "begin with the subject"
+        if begins and (begun := BEGINNINGS.match(prose)) is not None:
+            yield line, f"begins with {begun[1]}", "begin with the subject"
 
 
 def page_phrases(text: str) -> Iterator[tuple[str, str]]:
