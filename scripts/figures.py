@@ -34,12 +34,25 @@ def result(name: str) -> dict[str, Any]:
 
 
 def table(name: str) -> str:
-    """The Markdown table of a file with columns and rows."""
+    """The Markdown table of a file with columns and rows, or of a report that benchmarks/cpu.py wrote."""
     found = result(name)
+    if "measurements" in found:
+        found = _milliseconds(found["measurements"])
     columns, left = found["columns"], found["left"]
     lines = [[column["name"] for column in columns], ["---" if i < left else "---:" for i in range(len(columns))]]
     lines += [[_cell(column["cell"], row) for column in columns] for row in found["rows"]]
     return "".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n" for cells in lines)
+
+
+def _milliseconds(measurements: list[dict[str, Any]]) -> dict[str, Any]:
+    """Columns and rows of a benchmark's measurements of one layer: ms, with a row for each contender and a column for each M."""
+    rows: dict[str, dict[str, str]] = {}
+    for one in measurements:
+        row = rows.setdefault(one["label"], {"contender": one["label"]})
+        row[f"m{one['m']}"] = f"{1000 * float(one['seconds']):#.3g}".rstrip(".")
+    sizes = sorted({one["m"] for one in measurements})
+    columns = [{"name": "", "cell": "{contender}"}, *({"name": f"M = {m}", "cell": f"{{m{m}}}"} for m in sizes)]
+    return {"left": 1, "columns": columns, "rows": list(rows.values())}
 
 
 def _cell(template: str, row: Mapping[str, Any]) -> str:
@@ -50,9 +63,9 @@ def _cell(template: str, row: Mapping[str, Any]) -> str:
 
 
 def _referred(match: re.Match[str]) -> str:
-    """The value of a field of a row of another file."""
+    """The value of a field of a row of another file, which may be a reference itself."""
     (row,) = (row for row in result(match[1])["rows"] if row["id"] == match[2])
-    return str(row[match[3]])
+    return _REFERENCE.sub(_referred, str(row[match[3]]))
 
 
 def page_text(page: Path) -> str:
@@ -96,7 +109,10 @@ def _size_and_quality() -> str:
 
 def _tokens() -> str:
     groups = {
-        f"{row['model']}, {row['hardware']}": {"halfbyte": float(row["decode"]), "llama.cpp": float(row["llamacpp_decode"])}
+        f"{row['model']}, {row['hardware']}": {
+            "halfbyte": float(_cell("{decode}", row)),
+            "llama.cpp": float(_cell("{llamacpp_decode}", row)),
+        }
         for row in result("language-models-speed")["rows"]
     }
     return bar_plot(groups, title="Decoding one sequence, q4_0", unit="tokens/s")

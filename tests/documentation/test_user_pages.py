@@ -77,3 +77,9 @@ def test_users_have_little_to_read() -> None:
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert sum(words.values()) <= 15_000, words
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_engineers_have_no_diaries_to_read() -> None:
+    """What was tried is a sentence with the figure that decided it; measurements are tables that benchmarks/results has."""
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (DOCS / "engineering").glob("*.md")}
+    assert sum(words.values()) <= 36_000, words

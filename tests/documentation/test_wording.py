@@ -131,8 +131,15 @@ def phrases(text: str, *, messages: bool = True) -> Iterator[tuple[int, str, str
         for phrase, remedy in PHRASES.items():
             for match in re.finditer(phrase, prose):
                 yield line + prose.count("\n", 0, match.start()), match[0], remedy
-        if begins and (match := BEGINNINGS.match(prose)) is not None:
-            yield line, f"begins with {match[1]}", "begin with the subject"
+        if begins and (begun := BEGINNINGS.match(prose)) is not None:
+            yield line, f"begins with {begun[1]}", "begin with the subject"
+
+
+def page_phrases(text: str) -> Iterator[tuple[str, str]]:
+    """(phrase, remedy) of each phrase of a Markdown page that the glossary replaces, outside of code."""
+    prose = " ".join(re.sub(r"^```.*?^```|^ {4}[^\n]*$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE).split())
+    for phrase, remedy in PHRASES.items():
+        yield from ((match[0], remedy) for match in re.finditer(phrase, prose))
 
 
 def _prose(text: str, *, messages: bool) -> Iterator[tuple[int, str, bool]]:
@@ -184,6 +191,19 @@ def test_prose_is_free_of_the_dialect() -> None:
         if place.startswith("src/"):
             wrong += [f"{place}:{line} {phrase!r}: {remedy}" for line, phrase, remedy in phrases(path.read_text(encoding="utf-8"))]
     assert not wrong, "\n".join(wrong)
+
+
+def test_pages_are_free_of_the_dialect() -> None:
+    wrong = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        wrong += [f"{page.relative_to(ROOT)}: {phrase!r}: {remedy}" for phrase, remedy in page_phrases(page.read_text(encoding="utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_phrase_is_found_on_a_page_outside_of_its_code() -> None:
+    assert [phrase for phrase, _ in page_phrases("Rows that are\nnot there are read.\n")] == ["not there"]
+    assert [phrase for phrase, _ in page_phrases("Measured `x` beside\ntorch.\n")] == ["beside"]
+    assert list(page_phrases("```\nbeside\n```\n\n    beside\n\n`beside`\n")) == []
 
 
 PLANTED = {

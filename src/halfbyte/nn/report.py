@@ -150,8 +150,8 @@ def report(model: nn.Module) -> Report:
 
     Example:
         >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
-        >>> [row.name for row in hb.report(model).rows]
-        ['0', '1']
+        >>> hb.report(model).rows[1].name
+        '1'
     """
     check_type(model, nn.Module, "report takes a model, a torch.nn.Module", "pass the model that holds it")
     with expanded(model, attention=True):

@@ -96,6 +96,8 @@ class QuantModule(nn.Module):
         packed: The weight: [N, K], that of a convolution, or those of experts.
         dtype: Of the float weight that it replaces; follows `.to(dtype)`, which does not change the packed bytes.
         error: ||float weight - packed weight|| / ||float weight|| (Frobenius) when it was quantized, if known.
+
+    Attributes:
         kind: The kind of the float module, such as "Linear".
         dimensions: How many the weight has, unless it is a convolution's.
         transposed: Whether the float module keeps its weight inputs first; see transposed.py.
