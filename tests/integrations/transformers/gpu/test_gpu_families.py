@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from transformers import DynamicCache, StaticCache
 from halfbyte.decoder import gpu_layer, kernels_gpu
 from halfbyte.decoder.program import layer_ops
 from halfbyte.integrations.transformers.cache.rings import Ring
-from halfbyte.integrations.transformers.decoder import decode_gpu, layer_gpu, prefill_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.live_layer import layer_spec
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.generate.graphs import static_cache
@@ -138,7 +137,7 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     return model, short
 
 
-def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[bool]:
+def done(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[bool]:
     """Of each call of that function from now on, whether it computed something and did not leave it to transformers by None."""
     found: list[bool] = []
     plain = getattr(module, name)
@@ -155,8 +154,8 @@ def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list
 @pytest.fixture
 def calls(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called, whether it was in few kernels."""
-    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, decode_gpu, "token")
+    monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
+    return done(monkeypatch, gpu_run.GpuRun, "_token")
 
 
 def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
@@ -234,8 +233,8 @@ def test_layers_that_read_the_keys_of_others(
 @pytest.fixture
 def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called with what `token` has left, whether it was in few kernels."""
-    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, prefill_gpu, "tokens")
+    monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
+    return done(monkeypatch, gpu_run.GpuRun, "_tokens")
 
 
 @pytest.mark.parametrize(("kind", "widths"), of_each(PROMPTS))
