@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel, DynamicCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
+from halfbyte.decoder.families.encoders import EMBEDDING_LAYERS, ENCODER_STACKS, ENCODERS
 from halfbyte.integrations.transformers.decoder import model_step, stack
 from halfbyte.integrations.transformers.decoder.live_layer import LAYER_ARGUMENTS
 from halfbyte.integrations.transformers.encoder import embedding, encoder_stack, encoding
@@ -88,7 +88,7 @@ TABLES = {
         model_step.ARGUMENTS,
     ),
     "encoder layers": ([*ENCODERS], encoding.LAYER_ARGUMENTS),
-    "embeddings": ([*embedding.EMBEDDING_LAYERS], embedding.ARGUMENTS),
+    "embeddings": ([*EMBEDDING_LAYERS], embedding.ARGUMENTS),
 }
 
 
