@@ -500,7 +500,7 @@ def test_under_torch_compile(kind: str, device: torch.device, monkeypatch: pytes
     with torch.no_grad():
         for at in (5, 6):
             assert close(step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits, expected[:, at : at + 1])
-    assert traced == [True] * 2, "of each layer"
+    assert traced == [True] * 4, "two layers, two steps"
 
 
 def test_values_of_another_format_than_queries(device: torch.device, calls: list[bool]) -> None:
