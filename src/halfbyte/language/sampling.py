@@ -19,7 +19,7 @@ from halfbyte.errors import ArgumentError, non_finite_logits
 
 LEAST, MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 _MOST_PENALTY = 2.0  # as in OpenAI's API
-# Of each setting that is a number: whether it is a whole one, its least and largest value, what is allowed, and the remedy.
+# Settings that are numbers: whether they are whole ones, the least and the largest value, what is allowed, and the remedy.
 _RANGES: dict[str, tuple[bool, float, float, str, str]] = {
     "temperature": (False, LEAST, MOST, f"is 0 for greedy decoding, or {LEAST:g} to {MOST:g}", "try 0.7"),
     "top_k": (True, 1, math.inf, "is 1 or more", "leave it out to draw from all tokens"),
