@@ -13,9 +13,8 @@ from tiny_encoders import CASES, inputs, make_encoder, states
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
+from halfbyte.decoder.families.encoders import EMBEDDING_LAYERS, ENCODER_STACKS, ENCODERS
 from halfbyte.integrations.transformers.encoder import encoder_stack
-from halfbyte.integrations.transformers.encoder.embedding import EMBEDDING_LAYERS
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers
 from halfbyte.nn.modules.quantized import QuantModule
 

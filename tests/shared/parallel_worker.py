@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 import halfbyte as hb
 from halfbyte.decoder import gpu_layer
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
-from halfbyte.integrations.transformers.decoder import decode_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run
 from halfbyte.integrations.transformers.quantizer import HalfbyteQuantizer
 from halfbyte.integrations.transformers.text import ready
 from halfbyte.nn.fused import FusedLinear, fuse_
@@ -309,7 +309,7 @@ def decoded(model: Any, forward: Any) -> torch.Tensor:
 def one_token_in_few_kernels(mesh: Any, folder: Path) -> None:
     """Decoder layers as `generate` arranges them, norms and additions in the products; on GPUs in bfloat16, and as graphs."""
     calls = []
-    attend, decode_gpu.DEVICES = gpu_layer.attend, ("cpu", "cuda")
+    attend, gpu_run.DEVICES = gpu_layer.attend, ("cpu", "cuda")
 
     def counted(*arguments: Any, **settings: Any) -> torch.Tensor:
         calls.append(1)

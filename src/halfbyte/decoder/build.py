@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer
+from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer, joined
 from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
@@ -280,10 +280,10 @@ class _StoredLayer:
     def linear(self, names: Sequence[str]) -> Weight:
         weights, biases = self._tensors_of(names)
         if not biases and any(map(self._tensors.has, self._biases(names))):
-            raise UnsupportedError(f"in layer {self.place.layer} some of {_joined(names)} have a bias, and some have none")
+            raise UnsupportedError(f"in layer {self.place.layer} some of {joined(names)} have a bias, and some have none")
         found = self._tensors.weight(weights, biases)
         if found is None:
-            raise UnsupportedError(f"in layer {self.place.layer} {_joined(names)} are not quantized, or in formats that differ")
+            raise UnsupportedError(f"in layer {self.place.layer} {joined(names)} are not quantized, or in formats that differ")
         return found
 
     def qkv(self, names: Sequence[str]) -> tuple[Weight, ...]:
@@ -330,11 +330,6 @@ class _StoredLayer:
         if found is None:
             raise UnsupportedError(f"in layer {self.place.layer} the experts are not quantized, or in formats that differ")
         return found
-
-
-def _joined(names: Sequence[str]) -> str:
-    """Names of linear layers of one product, such as gate_proj+up_proj."""
-    return "+".join(name.rpartition(".")[2] for name in names)
 
 
 def _check_shapes(spec: DecoderSpec, config: TextConfig, tensors: Tensors) -> None:

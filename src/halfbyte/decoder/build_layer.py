@@ -118,6 +118,11 @@ class LayerSource(Protocol):
         """Return a tensor in floating point, a vector where it has a `size`."""
 
 
+def joined(names: Sequence[str]) -> str:
+    """Return the names of linear layers of one product, such as gate_proj+up_proj."""
+    return "+".join([name.rpartition(".")[2] for name in names])
+
+
 def build_layer(source: LayerSource) -> LayerSpec:
     """Build the specification of a layer.
 

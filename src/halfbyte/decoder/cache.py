@@ -110,8 +110,8 @@ class LayerCache:
         self.length = kept
         return True
 
-    def shift(self, tokens: int, length: int) -> None:
-        """Renumber the tokens, i as i + `tokens`, so that there are `length` of them."""
+    def shift(self, length: int) -> None:
+        """Renumber the tokens so that the sequence, to whose end they belong, has `length` of them."""
         kept = length if self._window is None else min(length, self._window - 1)
         start = max(0, self.length - kept)
         size = round_up(kept + (self._step if self._window is None else self._slack), _STEP)
@@ -341,7 +341,7 @@ class Slots(Cache):
         self.length += tokens
         self.starts = [start + tokens for start in self.starts]
         for layer in self.layers:
-            layer.shift(tokens, self.length)
+            layer.shift(self.length)
 
 
 class Prefix(NamedTuple):

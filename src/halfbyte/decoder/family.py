@@ -259,8 +259,6 @@ class Family:
         sqrt_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         logits_divisor, logits_multiplier, logits_softcap: Keys of the config for the logits.
         tie_word_embeddings: Whether input and output embeddings are tied where config.json does not say.
-        router_output: Whether the output class of the model has router logits.
-        output_class: Its own output class in its module, if it has one.
         unsupported: Keys of the config that must be None, False or 0: with them layers compute something else.
         required: Keys of the config and the values that they must have.
         defaults: Keys and their values where config.json does not have them, if these differ from what `TextConfig` derives.
@@ -317,8 +315,6 @@ class Family:
     logits_multiplier: str | None = None
     logits_softcap: str | None = None
     tie_word_embeddings: bool = False
-    router_output: bool = False
-    output_class: str | None = None
     unsupported: tuple[str, ...] = ()
     required: tuple[tuple[str, object], ...] = ()
     defaults: tuple[tuple[str, object], ...] = ()

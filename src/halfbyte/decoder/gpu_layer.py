@@ -27,8 +27,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from halfbyte.decoder.spec import parts_of
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import GateFunction
+from halfbyte.layouts.base import Packed
 from halfbyte.ops.cuda import on
 from halfbyte.ops.functions import linear
 from halfbyte.ops.library import plain
@@ -105,54 +107,31 @@ class GpuLayer:
     down_proj: Projection | None
     per_layer: tuple[PerLayerInput, Projection] | None = None
     launch_id: int | None = None
-    operands: tuple[Tensor | None, ...] = ()
-
-    @property
-    def weights(self) -> list[Weight]:
-        """The weights of all products except experts'."""
-        dense = [self.mlp.gate_up, self.mlp.down_proj] if isinstance(self.mlp, MLP) else []
-        per_layer_weights = [] if self.per_layer is None else [self.per_layer[0].gate, self.per_layer[0].projection]
-        return [*self.attention.qkv, self.attention.o_proj, *dense, *per_layer_weights]
+    operands: tuple[Tensor, ...] = ()
 
     def linked(self) -> GpuLayer:
         """Return the layer with `launch_id` and `operands`, which must not change from then on."""
-        attention, mlp, weights, heads = self.attention, self.mlp, self.weights, self.attention.heads
-        of_heads = (heads.qk_norm or ())[
-            : 1 if heads.projections == "q" else 2
-        ]  # where keys are another layer's, theirs is that of queries again
-        norms = [attention.pre_norm, attention.post_norm, *of_heads]
-        tensors: list[Tensor | None] = [heads.sinks]
-        of_mlp: Hashable = None
-        if isinstance(mlp, MLP):
-            norms += [None if mlp.parallel_residual else mlp.pre_norm, mlp.post_norm]  # a tensor stands once
-            tensors.append(mlp.layer_scale)
-            of_mlp = mlp.residual_multiplier, mlp.activation, mlp.gated, mlp.parallel_residual
-        elif mlp is not None:
-            weights += [mlp.gate_up, mlp.down_proj]
-            tensors += [mlp.router, mlp.router_bias, mlp.correction_bias]
-            norms.append(mlp.pre_norm)
-            if mlp.shared_expert is not None:
-                weights += mlp.shared_expert[:2]
-                tensors.append(mlp.shared_expert.gate)
-            of_mlp = mlp.top_k, mlp.norm_topk, mlp.clamped, mlp.shared_expert is None, mlp.scores, mlp.scaling_factor
-        if self.per_layer is not None:
-            norms.append(self.per_layer[0].post_norm)
-            tensors.append(self.per_layer[0].layer_scale)
-        per_layer_activation = None if self.per_layer is None else self.per_layer[0].activation
-        tensors += [t for weight in weights for t in (weight.packed.data, weight.bias)]
-        tensors += [t for norm in norms for t in ((None, None) if norm is None else (norm.weight, norm.bias))]
-        if len(attention.qkv) > 1 or any(t is not None and (t.data_ptr() % 16 or not t.is_contiguous()) for t in tensors):
+        parts = [*parts_of((self.attention, self.mlp, None if self.per_layer is None else self.per_layer[0]))]
+        tensors = [one.data if isinstance(one, Packed) else one for one in parts if isinstance(one, Packed | Tensor)]
+        if len(self.attention.qkv) > 1 or any(tensor.data_ptr() % 16 or not tensor.is_contiguous() for tensor in tensors):
             return self  # products that torch joins, and tensors that kernels copy first
-        if any(weight.compute == "int8" for weight in weights):
+        if any(isinstance(one, Weight) and one.compute == "int8" for one in parts):
             return self
         if any(isinstance(one, PackedProjection) and one.factor != 1 for one in (self.o_proj, self.down_proj)):
             return self  # which torch multiplies
-        numbers = heads._replace(qk_norm=None, sinks=None), attention.residual_multiplier, of_mlp, per_layer_activation
-        of_norms = [None if norm is None else norm[1:4] for norm in norms]
-        names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
-        kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
-        launch_id = _numbers.setdefault((numbers, *of_norms, *names, *kinds), len(_numbers))
-        return replace(self, launch_id=launch_id, operands=tuple(tensors))
+        first = dict[int, int]()
+        same_as = [first.setdefault(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]  # a tensor is one operand
+        launch_id = _numbers.setdefault((*map(_kind_of, parts), *same_as), len(_numbers))
+        return replace(self, launch_id=launch_id, operands=tuple(tensors[index] for index in first.values()))
+
+
+def _kind_of(part: object) -> Hashable:
+    """What a part of a layer has in common with that of another one whose kernels read other addresses alone."""
+    if isinstance(part, Packed):
+        return part.name, part.shape, _kind_of(part.data)
+    if isinstance(part, Tensor):
+        return part.shape, part.dtype, part.get_device()
+    return (type(part), len(part)) if isinstance(part, tuple) else part
 
 
 _numbers: dict[Hashable, int] = {}  # launch ids

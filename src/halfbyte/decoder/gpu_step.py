@@ -36,6 +36,32 @@ def likeliest(scores: Tensor) -> Tensor:
     return found
 
 
+class HostReader:
+    """Reads tokens [B] of a device, one step's after the other's; the host waits for nothing that is launched after them."""
+
+    def __init__(self) -> None:
+        """Begin without tokens."""
+        self._pinned: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def ask(self, tokens: Tensor) -> None:
+        """Start to copy tokens, int64."""
+        if not tokens.is_cuda:
+            self._tokens = tokens.clone()
+            return
+        if self._pinned is None or self._event is None or len(self._pinned) < len(tokens):
+            self._event = torch.cuda.Event()
+            self._pinned = torch.empty(max(len(tokens), 16), dtype=torch.int64, device="cpu", pin_memory=True)
+        self._tokens = self._pinned[: len(tokens)].copy_(tokens, non_blocking=True)
+        self._event.record()
+
+    def answer(self) -> Tensor:
+        """Wait for the tokens that were asked for last."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tokens.clone()
+
+
 class Group(NamedTuple):
     """Layers with the same sliding window, whose buffers have the same tokens.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
-from halfbyte.decoder.gpu_step import DecodeStep, Group, Inputs, State, StepShape
+from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import why_no_triton
@@ -29,7 +30,7 @@ from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.functions import embedding
 from halfbyte.ops.transformer.decode_ops import SOFTCAP, why_not_attend
-from halfbyte.ops.transformer.decoder import MLP, Norm
+from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import add_normed, normed, why_not_norm
@@ -45,6 +46,7 @@ _FEW = 512  # where attention is computed in torch, or all logits are asked for
 _LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
 _LONG = 1 << 62  # tokens of a sequence
 _MOST_STEPS = 16  # whose graphs are cached
+_CAST = "router", "gate", "layer_scale"  # tensors, in addition to norms, that are in the type of activations
 
 
 class GpuModel:
@@ -87,7 +89,7 @@ class GpuModel:
         self._steps: dict[tuple[object, ...], DecodeStep] = {}
         self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
-        self._pinned: Tensor | None = None  # where the host reads tokens
+        self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
@@ -101,31 +103,19 @@ class GpuModel:
     # Lowering
 
     def _lowered(self, layer: LayerSpec) -> GpuLayer:
-        """A layer with norms and routers in the type of activations."""
-        attention, mlp = layer.attention, layer.mlp
-        attention.check()
-        mlp.check()
-        if layer.per_layer_input is not None:
-            layer.per_layer_input.check(mlp.k)
-        if mlp.k != attention.o_proj.packed.shape[0]:
-            raise ArgumentError(f"the halves of a decoder layer have one width, got {attention.o_proj.packed.shape[0]} and {mlp.k}")
-        norms = attention.heads.qk_norm
-        of_heads = None if norms is None else (self._cast_norm(norms[0]), self._cast_norm(norms[1]))
-        before, after = (None if norm is None else self._cast_norm(norm) for norm in (attention.pre_norm, attention.post_norm))
-        attention = attention._replace(heads=attention.heads._replace(qk_norm=of_heads), pre_norm=before, post_norm=after)
-        if isinstance(mlp, MLP):
-            before, after = (None if norm is None else self._cast_norm(norm) for norm in (mlp.pre_norm, mlp.post_norm))
-            scale = None if mlp.layer_scale is None else mlp.layer_scale.to(self.dtype)
-            per_layer = layer.per_layer_input
-            if per_layer is not None:
-                factor = None if per_layer.layer_scale is None else per_layer.layer_scale.to(self.dtype)
-                per_layer = per_layer._replace(post_norm=self._cast_norm(per_layer.post_norm), layer_scale=factor)
-            return packed_layer(attention, mlp._replace(pre_norm=before, post_norm=after, layer_scale=scale), per_layer).linked()
-        shared = mlp.shared_expert
-        if shared is not None and shared.gate is not None:
-            shared = shared._replace(gate=shared.gate.to(self.dtype))
-        cast = mlp._replace(pre_norm=self._cast_norm(mlp.pre_norm), router=mlp.router.to(self.dtype), shared_expert=shared)
-        return packed_layer(attention, cast).linked()
+        layer.check()
+        return packed_layer(*(self._cast(half) for half in (layer.attention, layer.mlp, layer.per_layer_input))).linked()
+
+    def _cast(self, part: Any) -> Any:
+        """A part of a layer with norms, routers and factors of outputs in the type of activations."""
+        if isinstance(part, Norm):
+            return self._cast_norm(part)
+        if type(part) is tuple:
+            return tuple(map(self._cast, part))
+        if not isinstance(part, tuple):
+            return part
+        values = part._asdict().items()  # type: ignore[attr-defined]  # of a NamedTuple
+        return type(part)(*(one.to(self.dtype) if name in _CAST and isinstance(one, Tensor) else self._cast(one) for name, one in values))
 
     def _norm_of_inputs(self, inputs: PerLayerInputs) -> tuple[Norm, Tensor]:
         """The norm of projected embeddings, and the factor of per-layer inputs [1]."""
@@ -178,9 +168,9 @@ class GpuModel:
             _, chosen = self._result(step, state, cache)
             self._ahead = None
             cache.append(1)
-            tokens_of = self._reading(chosen)
+            self._reader.ask(chosen)
             launched = step.again() if goes_on and step.is_captured and self._has_room(cache, state) else None
-            tokens = tokens_of()
+            tokens: list[int] = self._reader.answer().tolist()
             if min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
             if launched is not None:
@@ -241,24 +231,6 @@ class GpuModel:
         """Whether the step after the one with these numbers, which are in the cache, needs no other buffers and tables."""
         last = max(row % self._positions for row in state.rows) + 1
         return last < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
-
-    def _reading(self, tokens: Tensor) -> Callable[[], list[int]]:
-        """A function that waits for tokens [B] of the GPU, and for nothing that is launched after this call."""
-        if not tokens.is_cuda:
-            found = tokens.tolist()
-            return lambda: found
-        if self._pinned is None or len(self._pinned) < len(tokens):
-            self._pinned = torch.empty(max(len(tokens), 16), dtype=torch.int64, device="cpu", pin_memory=True)
-        there, event = self._pinned[: len(tokens)], torch.cuda.Event()
-        there.copy_(tokens, non_blocking=True)
-        event.record()
-
-        def wait() -> list[int]:
-            event.synchronize()
-            read: list[int] = there.tolist()
-            return read
-
-        return wait
 
     def _masks(self, mask: Tensor, cache: Cache) -> list[Tensor]:
         """A mask [B, length + 1] for the buffers of each group."""

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -103,37 +104,19 @@ class DecoderSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, a tied embedding counted once."""
-        found: dict[int, int] = {}
+        tensors = tensors_of(self)
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
-        def add(*tensors: Tensor | Packed | Weight | Norm | None) -> None:
-            for tensor in tensors:
-                if isinstance(tensor, Weight):
-                    add(tensor.packed, tensor.bias)
-                elif isinstance(tensor, Norm):
-                    add(tensor.weight, tensor.bias)
-                elif isinstance(tensor, Packed):
-                    found[tensor.data.data_ptr()] = tensor.nbytes
-                elif tensor is not None:
-                    found[tensor.data_ptr()] = tensor.nbytes
 
-        add(self.embedding, self.lm_head, self.norm, self.lm_head_bias)
-        if (inputs := self.per_layer_inputs) is not None:
-            add(inputs.table, inputs.projection, inputs.norm)
-        for layer in self.layers:
-            attention, mlp = layer.attention, layer.mlp
-            add(
-                *attention.qkv,
-                attention.o_proj,
-                attention.pre_norm,
-                attention.post_norm,
-                *(attention.heads.qk_norm or ()),
-                attention.heads.sinks,
-            )
-            add(mlp.gate_up, mlp.down_proj, mlp.pre_norm)
-            if (per_layer := layer.per_layer_input) is not None:
-                add(per_layer.gate, per_layer.projection, per_layer.post_norm, per_layer.layer_scale)
-            if isinstance(mlp, MLP):
-                add(mlp.post_norm, mlp.layer_scale)
-            else:
-                add(mlp.router, mlp.router_bias, mlp.correction_bias, *(() if mlp.shared_expert is None else mlp.shared_expert))
-        return sum(found.values())
+def parts_of(part: object) -> Iterator[object]:
+    """Yield a part of a specification, and all that it consists of: norms, weights, tensors, numbers, …"""
+    yield part
+    inner = [getattr(part, one.name) for one in fields(part)] if isinstance(part, DecoderSpec | LayerSpec) else part
+    for one in inner if isinstance(inner, list | tuple) else ():
+        yield from parts_of(one)
+
+
+def tensors_of(part: object) -> list[Tensor]:
+    """Return the tensors of a part of a specification, packed weights as bytes."""
+    parts = (one.data if isinstance(one, Packed) else one for one in parts_of(part))
+    return [one for one in parts if isinstance(one, Tensor)]

@@ -19,6 +19,20 @@ from halfbyte.errors import ArgumentError, non_finite_logits
 
 LEAST, MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 _MOST_PENALTY = 2.0  # as in OpenAI's API
+# Settings that are numbers: whether they are whole ones, the least and the largest value, what is allowed, and the remedy.
+_RANGES: dict[str, tuple[bool, float, float, str, str]] = {
+    "temperature": (False, LEAST, MOST, f"is 0 for greedy decoding, or {LEAST:g} to {MOST:g}", "try 0.7"),
+    "top_k": (True, 1, math.inf, "is 1 or more", "leave it out to draw from all tokens"),
+    "top_p": (False, math.nextafter(0, 1), 1, "is a probability above 0", "leave it out to draw from all tokens"),
+    "min_p": (False, 0, 1, "is a probability", "leave it out to draw from all tokens"),
+    "repetition_penalty": (False, LEAST, MOST, f"is {LEAST:g} to {MOST:g}", "leave it out for none"),
+    "presence_penalty": (False, -_MOST_PENALTY, _MOST_PENALTY, f"is {-_MOST_PENALTY:g} to {_MOST_PENALTY:g}", "leave it out for none"),
+    "frequency_penalty": (False, -_MOST_PENALTY, _MOST_PENALTY, f"is {-_MOST_PENALTY:g} to {_MOST_PENALTY:g}", "leave it out for none"),
+    "seed": (True, -(1 << 63), (1 << 64) - 1, "has 64 bits", "use a smaller number"),
+    "max_new_tokens": (True, 1, math.inf, "is 1 or more", "ask for at least one token"),
+    "logprobs": (True, 0, math.inf, "is 0 or more", "leave it out for none"),
+}
+_NOT_NONE = {"temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 _FIRST_CANDIDATES = 64  # of top-p without top-k; most texts need no more
 _BLOCK = 64  # elements
 _SMALL = 1 << 12  # elements
@@ -66,35 +80,15 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        for name in numbers:
+        for name, (is_whole, least, most, allowed, remedy) in _RANGES.items():
             value = getattr(self, name)
-            if (value is None and name in ("top_p", "min_p")) or (isinstance(value, int | float) and not isinstance(value, bool)):
+            if value is None and name not in _NOT_NONE:
                 continue
-            raise ArgumentError(f"{name} is a number, got {value!r}: pass a float")
-        for name in ("top_k", "seed", "max_new_tokens", "logprobs"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ArgumentError(f"{name} is a whole number, got {value!r}: pass an int")
-        if self.temperature and not LEAST <= self.temperature <= MOST:  # NaN, too
-            raise ArgumentError(f"temperature is 0 for greedy decoding, or {LEAST:g} to {MOST:g}, got {self.temperature}: try 0.7")
-        if self.top_k is not None and self.top_k < 1:
-            raise ArgumentError(f"top_k is 1 or more, got {self.top_k}: leave it out to draw from all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ArgumentError(f"top_p is a probability above 0, got {self.top_p}: leave it out to draw from all tokens")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ArgumentError(f"min_p is a probability, got {self.min_p}: leave it out to draw from all tokens")
-        if not LEAST <= self.repetition_penalty <= MOST:
-            raise ArgumentError(f"repetition_penalty is {LEAST:g} to {MOST:g}, got {self.repetition_penalty}: leave it out for none")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -_MOST_PENALTY <= (value := getattr(self, name)) <= _MOST_PENALTY:
-                raise ArgumentError(f"{name} is {-_MOST_PENALTY:g} to {_MOST_PENALTY:g}, got {value}: leave it out for none")
-        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
-            raise ArgumentError(f"seed has 64 bits, got {self.seed}: use a smaller number")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ArgumentError(f"max_new_tokens is 1 or more, got {self.max_new_tokens}: ask for at least one token")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ArgumentError(f"logprobs is 0 or more, got {self.logprobs}: leave it out for none")
+            if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+                kind, pass_ = ("a whole number", "an int") if is_whole else ("a number", "a float")
+                raise ArgumentError(f"{name} is {kind}, got {value!r}: pass {pass_}")
+            if not least <= value <= most and not (name == "temperature" and value == 0):  # NaN, too
+                raise ArgumentError(f"{name} {allowed}, got {value}: {remedy}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ArgumentError(f"stop is a list of strings of one character or more, got {self.stop!r}: leave empty ones out")
         object.__setattr__(self, "stop", tuple(self.stop))

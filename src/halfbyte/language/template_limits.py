@@ -230,6 +230,9 @@ def _finalize(context: Context, value: Any) -> Any:
     return value
 
 
+_Body = nodes.Macro | nodes.CallBlock | nodes.Block
+
+
 class _Counted(NodeTransformer):
     """Inserts calls of the environment's counting methods into a parsed template."""
 
@@ -239,17 +242,11 @@ class _Counted(NodeTransformer):
             node.test = nodes.And(_call(node, "count_pass", nodes.Const(0)), node.test, lineno=node.lineno)
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+    def visit_Macro(self, node: _Body) -> _Body:
         _count_body(self, node)
         return node
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
-        _count_body(self, node)
-        return node
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Block:
-        _count_body(self, node)
-        return node
+    visit_CallBlock = visit_Block = visit_Macro
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
@@ -272,7 +269,7 @@ class _Counted(NodeTransformer):
         return _call(node, "count_result", node) if isinstance(node.arg, nodes.Slice) else node
 
 
-def _count_body(visitor: _Counted, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block) -> None:
+def _count_body(visitor: _Counted, node: nodes.For | _Body) -> None:
     visitor.generic_visit(node)
     counts = _call(node, "count_pass", nodes.Const(_literal_characters(node.body)))
     node.body.insert(0, nodes.ExprStmt(counts, lineno=node.lineno))

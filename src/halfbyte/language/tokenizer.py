@@ -123,14 +123,7 @@ class Tokenizer:
             Tokenizer.open(Path("SmolLM2-135M-Instruct")).encode("a text")
         """
         if is_folder(path):
-            described = tokenizer_folder.read(path)
-            return cls(
-                described.backend,
-                described.special_tokens,
-                chat_templates=described.chat_templates,
-                end_ids=described.end_ids,
-                clean_up=described.clean_up,
-            )
+            return cls(**tokenizer_folder.read(path)._asdict())
         if not is_there(path):
             raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
         if not is_file(path) or not is_gguf(path):
@@ -138,7 +131,7 @@ class Tokenizer:
         file = gguf_tokenizer.read(path, header)
         if file is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
-        return cls(file.backend, file.special_tokens, chat_templates=file.chat_templates, end_ids=file.end_ids)
+        return cls(**file._asdict())
 
     @property
     def vocabulary_size(self) -> int:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import Any
 
 from halfbyte.checkpoint.gguf import chat_templates
-from halfbyte.checkpoint.gguf.tokenizer import import_tokenizers
+from halfbyte.checkpoint.gguf.tokenizer import StoredTokenizer, import_tokenizers
 from halfbyte.checkpoint.mapping import generation_settings
 from halfbyte.checkpoint.native.manifest import CONFIG
 from halfbyte.errors import CheckpointError
@@ -37,25 +37,7 @@ GENERIC_TYPES = frozenset([
 # fmt: on
 
 
-class FolderTokenizer(NamedTuple):
-    """A tokenizer as a folder describes it.
-
-    Attributes:
-        backend: A `tokenizers.Tokenizer` with all added tokens and the post-processor.
-        special_tokens: Texts of special tokens by transformers' names.
-        chat_templates: Chat templates by name.
-        end_ids: Ids that generation_config.json, or else config.json, ends an answer with.
-        clean_up: Whether transformers removes spaces before punctuation from decoded text.
-    """
-
-    backend: Any
-    special_tokens: dict[str, str]
-    chat_templates: dict[str, str]
-    end_ids: list[int]
-    clean_up: bool
-
-
-def read(folder: Path) -> FolderTokenizer:
+def read(folder: Path) -> StoredTokenizer:
     """Reads the tokenizer of a folder.
 
     Raises:
@@ -80,7 +62,7 @@ def read(folder: Path) -> FolderTokenizer:
         )
         for text in ("", "a"):  # raises for what is of a wrong type, or what tokenizers cannot decode
             backend.decode(backend.encode(text, add_special_tokens=False).ids)
-    return FolderTokenizer(backend, special, chat_templates.of_folder(folder, settings), _end_ids(folder, config), clean_up)
+    return StoredTokenizer(backend, special, chat_templates.of_folder(folder, settings), _end_ids(folder, config), clean_up)
 
 
 def _no_tokenizer(folder: Path) -> CheckpointError:

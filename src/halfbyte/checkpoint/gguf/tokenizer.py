@@ -81,20 +81,22 @@ _MERGES_BY_INDEX = {family.gguf.architecture for family in (FAMILIES | OTHERS).v
 _NOT_THE_LAST = {"<|return|>", "<|flush|>"}  # in vocabularies with these "<|end|>" ends a part of an answer
 
 
-class GgufTokenizer(NamedTuple):
-    """A tokenizer as a GGUF file describes it.
+class StoredTokenizer(NamedTuple):
+    """A tokenizer as a GGUF file or a folder describes it.
 
     Attributes:
         backend: A `tokenizers.Tokenizer` with all added tokens and the post-processor.
-        special_tokens: Texts of special tokens by transformers' names: bos_token, eos_token, unk_token, pad_token.
+        special_tokens: Texts of special tokens by transformers' names: bos_token, eos_token, unk_token, pad_token, …
         chat_templates: Chat templates by name.
         end_ids: Ids of the tokens that end an answer.
+        clean_up: Whether transformers removes spaces before punctuation from decoded text.
     """
 
     backend: Any
     special_tokens: dict[str, str]
     chat_templates: dict[str, str]
     end_ids: list[int]
+    clean_up: bool = False
 
 
 def import_tokenizers(why: str) -> ModuleType:
@@ -106,7 +108,7 @@ def import_tokenizers(why: str) -> ModuleType:
     return tokenizers
 
 
-def read(path: Path, file: File | None = None) -> GgufTokenizer | None:
+def read(path: Path, file: File | None = None) -> StoredTokenizer | None:
     """Builds the tokenizer of a GGUF file, without transformers; None where the file has none.
 
     Args:
@@ -134,7 +136,7 @@ def read(path: Path, file: File | None = None) -> GgufTokenizer | None:
         _begin_and_end(backend, metadata, special, kind != "gpt2" or metadata.get("tokenizer.ggml.pre") in WHOLE)
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_tokens([tokenizers.AddedToken(token, special=True) for token in special.values() if token not in added])
-        return GgufTokenizer(backend, special, chat_templates.of_metadata(metadata), end_tokens(metadata))
+        return StoredTokenizer(backend, special, chat_templates.of_metadata(metadata), end_tokens(metadata))
 
 
 def load(path: Path) -> Any:

@@ -119,7 +119,6 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         moe=_GLM_MOE,
         sliding_window="layer_types",
-        router_output=True,
         gguf=GGUF("dots1", experts=gguf.ROUTED, written=False),
     ),
     "ernie4_5": Family(
@@ -141,7 +140,6 @@ FAMILIES: dict[str, Family] = {
             names_in_files=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         ),
         tie_word_embeddings=True,
-        router_output=True,
         defaults=(("rope_theta", 500_000.0),),
         gguf=GGUF("ernie4_5-moe", settings={"use_bias": False}, written=False, experts=gguf.ERNIE_EXPERTS),
     ),
@@ -153,9 +151,7 @@ FAMILIES: dict[str, Family] = {
         sliding_window="layer_types",
         gguf=GGUF("exaone4", implied=gguf.window_by_depth(64)),
     ),
-    "exaone_moe": Family(
-        "ExaoneMoe", qk_norm=_QK_NORM, rope_layers=_EXAONE_ROPE, sliding_window="layer_types", moe=_GLM_MOE, router_output=True
-    ),
+    "exaone_moe": Family("ExaoneMoe", qk_norm=_QK_NORM, rope_layers=_EXAONE_ROPE, sliding_window="layer_types", moe=_GLM_MOE),
     "flint": Family(
         "Flint",
         qk_norm=_QK_NORM,
@@ -163,7 +159,6 @@ FAMILIES: dict[str, Family] = {
         sliding_window="layer_types",
         rope_layers=_COHERE2_ROPE,
         moe=MoEFamily(scores="sigmoid", shared=("shared_expert", None)),
-        router_output=True,
         defaults=_HEAD_DIM_128,
     ),
     "gemma": Family(
@@ -207,7 +202,6 @@ FAMILIES: dict[str, Family] = {
         per_layer_input=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
         per_layer_embedding=PerLayerEmbedding(),
         layer_scalar="layer_scalar",
-        output_class="Gemma4CausalLMOutputWithPast",
         unsupported=("enable_moe_block",),
         defaults=(
             ("head_dim", 256),
@@ -228,7 +222,6 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         partial_rotary=True,
         moe=_GLM_MOE,
-        router_output=True,
         defaults=_HALF_ROTARY,
         gguf=GGUF(
             "glm4moe", mlp_norm="post_attention_norm", experts=gguf.ROUTED, biases={"use_qk_norm": "attn_q_norm.weight"}, written=False
@@ -240,7 +233,6 @@ FAMILIES: dict[str, Family] = {
         sinks="sinks",
         sliding_window="layer_types",
         moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True, clamped=(1.702, 7.0)),
-        router_output=True,
         defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
         gguf=GGUF(
             "gpt-oss", mlp_norm="post_attention_norm", experts=gguf.LOCAL_EXPERTS, untied=True, yarn={"truncate": False}, written=False
@@ -295,7 +287,6 @@ FAMILIES: dict[str, Family] = {
                 (".mlp.shared_mlp.", ".mlp.shared_experts."),
             ),
         ),
-        router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 11_158_840.0)),
     ),
     "hyperclovax": Family(
@@ -318,7 +309,6 @@ FAMILIES: dict[str, Family] = {
         moe=MoEFamily(),
         sliding_window="layer_types",
         rope_per_type=True,
-        router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 500_000.0), ("rope_local_base_freq", 10_000.0)),
     ),
     "minimax_m2": Family(
@@ -327,7 +317,6 @@ FAMILIES: dict[str, Family] = {
         qk_norm_whole=True,
         partial_rotary=True,
         moe=MoEFamily(norm_topk=None, scores="sigmoid", correction=_CORRECTION, names_in_files=_MIXTRAL_NAMES),
-        router_output=True,
         defaults=(*_HEAD_DIM_128, ("rope_theta", 5_000_000.0)),
         gguf=GGUF("minimax-m2", experts=gguf.LOCAL_EXPERTS, written=False),
     ),
@@ -349,7 +338,6 @@ FAMILIES: dict[str, Family] = {
         "Mixtral",
         sliding_window="all",
         moe=MoEFamily(norm_topk=None, names_in_files=_MIXTRAL_NAMES),
-        router_output=True,
         defaults=(("rope_theta", 1_000_000.0),),
         gguf=GGUF("llama", row_order="interleaved", experts=gguf.LOCAL_EXPERTS),
     ),
@@ -379,7 +367,6 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         qk_norm_whole=True,
         moe=MoEFamily(),
-        router_output=True,
         unsupported=("clip_qkv",),
         gguf=GGUF("olmoe", experts=gguf.COUNTS, untied=True),
     ),
@@ -418,7 +405,6 @@ FAMILIES: dict[str, Family] = {
         "Qwen2Moe",
         moe=MoEFamily(shared=("shared_expert", "shared_expert_gate")),
         sliding_window="layer_types",
-        router_output=True,
         gguf=GGUF("qwen2moe", experts=gguf.SHARED_EXPERT, untied=True, sliding_window=False),
     ),
     "qwen2_vl": Family("Qwen2VL", model_class=None, sliding_window="layer_types", mrope=True),
@@ -435,7 +421,6 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         moe=MoEFamily(),
         sliding_window="all",
-        router_output=True,
         gguf=GGUF("qwen3moe", experts=gguf.EXPERTS, normalized=True, sliding_window=False),
         other_gguf=(GGUF("qwen3vlmoe", **gguf.IMAGES, sliding_window=False, experts=gguf.EXPERTS, normalized=True),),
     ),
@@ -462,9 +447,7 @@ FAMILIES: dict[str, Family] = {
             implied=lambda config: {"no_rope_layers": gguf.every_fourth_is_0(config)},
         ),
     ),
-    "solar_open": Family(
-        "SolarOpen", partial_rotary=True, moe=_GLM_MOE, router_output=True, defaults=(*_HEAD_DIM_128, ("rope_theta", 1_000_000.0))
-    ),
+    "solar_open": Family("SolarOpen", partial_rotary=True, moe=_GLM_MOE, defaults=(*_HEAD_DIM_128, ("rope_theta", 1_000_000.0))),
     "stablelm": Family(
         "StableLm",
         **_LAYER_NORM,

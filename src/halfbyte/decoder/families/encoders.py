@@ -134,3 +134,16 @@ _FAMILIES = (
 )
 ENCODERS = {family.layer_class: family for family in _FAMILIES}
 ENCODER_STACKS = {family.stack_class: family for family in _FAMILIES}
+
+TOKEN_TYPES = "token_type_embeddings"
+_TABLES = "word_embeddings", TOKEN_TYPES, "position_embeddings"
+# Modules before the layers, y = norm(sum of a row of each table), and their tables.
+EMBEDDING_LAYERS = {
+    "bert.modeling_bert.BertEmbeddings": _TABLES,
+    "camembert.modeling_camembert.CamembertEmbeddings": _TABLES,
+    "electra.modeling_electra.ElectraEmbeddings": _TABLES,
+    "roberta.modeling_roberta.RobertaEmbeddings": _TABLES,
+    "xlm_roberta.modeling_xlm_roberta.XLMRobertaEmbeddings": _TABLES,
+    "distilbert.modeling_distilbert.Embeddings": _TABLES[::2],
+    "mpnet.modeling_mpnet.MPNetEmbeddings": _TABLES[::2],
+}

@@ -15,7 +15,7 @@ from transformers import StaticCache
 import halfbyte as hb
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers.cache.static_codes import Int8Ring, StaticInt8Layer
-from halfbyte.integrations.transformers.decoder import decode_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run
 from halfbyte.integrations.transformers.generate.graphs import capacity, enlarge, static_cache
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.ops.transformer.decode_ops import attend
@@ -24,7 +24,7 @@ from halfbyte.ops.transformer.decoder import Heads
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_gpu, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(gpu_run, "DEVICES", ("cpu", "cuda"))
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from optimized_models import close, layer_calls, model_pair
 from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
-from halfbyte.integrations.transformers.decoder import decode_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize import forwards
 from halfbyte.integrations.transformers.optimize.explain_model import explain_model
@@ -305,7 +305,7 @@ def test_what_gpus_leave_to_transformers(kind: str, monkeypatch: pytest.MonkeyPa
     if reason is None:  # `test_decoding.py` has these
         return
     assert explain_model(short, "sm_90").groups[0].reason == reason
-    monkeypatch.setattr(decode_gpu, "DEVICES", ("cpu",))  # as if that were one
+    monkeypatch.setattr(gpu_run, "DEVICES", ("cpu",))  # as if that were one
     caches = [StaticCache(config=plain.config, max_cache_len=20) for _ in range(2)]
     assert torch.equal(*(logits(model, cache, (5, 1, 1)) for model, cache in zip((short, plain), caches, strict=True)))
 

@@ -21,7 +21,7 @@ from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.family import ACTIVATIONS
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
-from halfbyte.integrations.transformers.decoder import decode_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize import forwards
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
@@ -65,7 +65,7 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_gpu, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(gpu_run, "DEVICES", ("cpu", "cuda"))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -119,7 +119,7 @@ def test_what_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, short = pair("llama")
     calls = counted(monkeypatch)
     ids = torch.randint(99, (1, 4))
-    monkeypatch.setattr(decode_gpu, "DEVICES", ("cpu",))
+    monkeypatch.setattr(gpu_run, "DEVICES", ("cpu",))
     with torch.no_grad():
         long = [m.generate(ids, max_new_tokens=3, do_sample=False) for m in (short, plain)]
     assert torch.equal(*long), "a cache that grows"

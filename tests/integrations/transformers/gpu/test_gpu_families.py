@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from transformers import DynamicCache, StaticCache
 from halfbyte.decoder import gpu_layer, kernels_gpu
 from halfbyte.decoder.program import layer_ops
 from halfbyte.integrations.transformers.cache.rings import Ring
-from halfbyte.integrations.transformers.decoder import decode_gpu, layer_gpu, prefill_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.live_layer import layer_spec
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.generate.graphs import static_cache
@@ -138,13 +137,13 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     return model, short
 
 
-def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[bool]:
+def done(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[bool]:
     """Of each call of that function from now on, whether it computed something and did not leave it to transformers by None."""
     found: list[bool] = []
     plain = getattr(module, name)
 
-    def noting(*args: Any) -> Tensor | None:
-        y: Tensor | None = plain(*args)
+    def noting(*args: Any, **settings: Any) -> Tensor | None:
+        y: Tensor | None = plain(*args, **settings)
         found.append(y is not None)
         return y
 
@@ -155,8 +154,8 @@ def done(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list
 @pytest.fixture
 def calls(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called, whether it was in few kernels."""
-    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, decode_gpu, "token")
+    monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
+    return done(monkeypatch, gpu_run.GpuRun, "_token")
 
 
 def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
@@ -234,8 +233,8 @@ def test_layers_that_read_the_keys_of_others(
 @pytest.fixture
 def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called with what `token` has left, whether it was in few kernels."""
-    monkeypatch.setattr(decode_gpu, "DEVICES", (device.type,))
-    return done(monkeypatch, prefill_gpu, "tokens")
+    monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
+    return done(monkeypatch, gpu_run.GpuRun, "_tokens")
 
 
 @pytest.mark.parametrize(("kind", "widths"), of_each(PROMPTS))
@@ -488,9 +487,11 @@ def test_the_same_text(kind: str, device: torch.device, calls: list[bool]) -> No
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_under_torch_compile(kind: str, device: torch.device, calls: list[bool]) -> None:
+def test_under_torch_compile(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
     _, short = pair(kind, device)
     expected = logits(short, static_cache(short, 40), (5, 1, 1))
+    traced = done(monkeypatch, gpu_run, "decode")
     torch._dynamo.reset()
     step: Any = torch.compile(short.forward, fullgraph=True, dynamic=False, backend="aot_eager")
     cache: Any = StaticCache(config=short.config, max_cache_len=40)
@@ -499,7 +500,7 @@ def test_under_torch_compile(kind: str, device: torch.device, calls: list[bool])
     with torch.no_grad():
         for at in (5, 6):
             assert close(step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits, expected[:, at : at + 1])
-    assert calls[-2:] == [True] * 2, "as they were traced"
+    assert traced == [True] * 4, "two layers, two steps"
 
 
 def test_values_of_another_format_than_queries(device: torch.device, calls: list[bool]) -> None:

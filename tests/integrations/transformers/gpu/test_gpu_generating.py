@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 import halfbyte as hb
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
-from halfbyte.integrations.transformers.decoder import decode_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.generate import generating, graphs
 from halfbyte.integrations.transformers.generate.steps import likeliest
@@ -123,9 +123,9 @@ def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
     """Their logits are those of layers that get floats, but for the order of sums."""
     ids = torch.randint(99, (3, 20), device="cuda")
     found = []
-    for layers in (decode_gpu._CACHES, ()):
+    for layers in (gpu_run._CACHES, ()):
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(decode_gpu, "_CACHES", layers)
+            patch.setattr(gpu_run, "_CACHES", layers)
             cache = graphs.static_cache(quantized, 32, int8=True)
             parts = ids.split((12, 1, 1, 5, 1), 1)
             found.append(torch.stack([quantized(x, past_key_values=cache, logits_to_keep=1).logits for x in parts]))

@@ -17,10 +17,11 @@ from transformers import BertConfig, BertModel, DynamicCache
 
 import halfbyte as hb
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.decoder.families.encoders import ENCODER_STACKS, ENCODERS
-from halfbyte.integrations.transformers.decoder import model_step, stack
+from halfbyte.decoder.families.encoders import EMBEDDING_LAYERS, ENCODER_STACKS, ENCODERS
+from halfbyte.integrations.transformers.decoder import stack
 from halfbyte.integrations.transformers.decoder.live_layer import LAYER_ARGUMENTS
 from halfbyte.integrations.transformers.encoder import embedding, encoder_stack, encoding
+from halfbyte.integrations.transformers.generate import steps
 from halfbyte.integrations.transformers.generate.generating import generate_fast
 from halfbyte.integrations.transformers.optimize.calls import (
     CACHE,
@@ -85,10 +86,10 @@ TABLES = {
     "layers": ([f"{name}.modeling_{name}.{family.layer_class}" for name, family in FAMILIES.items()], LAYER_ARGUMENTS),
     "models": (
         [f"{name}.modeling_{name}.{family.model_class}" for name, family in FAMILIES.items() if family.model_class],
-        model_step.ARGUMENTS,
+        steps.ARGUMENTS,
     ),
     "encoder layers": ([*ENCODERS], encoding.LAYER_ARGUMENTS),
-    "embeddings": ([*embedding.EMBEDDING_LAYERS], embedding.ARGUMENTS),
+    "embeddings": ([*EMBEDDING_LAYERS], embedding.ARGUMENTS),
 }
 
 

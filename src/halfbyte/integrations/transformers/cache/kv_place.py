@@ -6,8 +6,7 @@ The cache itself changes only when `enter` is called: a layer that turns out to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ _CACHES = (*growing.LAYERS, StaticLayer)
 SharedStates = dict[str | None, tuple[Tensor, Tensor]]  # keys and values of layers that others reuse, by the type of the layers
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Place:
+class Place(NamedTuple):
     """Room for the keys and values of new tokens.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Layers of static caches in 8 bits, for GPUs: keys and values are codes, int8 [B, Hkv, T, D], with scales of their own.
 
 `scales` is a layer of the same kind whose keys and values, bfloat16 [B, Hkv, T, ceil(D / 32)], are the scales (`layouts/records.py`), so
-that what moves tokens is the same code for both. Its length is that of the codes. `attend` reads and writes both (`decode_gpu.py`); who
+that what moves tokens is the same code for both. Its length is that of the codes. `attend` reads and writes both (`gpu_run.py`); who
 asks by `update` gets all of the cache as floats.
 """
 

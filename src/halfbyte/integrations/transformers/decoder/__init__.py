@@ -1,8 +1,6 @@
 """Compiled decoder stacks of transformers.
 
 stack.py         the stack; compiled_layers.py: a call through its layers on a CPU; token_step.py: a decode step
-model_step.py    a decode step with the model's head
 live_layer.py    specifications of live decoder layers
-gpu_run.py       a call through the layers on a GPU; decode_gpu.py: for a token, prefill_gpu.py: for prompts; layer_gpu.py: lowers
-                 live layers
+gpu_run.py       a call through the layers on a GPU; layer_gpu.py: lowers live layers
 """

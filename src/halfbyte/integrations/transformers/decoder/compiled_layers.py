@@ -196,8 +196,7 @@ class CpuRun(Run):
             return self._one(x, first), first + 1
         per_layer_input = None if layers[0].per_layer_width is None or call.per_layer is None else call.per_layer[:, :, first]
         mask = self._shown(call.masks[first])
-        entries = [(place.keys, place.values, place.length) for place in places]
-        y = run_layers(layers, x, call.rotary[first], entries, mask, per_layer_input)[-1]
+        y = run_layers(layers, x, call.rotary[first], places, mask, per_layer_input)[-1]
         for index, place in enumerate(places, first):
             self._enter(index, place, x)
         return y, first + len(layers)
@@ -214,8 +213,7 @@ class CpuRun(Run):
             place = self._place(layer, layer.attention, index, x)
         if place is None or isinstance(layer, str) or layer.attention is None:
             return self._by_transformers(x, index)
-        entries = [(place.keys, place.values, place.length)]
-        (h,) = run_layers((layer.attention,), x, call.rotary[index], entries, self._shown(call.masks[index]))
+        (h,) = run_layers((layer.attention,), x, call.rotary[index], (place,), self._shown(call.masks[index]))
         self._enter(index, place, x)
         return add_mlp(module, layer.spec, h)
 
@@ -287,9 +285,10 @@ def add_mlp(layer: Any, spec: LayerSpec, h: Tensor) -> Tensor:
     return h + (y if factor == 1 else y * factor)
 
 
-def visible(mask: Tensor | None) -> Tensor | None:
-    """The bool mask that does what one does which is added to scores, if it has nothing but 0 and the least number or -inf; or as it is."""
+def visible(mask: Tensor | None, hidden: float | None = None) -> Tensor | None:
+    """The bool mask that does what one does which is added to scores, if it has nothing but 0 and at most `hidden`, by default the least
+    number or -inf; or as it is."""
     if mask is None or not mask.is_floating_point():
         return mask
     seen = mask == 0
-    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else mask
+    return seen if bool((seen | (mask <= (torch.finfo(mask.dtype).min if hidden is None else hidden))).all()) else mask

@@ -1,16 +1,35 @@
-"""The layers of a decoder stack of transformers on an NVIDIA GPU: one new token of each sequence with a static cache (`decode_gpu.py`),
-and prompts (`prefill_gpu.py`), by the kernels of `decoder/gpu_layer.py`."""
+"""The layers of a decoder stack of transformers on an NVIDIA GPU, by the kernels of `decoder/gpu_layer.py`.
+
+One new token of each sequence with a static cache is a decode step of the layer; a sliding window is a ring buffer (`rings.py`). Others are
+a prefill, with any cache or none: caches that are not static take keys and values by their `update`. Layers that read those of an earlier
+one (Gemma 4) take what that one has left in `shared_kv_states`, also for the last tokens alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import StaticLayer
 
-from halfbyte.integrations.transformers.decoder import decode_gpu, prefill_gpu
-from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run
+from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
+from halfbyte.decoder.spec import LayerSpec
+from halfbyte.integrations.transformers.cache.rings import Later, Ring
+from halfbyte.integrations.transformers.cache.static_codes import IN_CODES, StaticInt8Layer, scales_or_none
+from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run, add_mlp, visible
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
+from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
+from halfbyte.machine import Gpu, gpu
+from halfbyte.ops.library import in_mode, plain
+from halfbyte.ops.transformer.prefill_ops import why_not_many
+
+DEVICES = ("cuda",)
+_CACHES = (StaticLayer, Ring, *IN_CODES)
+_Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 
 class GpuRun(Run):
@@ -39,13 +58,195 @@ class GpuRun(Run):
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
         if self._changed is not None and (layers := self._changed(first)) is not None:
             self._lowered = layers
-        lowered, call, module = self._lowered[first], self._call, self._modules[first]
-        y: Tensor | None = None
-        if lowered is not None:
-            per_layer_input = None if call.per_layer is None else call.per_layer[:, :, first]
-            rotary, past = call.rotary[first], call.past
-            if past is not None and past.layers:
-                y = decode_gpu.token(module, lowered, x, call.masks[first], past.layers, rotary, per_layer_input, call.shared)
-            if y is None:
-                y = prefill_gpu.tokens(module, lowered, x, call.masks[first], past, rotary, per_layer_input, call.shared)
+        lowered, y = self._lowered[first], None
+        if lowered is not None and self._accepts(lowered, x, first):
+            y = self._token(lowered, x, first)
+            y = self._tokens(lowered, x, first) if y is None else y
         return self._by_transformers(x, first) if y is None else y, first + 1
+
+    def _accepts(self, lowered: LoweredLayer, x: Tensor, index: int) -> bool:
+        """Whether the call is one for kernels, whatever its number of tokens and its cache."""
+        cos = self._call.rotary[index][0]
+        return (
+            x.device.type in DEVICES
+            and cos.dim() == 3
+            and lowered.layer.attention.heads.accepts_rope_of(cos.shape[2])
+            and (self._call.per_layer is None) == (lowered.layer.per_layer is None)
+            and self._modules[index].self_attn.is_causal
+            and not torch.is_grad_enabled()
+        )
+
+    def _per_layer_input(self, index: int) -> Tensor | None:
+        """A layer's own input [B, t, P] as kernels read it: its rows lie equally far apart."""
+        given = None if self._call.per_layer is None else self._call.per_layer[:, :, index]
+        if given is None or (given.stride(2) == 1 and given.stride(0) == given.stride(1) * given.shape[1]):
+            return given
+        return given.contiguous()
+
+    def _token(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
+        """A layer's output for one token of each sequence, x [B, 1, K], with a cache of fixed size; None if that is not supported."""
+        call, shared = self._call, lowered.shared
+        layers: Sequence[Any] = () if call.past is None else call.past.layers
+        number: int | None = shared.source if shared.reuses else self._modules[index].self_attn.layer_idx
+        if number is None or (shared.reuses and shared.kind not in call.shared):
+            return None
+        mask = call.masks[index]
+        if not _is_decode(x, layers, number) or not lowered.decodes or not _is_mask(lowered, mask, layers[number].keys.shape[2]):
+            return None
+        heads, (cos, sin) = lowered.layer.attention.heads, call.rotary[index]
+        kept = layers[number]
+        rope_cache = (cos[:, 0], sin[:, 0]) if heads.rotary_dim else None
+        seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, isinstance(kept, Ring)
+        cache = KeyValues(kept.keys, kept.values, length, scales_or_none(kept), ring)
+        advance = 0 if number == 0 or shared.reuses else 1
+        y = decode(lowered.layer, x, rope_cache, cache, seen, self._per_layer_input(index), advance=advance)
+        if shared.reuses:
+            return y
+        if number == 0:
+            # The first layer's length determines masks and positions, for which torch.compile reads it at any time, unless it knows of a
+            # change.
+            length.add_(1)
+        if ring:
+            kept.cumulative_length_int += 1
+        if shared.provides:
+            call.shared[shared.kind] = _provided(kept)
+        return y
+
+    def _tokens(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
+        """A layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported."""
+        call, layer, shared, heads = self._call, self._modules[index], lowered.shared, lowered.layer.attention.heads
+        is_prefill = (x.shape[1] > 1 or shared.reuses) and plain(x) and not getattr(call.past, "offloading", False) and not layer.training
+        if not is_prefill or not lowered.prefills or (x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None):
+            return None
+        seen = _seen(index, call.masks[index], x.shape[1], eager=lowered.eager)
+        if isinstance(seen, str):
+            return None
+        x, mask, per_layer_input = x.contiguous(), None if seen is None else seen[:, 0], self._per_layer_input(index)
+        cos, sin = call.rotary[index]
+        rope_cache = None if heads.rotary_dim == 0 else (_in_rows(cos), _in_rows(sin))
+        if shared.reuses:
+            place = self._reused(layer, shared, x, call.masks[index])
+            if place is None:
+                return None
+            return prefill(lowered.layer, x, rope_cache, KeyValues(*place), mask, per_layer_input, name="others")
+        number: int = layer.self_attn.layer_idx
+        cache: Any = None if call.past is None or number >= len(call.past.layers) else call.past.layers[number]
+        if isinstance(cache, StaticLayer) and not cache.is_initialized:
+            # A copy from the host would wait for the GPU.
+            cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
+        if type(cache) is StaticLayer:
+            y, kept = _with_static(lowered.layer, x, mask, rope_cache, cache, per_layer_input)
+        else:
+            # A static int8 cache is dequantized as a whole; the mask hides from the new tokens what comes after them.
+            before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
+            update = None if call.past is None else partial(call.past.update, layer_idx=number)
+            y, kept = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input, before)
+        if shared.provides:
+            call.shared[shared.kind] = kept
+        return y if lowered.layer.mlp is not None else add_mlp(layer, lowered.spec, y)
+
+    def _reused(self, layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Place | None:
+        """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
+        past, index, shared = self._call.past, sharing.source, self._call.shared
+        if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):
+            return None
+        keys, values = shared[sharing.kind]
+        cache: Any = None if past is None else past.layers[index]
+        tokens = x.shape[1]
+        if keys.dtype != x.dtype or keys.device != x.device:
+            return None
+        if type(cache) in (StaticLayer, StaticInt8Layer):
+            return keys, values, cache.cumulative_length - tokens
+        if mask is not None:  # which tells of what is there, too
+            return (keys, values, None) if mask.shape[3] == keys.shape[2] else None
+        window, before = layer.self_attn.sliding_window, keys.shape[2] - tokens
+        if isinstance(cache, StaticLayer) or (window is not None and keys.shape[2] > window):
+            return None
+        return keys, values, torch.full((1,), before, dtype=torch.int64, device=x.device) if before else None
+
+
+# One token of each sequence
+
+
+def _is_decode(x: Tensor, layers: Sequence[Any], index: int) -> bool:
+    """Whether x is one token of each sequence, with a cache that `attend` supports."""
+    return (
+        x.shape[1] == 1
+        and index < len(layers)
+        and type(layers[0]) in _CACHES
+        and type(layers[index]) in _CACHES
+        and layers[index].is_initialized
+        and (layers[index].floats if type(layers[index]) in IN_CODES else layers[index].keys.dtype) == x.dtype
+        and layers[index].keys.device == x.device
+        and not in_mode()
+    )
+
+
+def _is_mask(layer: LoweredLayer, mask: Tensor | None, size: int) -> bool:
+    """Whether `attend` does with it what the layer's attention does. Eager attention without one sees places where no token is."""
+    if mask is None:
+        return not layer.eager
+    return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if layer.eager else mask.dtype == torch.bool)
+
+
+def _provided(kept: Any) -> Any:
+    """Keys and values as other layers take them: what is to be computed is when somebody reads it."""
+    if type(kept) is StaticLayer:
+        return kept.keys, kept.values
+    return Later(kept.in_floats if type(kept) in IN_CODES else kept.in_order)
+
+
+# Many tokens of each sequence
+
+
+def _in_rows(table: Tensor) -> Tensor:
+    return table if table.stride(-1) == 1 else table.contiguous()
+
+
+def _with_static(
+    layer: GpuLayer, x: Tensor, mask: Tensor | None, rope_cache: Rotary, cache: Any, per_layer_input: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The output, and keys and values."""
+    heads = layer.attention.heads
+    if not cache.is_initialized:
+        new = x.new_empty(len(x), heads.num_kv_heads, 0, heads.head_dim)
+        cache.lazy_initialization(new, new)
+    y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), mask, per_layer_input)
+    cache.cumulative_length.add_(x.shape[1])
+    return y, (cache.keys, cache.values)
+
+
+def why_not_prefilled(layer: Any, spec: LayerSpec, here: Gpu) -> str | None:
+    """Why kernels do not prefill a layer that they decode; None if they do."""
+    if is_distributed(layer):
+        return "its weights are distributed over processes"
+    return why_not_many(spec.attention.heads, dtype_of(spec), here)
+
+
+def dtype_of(spec: LayerSpec) -> torch.dtype:
+    """The dtype of a layer's activations, which its norms have."""
+    norms = [
+        norm for norm in (spec.attention.pre_norm, spec.attention.post_norm, *(spec.attention.heads.qk_norm or ())) if norm is not None
+    ]
+    dtype: torch.dtype = norms[0].weight.dtype
+    return dtype
+
+
+_masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and the last layer that asked
+
+
+def _seen(index: int, mask: Tensor | None, tokens: int, *, eager: bool) -> Tensor | str | None:
+    """The mask of a layer as `attend_many` takes it, but for its second dimension; or why it takes none like it."""
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens):
+        return "its mask is not one of all heads for each token"
+    if not eager:
+        return mask if mask is None or mask.dtype == torch.bool else "its mask is not of booleans"
+    if mask is None:
+        return "eager attention without a mask is not causal"
+    found, last = _masks.get(mask, (None, -1))
+    if found is None or index <= last:  # another call of the model, since when the mask may have changed
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "to look at the mask waits for the GPU"
+        found = visible(mask)
+    _masks[mask] = found, index
+    return found if found.dtype == torch.bool else "its mask adds other numbers"

@@ -108,14 +108,6 @@ def _with_modules(layer: Any, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
     return replace(lowered, o_proj=o_proj, down_proj=down_proj, per_layer=per_layer)
 
 
-def contiguous_rows(per_layer_input: Tensor | None) -> Tensor | None:
-    """A per-layer input as kernels read it: its rows lie equally far apart."""
-    given = per_layer_input
-    if given is None or (given.stride(2) == 1 and given.stride(0) == given.stride(1) * given.shape[1]):
-        return given
-    return given.contiguous()
-
-
 # Reasons
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer
+from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer, joined
 from halfbyte.decoder.families import FAMILIES, family_of_layer
 from halfbyte.decoder.family import ACTIVATIONS, Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
@@ -195,11 +195,11 @@ class LiveLayer:
         linears = [self._linear(name) for name in names]
         if len(linears) == 1:
             if type(linears[0]) is not QuantLinear:
-                raise UnsupportedError(f"its {_last(names[0])} is a {type(linears[0]).__name__}")
+                raise UnsupportedError(f"its {joined(names)} is a {type(linears[0]).__name__}")
             return weight_of(linears[0])
         weights = self._products(names, linears)
         if len(weights) > 1:
-            raise UnsupportedError(f"{_joined(names)} are not computed together, which fuse_ does where their formats are the same")
+            raise UnsupportedError(f"{joined(names)} are not computed together, which fuse_ does where their formats are the same")
         return weights[0]
 
     def qkv(self, names: Sequence[str]) -> tuple[Weight, ...]:
@@ -207,16 +207,16 @@ class LiveLayer:
 
     def _products(self, names: Sequence[str], linears: Sequence[QuantLinear]) -> tuple[Weight, ...]:
         """The weights of linear layers, those that are computed together as one."""
-        joined = _joined(names)
-        products = products_of(joined, linears)
+        together = joined(names)
+        products = products_of(together, linears)
         if products is None:
-            raise UnsupportedError(why_not_fused(joined, linears) or f"{joined} are computed otherwise")
+            raise UnsupportedError(why_not_fused(together, linears) or f"{together} are computed otherwise")
         return tuple([weight_of(linear) for linear in products.values()])
 
     def _linear(self, name: str) -> QuantLinear:
         linear = _get(self._layer, name)
         if not isinstance(linear, QuantLinear):
-            raise UnsupportedError(f"its {_last(name)} is a {type(linear).__name__}, which is not quantized")
+            raise UnsupportedError(f"its {joined([name])} is a {type(linear).__name__}, which is not quantized")
         return linear
 
     def experts(self, name: str) -> tuple[Weight, Weight, Clamped | None]:
@@ -368,11 +368,3 @@ def _get(owner: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
         owner = getattr(owner, name)
     return owner
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _joined(names: Sequence[str]) -> str:
-    return "+".join([_last(name) for name in names])

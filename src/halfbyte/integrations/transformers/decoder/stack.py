@@ -27,7 +27,7 @@ from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.decoder.kernels_gpu import layer_kernels
 from halfbyte.decoder.program import layer_ops
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.decoder import decode_gpu, layer_gpu, prefill_gpu
+from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
@@ -131,7 +131,7 @@ def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     if not plain(given) or given.device.type not in ("cpu", "cuda"):
         return None
-    native = given.device.type == "cpu" and "cpu" not in decode_gpu.DEVICES  # in tests a CPU stands in for a GPU
+    native = given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES  # in tests a CPU stands in for a GPU
     if native:
         found = compiled(stack)
         x = None if isinstance(found, str) else found.run(stack, call, past)
@@ -146,7 +146,7 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
-    if given.device.type not in decode_gpu.DEVICES:
+    if given.device.type not in gpu_run.DEVICES:
         return None
     layers: Any = stack.layers
     kinds = layer_kinds(stack)
@@ -342,7 +342,7 @@ class CompiledStack:
         layers: Any = stack.layers
         if device.type == "cpu":
             reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu(stack)]
-        elif device.type in decode_gpu.DEVICES:
+        elif device.type in gpu_run.DEVICES:
             reasons = [
                 spec if isinstance(spec, str) else layer_gpu.why_not_decoded(layer, spec)
                 for layer, spec in zip(layers, self.specs(stack), strict=True)
@@ -359,9 +359,9 @@ class CompiledStack:
         """Which ops of a layer torch computes, and why."""
         spec, here = self.specs(stack)[index], gpu(device.index or 0)
         assert not isinstance(spec, str)
-        kernels = layer_kernels(layer_ops(spec), here, dtype=prefill_gpu.dtype_of(spec))
+        kernels = layer_kernels(layer_ops(spec), here, dtype=gpu_run.dtype_of(spec))
         told = [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
-        reason = prefill_gpu.why_not_prefilled(stack.layers[index], spec, here)
+        reason = gpu_run.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
     def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from halfbyte.decoder.families.encoders import EMBEDDING_LAYERS, TOKEN_TYPES
 from halfbyte.integrations.transformers.optimize.calls import Understood, any_value, bind, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, why_hooked
@@ -28,19 +29,7 @@ from halfbyte.ops.transformer.layers import LayerNorm, why_not_packed
 UNFUSED = "embeddings are added and normed by torch"
 ONE_CALL = "embeddings and their norm are one native call, without gradients and torch.compile"
 
-_TABLES = ("word_embeddings", "token_type_embeddings", "position_embeddings")
 _COUNTS = "create_position_ids_from_input_ids"
-_WITHOUT_TYPES = ("word_embeddings", "position_embeddings")
-# Modules of transformers whose forward is this file's formula, by their names: nothing is imported for them.
-EMBEDDING_LAYERS = {
-    "bert.modeling_bert.BertEmbeddings": _TABLES,
-    "camembert.modeling_camembert.CamembertEmbeddings": _TABLES,
-    "electra.modeling_electra.ElectraEmbeddings": _TABLES,
-    "roberta.modeling_roberta.RobertaEmbeddings": _TABLES,
-    "xlm_roberta.modeling_xlm_roberta.XLMRobertaEmbeddings": _TABLES,
-    "distilbert.modeling_distilbert.Embeddings": _WITHOUT_TYPES,
-    "mpnet.modeling_mpnet.MPNetEmbeddings": _WITHOUT_TYPES,
-}
 
 ARGUMENTS: Understood = {
     **dict.fromkeys(("input_ids", "token_type_ids", "position_ids"), any_value),
@@ -103,7 +92,7 @@ def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
     if positions is None:
         counted = _counted(module)  # RoBERTa's and MPNet's begin behind the padding
         positions = module.position_ids[:, : words.shape[1]] if counted is None else counted(words, module.padding_idx)
-    if tables_of(module) == _WITHOUT_TYPES:
+    if TOKEN_TYPES not in (tables_of(module) or ()):
         return words, positions
     if token_type_ids is None and (types := getattr(module, "token_type_ids", None)) is not None:
         token_type_ids = types[:, :1].expand(1, words.shape[1])

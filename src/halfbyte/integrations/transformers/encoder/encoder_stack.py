@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
+from halfbyte.integrations.transformers.decoder.compiled_layers import visible
 from halfbyte.integrations.transformers.decoder.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
 from halfbyte.integrations.transformers.encoder.encoding import lowered_layer
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Understood, any_value, bind, is_true, unset, why_unknown
@@ -216,7 +217,7 @@ def _compiled(stack: Any) -> list[EncoderLayer | str]:
 def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, given: Input) -> Tensor:
     """The hidden states after the last layer."""
     x, mask, bias = given
-    seen = mask if mask is None or mask.dtype == torch.bool else _seen(mask)
+    seen = visible(mask, _HIDDEN)
     most, index = max(1, _MOST_BYTES // max(1, x.nbytes)), 0
     while index < len(compiled):
         layers = list[EncoderLayer]()
@@ -231,9 +232,3 @@ def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, giv
             x = found[0] if isinstance(found, tuple) else found
         index += max(1, len(layers))
     return x
-
-
-def _seen(mask: Tensor) -> Tensor:
-    """What a mask that is added to scores hides: a bool one; the mask itself where it does anything else."""
-    seen = mask == 0
-    return seen if bool((seen | (mask <= _HIDDEN)).all()) else mask

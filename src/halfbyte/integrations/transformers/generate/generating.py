@@ -24,6 +24,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
+from halfbyte.decoder.gpu_step import HostReader
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
@@ -211,7 +212,7 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
     if isinstance(step, GraphStep) and model in _slow:
         step.refuse(_slow[model])
     del outputs, arguments, prepared
-    reader = _Reader(tokens)
+    reader = HostReader()
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
         while True:
@@ -255,29 +256,6 @@ class _Text:
             self._places = torch.cat((self._places, torch.empty_like(self._places)), 1)
         self._places[:, self.count] = tokens
         self.count += 1
-
-
-class _Reader:
-    """Reads tokens [B] of a device one after the other, without keeping it waiting."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._there = tokens
-        self._here = torch.empty_like(tokens, device="cpu", pin_memory=True) if tokens.is_cuda else tokens
-        self._done = torch.cuda.Event() if tokens.is_cuda else None
-
-    def ask(self, tokens: Tensor) -> None:
-        if self._done is None:
-            self._here = tokens.clone()
-        else:
-            self._here.copy_(tokens, non_blocking=True)
-            self._done.record()
-
-    def answer(self) -> Tensor:
-        """What was asked for last."""
-        if self._done is None:
-            return self._here
-        self._done.synchronize()
-        return self._here.clone()
 
 
 @contextmanager
