@@ -35,7 +35,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
-from halfbyte.kernels.cpu.linear.linear import thread as thread_memory
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.transformer.attend import CacheKind, capped, kept
 from halfbyte.layouts.base import round_up
 
@@ -340,7 +340,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     threads = max(1, min(runtime.threads(), work // _WORK_A_THREAD))
     mask, bias = (None if scores is None else readable(scores) for scores in (mask, bias))
     q, k, v = ((x.data_ptr(), *(4 * s for s in x.stride()[:3])) for x in (query, key, value))
-    _memory, scratch = thread_memory.memory(threads * thread_bytes)
+    _memory, scratch = PLANS.memory(threads * thread_bytes)
     numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
     function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -35,7 +33,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import driver
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, PlanCache
 from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepSequence, phase, run_lanes
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
@@ -98,30 +96,6 @@ class Layer:
         return laid_out + 4 * (self.qkv.n + self.o.k + 2 * self.o.n + self.up.n)
 
 
-class _Room:
-    """What lies between the steps of a lane's calls. It grows, and moves then."""
-
-    def __init__(self) -> None:
-        self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.start = 0  # a multiple of 64
-
-    def of(self, size: int) -> int:
-        if self.start + size > self.block.data_ptr() + self.block.numel():
-            self.block = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
-            self.start = self.block.data_ptr() + 63 & ~63
-        return self.start
-
-
-class _Memory(threading.local):
-    """Each Python thread has its own."""
-
-    def __init__(self) -> None:
-        self.lanes = defaultdict[int, _Room](_Room)
-
-
-_memory = _Memory()
-
-
 class _Plan:
     """The steps of layers for so many tokens, with all arguments but those that change from call to call."""
 
@@ -134,7 +108,7 @@ class _Plan:
         widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n
         sizes = laid_out, size.threads * thread_bytes, size.threads * 4 * first.o.n, *(4 * self._m * n for n in widths)
         *starts, end = accumulate((n + 63 & ~63 for n in sizes), initial=0)
-        self.base = _memory.lanes[size.lane].of(end)
+        self.base = PLANS.lanes[size.lane].of(end)
         self._laid_out, scratch, rows, *between = (self.base + start for start in starts)
         self._private, self._between = (rows, 4 * first.o.n, 0), tuple(between)
         self._panels = driver.phases(current())["panels"]
@@ -270,7 +244,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
                 continue
             size = _Size(stop - start, tokens, mask is not None, bias is not None, threads // lanes, lane)
             plan: _Plan | None = first.plans.entries.get(size)
-            if plan is None or plan.layers != key or plan.base != _memory.lanes[lane].start:
+            if plan is None or plan.layers != key or plan.base != PLANS.lanes[lane].start:
                 plan = first.plans.entries[size] = _Plan(key, size)
             at = 4 * start * tokens * width
             scores = ((fields[0] + start * fields[1], *fields[1:]) for fields in (seen, added))
