@@ -54,15 +54,15 @@ def test_a_system_that_can_not_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not say which pages are huge")
 def test_weights_lie_side_by_side_and_their_pages_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_thread", memory._Thread())
+    monkeypatch.setattr(memory, "_allocator", memory._Allocator())
     before, weight, after = (cpu_tiles.allocate(size).fill_(1) for size in (100, 9 * mmap.PAGESIZE, 100))
     start = before.data_ptr() % (1 << 21)
     assert (start, weight.data_ptr() - before.data_ptr(), after.data_ptr() - weight.data_ptr()) == (0, 128, 9 * mmap.PAGESIZE)
     assert weight.untyped_storage().nbytes() == weight.numel()  # a copy, or a file of it, has nothing else
-    region = memory._thread.region
+    region = memory._allocator.thread.region
     assert region is not None
     del weight
     assert region.memory[: 1 << 22].count(1) < 100 + 2 * mmap.PAGESIZE + 100
     assert int(before.sum() + after.sum()) == 200
     assert cpu_tiles.allocate(memory._REGION + 1).numel() == memory._REGION + 1  # a region of its own
-    assert memory._thread.region is region
+    assert memory._allocator.thread.region is region

@@ -20,6 +20,8 @@ Called by `lower_gpu.py` with layers of a specification, and by `integrations` w
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
@@ -151,11 +153,16 @@ class GpuLayer:
         of_norms = [None if norm is None else norm[1:4] for norm in norms]
         names = [(weight.packed.name, *weight.packed.shape) for weight in weights]
         kinds = [None if t is None else (t.shape, t.dtype, t.get_device()) for t in tensors]
-        launch_id = _numbers.setdefault((numbers, *of_norms, *names, *kinds), len(_numbers))
-        return replace(self, launch_id=launch_id, operands=tuple(tensors))
+        return replace(self, launch_id=_launch_id((numbers, *of_norms, *names, *kinds)), operands=tuple(tensors))
 
 
-_numbers: dict[Hashable, int] = {}  # launch ids
+_launch_ids = itertools.count()
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_id(launches: Hashable) -> int:
+    """Return a number that tells `launches` from all others. One that is forgotten is not given again: later layers get another."""
+    return next(_launch_ids)
 
 
 def packed_layer(attention: Attention, mlp: MLP | Experts | None, per_layer_input: PerLayerInput | None = None) -> GpuLayer:

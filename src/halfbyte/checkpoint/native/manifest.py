@@ -26,7 +26,7 @@ SECTION = "halfbyte"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 VERSION = 1
-_STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
+STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")  # names of subfolders with files of a checkpoint that is being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
         if not isinstance(owner, str) or (owner not in weights and owner not in plain):
             raise ValueError(f"{short(name)} is tied to {short(owner)}, which is not a tensor of the files")
     staging = section.get("staging")
-    if staging is not None and not (isinstance(staging, str) and _STAGING.fullmatch(staging)):
+    if staging is not None and not (isinstance(staging, str) and STAGING.fullmatch(staging)):
         raise ValueError(f"the staging folder is called {short(staging)}, not .halfbyte- and 8 hexadecimal digits")
     return Manifest(
         files=tuple(plain_name(name) for name in _get(section, "files", list)),

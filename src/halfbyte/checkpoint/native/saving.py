@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.checkpoint.mapping.generation_settings import FILE as GENERATION_CONFIG
 from halfbyte.checkpoint.native.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.native.manifest import INDEX, Manifest, Weight
 from halfbyte.checkpoint.native.model_card import CardWeight, model_card, write_card
@@ -33,8 +34,6 @@ from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
 from halfbyte.nn.static.codes import calibrated
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 from halfbyte.quantizers.check import non_finite
-
-GENERATION = "generation_config.json"
 
 
 def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -108,7 +107,7 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
             for part, tensor in to_dense(module.codes()).items():
                 writer.write(f"{name}.{part}", tensor)
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
-            write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))
+            write_json(staging.path / GENERATION_CONFIG, json.loads(generation.to_json_string()))
         origin = getattr(getattr(model, "config", None), "_name_or_path", None)
         publish(staging, writer, _config_of(model), weights, tied, calibrated(model), base_model=origin)
 

@@ -60,7 +60,7 @@ ATTEND = Block(
 CacheKind = Kind | Literal["int8"]
 CACHES: dict[torch.dtype, CacheKind] = {**KINDS, torch.int8: "int8"}  # of keys and values; "int8": records, `layouts/records.py`
 _CHUNK = 32  # tokens of the cache between two rescalings of online softmax
-_LEAST = -3.0e38  # the running maximum at first: finite, so that exp(-inf - _LEAST) of a masked score is 0, not exp(NaN)
+LEAST_SCORE = -3.0e38  # the running maximum at first: finite, so that exp(-inf - LEAST_SCORE) of a masked score is 0, not exp(NaN)
 MOST_GROUP = 16  # query heads of a key-value head: the code is unrolled over them
 _ROUNDING = 1.5 * 2.0**23  # x + it rounds |x| < 2^22 to an integer, ties to even, which the low bits of the sum's mantissa hold
 
@@ -252,10 +252,10 @@ class _Attend(Emitter):
         """Initialize the state of the query heads of key-value head h: empty sums, or the sink's exponential alone."""
         f, spec = self.f, self.spec
         for g in range(spec.group):
-            largest, total = f.value(self.floats, _LEAST), f.value(self.floats, 0.0)
+            largest, total = f.value(self.floats, LEAST_SCORE), f.value(self.floats, 0.0)
             if spec.sinks:
                 sink = (self.pointer("sinks") + (h * spec.group + g) * 4).load("float", 0, 4).splat(self.lanes)
-                largest = sink.max_or(_LEAST)
+                largest = sink.max_or(LEAST_SCORE)
                 first_lane = f.constant(vector("i32", self.lanes), range(self.lanes)) < 1  # as `sums` are added over lanes in the end
                 total = first_lane.select(exp(f, sink - largest), 0.0)
             self.largest.store(largest, g * self.bytes, self.bytes)
@@ -381,7 +381,7 @@ class _Attend(Emitter):
 def capped(f: Function, score: Value, cap: Value) -> Value:
     """Return the softcap of scores, cap * tanh(score / cap); a masked score stays -inf, as -cap would have a weight."""
     caps = cap.splat(lanes_of(score.type))
-    return (score < _LEAST).select(score, tanh(f, score / caps) * caps)
+    return (score < LEAST_SCORE).select(score, tanh(f, score / caps) * caps)
 
 
 def inverse_root(f: Function, x: Value) -> Value:

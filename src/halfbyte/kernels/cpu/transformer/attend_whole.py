@@ -36,7 +36,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.cpu.transformer.attend import CacheKind, capped, kept
+from halfbyte.kernels.cpu.transformer.attend import LEAST_SCORE, CacheKind, capped, kept
 from halfbyte.layouts.base import round_up
 
 WHOLE = Block(
@@ -58,7 +58,6 @@ WHOLE = Block(
 _pack = WHOLE.struct().pack
 MOST_AT_ONCE = 512
 _ROWS, _VECTORS = 6, 2  # a tile of accumulators
-_LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
 _WORK_A_THREAD = 1 << 17  # multiplications
 
 
@@ -162,9 +161,9 @@ class _Whole(Emitter):
         """The largest score and the sum of exponentials of a head of queries, before any key."""
         f = self.f
         if not self.spec.sinks:
-            return f.value("float", _LEAST), f.value("float", 0.0)
+            return f.value("float", LEAST_SCORE), f.value("float", 0.0)
         sink = (self.pointer("sinks") + head * 4).load("float", 0, 4)
-        largest = sink.max_or(_LEAST)
+        largest = sink.max_or(LEAST_SCORE)
         return largest, exp(f, sink - largest)
 
     def _of(self, name: str, b: Value, head: Value) -> Value:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import driver
@@ -46,8 +46,7 @@ _INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
 _NORMED, _MASK = PRODUCT.offset("normed"), WHOLE.offset("mask")
 _pack_one, _pack_two, _pack_seven = (struct.Struct(f"<{n}q").pack_into for n in (1, 2, 7))
-_Buffer = ctypes.Array[ctypes.c_char]
-_Places = list[tuple[_Buffer, int, int, int]]
+_Places = list[tuple[Buffer, int, int, int]]
 
 
 class Norm(NamedTuple):
@@ -113,7 +112,7 @@ class _Plan:
         self._private, self._between = (rows, 4 * first.o.n, 0), tuple(between)
         self._panels = driver.phases(current())["panels"]
         self._attend = _attention(first, size, (between[0], between[1], scratch), padded, thread_bytes)
-        self._blocks: list[_Buffer] = []
+        self._blocks: list[Buffer] = []
         # For x and what each layer gives: (block, offset, sign, summand) wherever sign * its address + summand is an argument.
         self._places: list[_Places] = [[] for _ in range(len(layers) + 1)]
         before: Layer | None = None
@@ -160,7 +159,7 @@ class _Plan:
 
     def _product(
         self, product: Product, x: int, out: int, norm: Norm | None = None, normed: tuple[int, int, int] = (0, 0, 0)
-    ) -> tuple[_Buffer, _Buffer]:
+    ) -> tuple[Buffer, Buffer]:
         """Two steps: the one that lays out rows, normed rows first, and the one that multiplies them."""
         linear, _ = product.kernel.arguments(self._m, self._threads)
         pack_call(linear, CALL, 0, x, 4 * product.k, self._laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
@@ -182,7 +181,7 @@ class _Plan:
         return self._sequence
 
 
-def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
+def _norm(norm: Norm, x: int, rows: int, k: int) -> Buffer:
     fields: dict[str, int | tuple[float, float]] = {
         "x": x,
         "x_stride": 4 * k,
@@ -196,7 +195,7 @@ def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
     return arguments(NORM, phase(Step("norm", layer_norm=True)), fields)
 
 
-def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> _Buffer:
+def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> Buffer:
     """memory: queries, keys and values; what is attended; memory of the threads."""
     qkv, attended, scratch = memory
     head, row = 4 * layer.dim, 4 * layer.qkv.n
