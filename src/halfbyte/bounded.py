@@ -63,7 +63,7 @@ def by_tensor(function: Callable[[Tensor], V]) -> Callable[[Tensor], V]:
 
 
 def by_object(
-    is_current: Callable[Concatenate[V, P], bool] = lambda *_: True,
+    is_current: Callable[..., bool] = lambda *_, **__: True,
 ) -> Callable[[Callable[Concatenate[K, P], V]], Callable[Concatenate[K, P], V]]:
     """Memoizes a function for each of its first arguments as long as that object lives, which the result must not refer to.
 
@@ -80,7 +80,7 @@ def by_object(
             results.pop(one, None)
 
         @functools.wraps(function)
-        def memoized(one: K, *args: P.args, **kwargs: P.kwargs) -> V:
+        def memoized(one: K, /, *args: P.args, **kwargs: P.kwargs) -> V:
             result = results.get(ref(one), _MISSING)
             if isinstance(result, _Missing) or not is_current(result, *args, **kwargs):
                 result = results[ref(one, forget)] = function(one, *args, **kwargs)

@@ -16,7 +16,7 @@ from halfbyte.checkpoint.mapping.plan import Misfits, plan_by_rule, plan_model, 
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.config import NO_REASONS, Config, Decisions, choose, take_calibration
 from halfbyte.nn.described import Candidate
 from halfbyte.nn.kinds import quantize_weight
@@ -50,7 +50,7 @@ class OtherModel(StoredModel):
             plan.weights[name] = replace(weight, compute=how.compute, activation=how.activation)
             if quantize is None and stored is not None and stored.order is not None:
                 self._orders[order_name(name)] = stored.order
-                plan.plain[order_name(name)] = Spec(torch.int32, weight.shape[-1:])
+                plan.plain[order_name(name)] = TensorSpec(torch.int32, weight.shape[-1:])
                 plan.about[order_name(name)] = "tensor", "the order of the columns of a quantized weight"
         self._say_what_is_dequantized()
         super().__init__(path, config, plan.weights, plan.plain, plan.tied)

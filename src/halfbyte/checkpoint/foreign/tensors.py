@@ -12,7 +12,7 @@ from halfbyte.checkpoint.entries import Entry, Quantized
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.safetensors import Reader
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.io.weights import zero_points
 
 
@@ -34,7 +34,7 @@ class Parts:
     def only(self, parts: Iterable[str]) -> Parts:
         return replace(self, names={part: self.names[part] for part in parts if part in self.names})
 
-    def spec(self, part: str) -> Spec:
+    def spec(self, part: str) -> TensorSpec:
         self.require(part)
         return self.reader.spec(self.names[part])
 
@@ -60,14 +60,18 @@ class Parts:
         return dtype
 
     def entry(
-        self, spec: Spec, read: Callable[[torch.dtype | None], Codes | Tensor], quantized: Quantized | None = None, form: str | None = None
+        self,
+        spec: TensorSpec,
+        read: Callable[[torch.dtype | None], Codes | Tensor],
+        quantized: Quantized | None = None,
+        form: str | None = None,
     ) -> Entry:
         """The weight, as `Entry` describes it."""
         return Entry(spec, sum(self.reader.spec(name).nbytes for name in self.names.values()), read, quantized, form)
 
 
 def modules_of(
-    reader: Reader, parts: tuple[str, ...], names: Iterable[str] | None = None, fits: Callable[[Spec], bool] = lambda spec: True
+    reader: Reader, parts: tuple[str, ...], names: Iterable[str] | None = None, fits: Callable[[TensorSpec], bool] = lambda spec: True
 ) -> tuple[dict[str, Parts], list[str]]:
     """(module -> its parts, of the modules that have the first of `parts`; the names of all other tensors)."""
     rest = dict.fromkeys(reader.places if names is None else names)

@@ -19,7 +19,7 @@ from halfbyte.formats.dense import dense_tensors, stored_bytes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.safetensors import is_shape, load_json
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.described import CONVOLUTIONS, KINDS, Calibrated, Scale, check_compute
 
 SECTION = "halfbyte"
@@ -53,10 +53,10 @@ class Weight:
     kernel: tuple[int, ...] = ()
     transposed: bool = False
 
-    def stored(self, name: str, *, bytes_each: bool = False) -> dict[str, Spec]:
+    def stored(self, name: str, *, bytes_each: bool = False) -> dict[str, TensorSpec]:
         """The tensors of the weight called `name`, by their names in the files. bytes_each: as in `formats/dense.py`."""
         tensors = dense_tensors(self.format, self.shape, bytes_each=bytes_each)
-        return {f"{name}.{part}": Spec(dtype, shape) for part, (dtype, shape) in tensors.items()}
+        return {f"{name}.{part}": TensorSpec(dtype, shape) for part, (dtype, shape) in tensors.items()}
 
     @property
     def float_shape(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Weight:
     @property
     def float_bytes(self) -> int:
         """Bytes of the weight when it is not quantized."""
-        return Spec(self.dtype, self.shape).nbytes
+        return TensorSpec(self.dtype, self.shape).nbytes
 
     @property
     def stored_bytes(self) -> int:
