@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.export_items import ExportItem, dequantized, kept
 from halfbyte.checkpoint.gguf.config import to_metadata
-from halfbyte.checkpoint.gguf.names import Architecture, convolves, of_config, routes
+from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_router, of_config
 from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
@@ -106,7 +106,7 @@ class _Place:
     @property
     def in_floats(self) -> bool:
         """Whether llama.cpp wants it in float32."""
-        return routes(self.names[0]) or convolves(self.names[0])
+        return is_router(self.names[0]) or is_depthwise_kernel(self.names[0])
 
     def cut(self, tensor: Tensor) -> dict[str, Tensor]:
         """Splits numbers or blocks into the tensors of the file."""
@@ -122,9 +122,9 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config
     rows = architecture.rows(names[0], config, shape[0] if shape else 0)
     if len(names) > 1:
         shape = (shape[0], shape[1] // len(names), *shape[2:])
-    elif routes(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension
+    elif is_router(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension
         shape = shape[1:]
-    elif convolves(names[0]) and len(shape) == 3:
+    elif is_depthwise_kernel(names[0]) and len(shape) == 3:
         shape = (shape[0], shape[2])
     return _Place(names, shape, rows)
 

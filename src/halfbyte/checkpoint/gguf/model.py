@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf.config import drafts, to_config
-from halfbyte.checkpoint.gguf.names import Architecture, convolves, layer_of, of_file, unimportant
+from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_ignorable, layer_of, of_file
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import input_unit, take
@@ -47,7 +47,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
     sharing = config["num_hidden_layers"] - (0 if kv_sharing is None else config.get(kv_sharing.layers, 0))
     unused: list[str] = []
     for name, entry in file.entries.items():
-        if architecture.in_stack(name) or name.endswith(_LATENTS) or name in architecture.gguf.stacks:
+        if architecture.is_in_stack(name) or name.endswith(_LATENTS) or name in architecture.gguf.stacks:
             continue
         if layer_of(name) >= sharing and (".attn_k" in name or ".attn_v." in name):
             continue
@@ -61,7 +61,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
             shape = (math.prod(shape),)
         if "moe_statics" in target:
             shape = (1, *shape)
-        if convolves(name) and len(entry.shape) == 2:
+        if is_depthwise_kernel(name) and len(entry.shape) == 2:
             shape = (entry.shape[0], 1, entry.shape[1])
         if architecture.gguf.inputs_first and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
             entries[target] = Entry(TensorSpec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_transposed, entry))
@@ -72,7 +72,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
         read = partial(_read, tensor, shape, order, architecture.change(name))
         entries[target] = Entry(spec, entry.place.spec.nbytes, read, tensor.quantized)
     factors = {f"{name.removesuffix('weight')}scale" for name in file.entries if name.endswith(".weight")}
-    if odd := [name for name in unused if not unimportant(name) and name not in factors]:
+    if odd := [name for name in unused if not is_ignorable(name) and name not in factors]:
         raise CheckpointError(f"{file.path} has {short(odd[0])}, which {architecture.model} does not have: use its safetensors")
     return config, Entries(entries, notes)
 
