@@ -17,12 +17,13 @@ from halfbyte.checkpoint.native.quantization_config import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import TensorSpec
-from halfbyte.nn.candidates import FLOATS, candidates, named_tensors
+from halfbyte.nn.candidates import candidates, named_tensors
 from halfbyte.nn.described import CONVOLUTIONS, Candidate
 from halfbyte.nn.kinds import codes_shape, kind_of
 from halfbyte.nn.modules.expanded import collapse_, expand_, originals
 from halfbyte.nn.modules.transposed import is_transposed
 from halfbyte.nn.report import Report, Row
+from halfbyte.ops.checks import FLOATS
 
 NOT_A_WEIGHT = "not a 2-D tensor of float32, bfloat16 or float16 called *.weight"
 # (modules that hold a weight, module -> the tensors of the files that its weight consists of) -> for each the format, or why it has none.

@@ -122,7 +122,7 @@ def _module_function(cls: type) -> Callable[[Tensor, int], Tensor] | None:
     return getattr(sys.modules[cls.__module__], _COUNTS, None)
 
 
-def _fused(module: Any) -> NormedEmbeddings | None:
+def _fused(module: nn.Module) -> NormedEmbeddings | None:
     """The module's tables and norm in one, as they are now; None where a part was replaced, or is watched."""
     fused = _fused_and_frozen(module)
     return None if fused is None else fused[0]

@@ -202,7 +202,7 @@ class EncoderStack(ReplacedForward):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _compiled(stack: Any) -> list[EncoderLayer | str]:
+def _compiled(stack: nn.Module) -> list[EncoderLayer | str]:
     """The layers as they are now: compiled, or why transformers computes them."""
     return _compiled_and_frozen(stack)[0]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from halfbyte import env
 from halfbyte.bounded import by_object
@@ -29,10 +30,12 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
 
 
 @by_object()
-def _compile_once(model: Any, batch: int, tokens: int, cache: Callable[[], Any]) -> None:
+def _compile_once(model: nn.Module, batch: int, tokens: int, cache: Callable[[], object]) -> None:
     """`compile_ahead` for the first arguments that it is called with for a model: kernels for others are compiled when they are needed."""
     stacks = [module for module in model.modules() if is_compiled_stack(module)]
-    if stacks and all(why_not_native(layer) is None and not has_experts(layer) for stack in stacks for layer in stack.layers):
+    if stacks and all(
+        why_not_native(layer) is None and not has_experts(layer) for stack in stacks for layer in stack.get_submodule("layers").children()
+    ):
         compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 
