@@ -29,7 +29,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError
 
 JOURNAL = "journal"
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20  # that are read at a time for a checksum
 
 
 @dataclass(frozen=True, slots=True)
