@@ -118,7 +118,7 @@ def sums(mesh: Any) -> None:
     for nbytes in SUMS:
         x = torch.ones(nbytes // 2, dtype=torch.bfloat16, device=mesh.device_type)
         ways: dict[str, Callable[[], Any]] = {"nccl": lambda x=x: parallel_sum._large(x, group)}  # type: ignore[misc]
-        known = parallel_sum._SHARED.get(group)
+        known = parallel_sum._group_buffers.get(group)
         if known is not None and known.buffer is not None:
             there = known.buffer[:nbytes].view(torch.bfloat16)
             ways["one-shot"] = lambda x=x: parallel_sum.all_reduce(x, group)  # type: ignore[misc]
@@ -133,12 +133,12 @@ def sums(mesh: Any) -> None:
 
 @contextmanager
 def only_nccl(group: str) -> Iterator[None]:
-    before = parallel_sum._SHARED[group]
-    parallel_sum._SHARED[group] = replace(before, buffer=None)
+    before = parallel_sum._group_buffers[group]
+    parallel_sum._group_buffers[group] = replace(before, buffer=None)
     try:
         yield
     finally:
-        parallel_sum._SHARED[group] = before
+        parallel_sum._group_buffers[group] = before
 
 
 # Models

@@ -83,7 +83,7 @@ TOKENIZERS = {
 }
 OTHER_FOLDERS = ("tests", "benchmarks", "examples")
 MAX_PARAMETERS = 12
-MAX_STORES = 48
+MAX_STORES = 15
 
 
 def check(module: str, text: str, *, is_package: bool = False) -> list[str]:
@@ -248,13 +248,15 @@ def _open_matches(tree: ast.AST) -> Iterator[str]:
 
 # Classes of bounded.py and others whose instances store results, and methods by which a container is changed.
 _CACHES = {"Bounded", "ByTensor", "PlanCache", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary"}
+_CACHES |= {"defaultdict", "deque", "OrderedDict", "Counter"}
 _CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "put", "remove", "setdefault", "update"}
 
 
 def stores(text: str) -> list[str]:
-    """The names of a module that functions change: containers and caches at module level, and variables that are rebound by `global`.
+    """The names of a module that functions change: containers and caches at module level, instances of classes that change themselves, and
+    variables that are rebound by `global`. An empty container at module level is always one: some other module fills it.
 
-    Memoized functions are none (`functools.cache`, `bounded.by_tensor`), nor are locks, counters and context variables.
+    Memoized functions are none (`functools.cache`, `bounded.by_tensor`, `by_object`), nor are locks, counters and context variables.
     """
     tree = ast.parse(text)
     values: dict[str, ast.expr] = {}
@@ -267,9 +269,9 @@ def stores(text: str) -> list[str]:
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 values[name] = value
     found = {name for node in _nodes(tree) if isinstance(node, ast.Global) for name in node.names}
-    of_threads = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and "threading.local" in map(ast.unparse, node.bases)}
-    caches = _CACHES | of_threads
+    caches = _CACHES | {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _has_state(node)}
     found |= {name for name, value in values.items() if isinstance(value, ast.Call) and _class_of(value) in caches}
+    found |= {name for name, value in values.items() if isinstance(value, ast.Dict | ast.List) and not _items(value)}
     contexts = {name for name, value in values.items() if isinstance(value, ast.Call) and _class_of(value) == "ContextVar"}
     functions = [node for node in _nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
     for node in {node for function in functions for node in ast.walk(function)}:  # those of inner functions once
@@ -283,6 +285,29 @@ def stores(text: str) -> list[str]:
             case ast.Attribute(value=ast.Name(id=name), ctx=ast.Store()) if isinstance(values.get(name), ast.Call):
                 found.add(name)
     return sorted(found & values.keys() - contexts)
+
+
+def _items(container: ast.Dict | ast.List) -> list[ast.expr]:
+    return container.values if isinstance(container, ast.Dict) else container.elts
+
+
+_CONTAINERS = ("dict", "list", "set", "threading.local")
+
+
+def _has_state(cls: ast.ClassDef) -> bool:
+    """Whether instances are containers or differ between threads, or methods change their attributes."""
+    if any(ast.unparse(base).partition("[")[0] in _CONTAINERS for base in cls.bases):
+        return True
+    methods = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name not in ("__init__", "__post_init__")]
+    for node in (node for method in methods for node in ast.walk(method)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+                return True
+            case ast.Subscript(value=ast.Attribute(value=ast.Name(id="self")), ctx=ast.Store() | ast.Del()):
+                return True
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Name(id="self")), attr=method)) if method in _CHANGES:
+                return True
+    return False
 
 
 def _class_of(call: ast.Call) -> str:
@@ -344,6 +369,13 @@ def test_the_stores_of_modules_become_no_more() -> None:
         ("class P(threading.local): ...\nPLANS = P()", ["PLANS"]),
         ("_linked = _Linked()\ndef f(x): _linked.loaded[x] = 1", ["_linked"]),
         ("_count = 0\ndef f():\n  global _count\n  _count += 1", ["_count"]),
+        ("_by_device = defaultdict(list)\ndef f(x): return _by_device[x]", ["_by_device"]),
+        ("hooks: list[int] = []", ["hooks"]),
+        ("class S:\n  def put(self, x): self.x = x\n_s = S()\ndef f(x): _s.put(x)", ["_s"]),
+        ("class S:\n  def put(self, x): self.all[x] = 1\n_s = S()", ["_s"]),
+        ("class S:\n  def put(self, x): self.all.append(x)\n_s = S()", ["_s"]),
+        ("class S(dict[int, int]): ...\n_s = S()", ["_s"]),
+        ("class S:\n  def __init__(self, x): self.x = x\n_s = S(1)", []),
         ("_a, _b = ByTensor[int](), bounded.Bounded[int, int](9)", ["_a", "_b"]),
         ("TABLE = {'a': 1}\ndef f(x):\n  y = {}\n  y[x] = TABLE[x]", []),
         ("_how = ContextVar('how')\n_lock = Lock()\n@cache\ndef f(x): return g(x)", []),

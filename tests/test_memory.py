@@ -1,16 +1,19 @@
-"""What keep_freed_memory does to a process; each runs in one of its own, since there is no way back."""
+"""What keep_freed_memory does to a process, each in one of its own, since there is no way back; and caches, which forget what they must."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from halfbyte import memory
+from halfbyte.bounded import Bounded, by_object, by_tensor
 from halfbyte.layouts import cpu_tiles
 
 # Page faults of a pass through three layers' worth of memory: the median of some, because a kept heap may still grow by a block
@@ -54,15 +57,71 @@ def test_a_system_that_can_not_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others do not say which pages are huge")
 def test_weights_lie_side_by_side_and_their_pages_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_thread", memory._Thread())
+    monkeypatch.setattr(memory, "_allocator", memory._Allocator())
     before, weight, after = (cpu_tiles.allocate(size).fill_(1) for size in (100, 9 * mmap.PAGESIZE, 100))
     start = before.data_ptr() % (1 << 21)
     assert (start, weight.data_ptr() - before.data_ptr(), after.data_ptr() - weight.data_ptr()) == (0, 128, 9 * mmap.PAGESIZE)
     assert weight.untyped_storage().nbytes() == weight.numel()  # a copy, or a file of it, has nothing else
-    region = memory._thread.region
+    region = memory._allocator.thread.region
     assert region is not None
     del weight
     assert region.memory[: 1 << 22].count(1) < 100 + 2 * mmap.PAGESIZE + 100
     assert int(before.sum() + after.sum()) == 200
     assert cpu_tiles.allocate(memory._REGION + 1).numel() == memory._REGION + 1  # a region of its own
-    assert memory._thread.region is region
+    assert memory._allocator.thread.region is region
+
+
+class Thing:
+    """An object without a hash or an equality of its own."""
+
+
+def test_a_full_dict_drops_all_others() -> None:
+    numbers = Bounded[int, int](2)
+    numbers[1] = numbers[2] = 0
+    numbers[2] = 5
+    assert numbers == {1: 0, 2: 5}
+    numbers[3] = 7
+    assert numbers == {3: 7}
+
+
+def test_a_result_is_of_one_object_while_it_lives() -> None:
+    calls = []
+
+    @by_object()
+    def count(thing: Thing, start: int) -> int:
+        calls.append(start)
+        return start + len(calls)
+
+    first, second = Thing(), Thing()
+    assert [count(first, 10), count(first, 20), count(second, 30)] == [11, 11, 32]
+    before = id(first)
+    del first
+    gc.collect()
+    others = [Thing() for _ in range(20)]  # one of them most likely has the id of the first
+    assert count(next((one for one in others if id(one) == before), others[0]), 40) == 43
+
+
+def test_none_is_a_result() -> None:
+    calls = []
+    once = by_object()(calls.append)
+    thing = Thing()
+    once(thing)
+    once(thing)
+    assert calls == [thing]
+
+
+def test_a_stale_result_is_computed_again() -> None:
+    current = by_object(lambda result, size: result[0] == size)(lambda thing, size: (size, object()))
+    thing = Thing()
+    result = current(thing, 3)
+    assert current(thing, 3) is result
+    assert current(thing, 4) is not result
+    assert current(thing, 4)[0] == 4
+
+
+def test_a_result_of_a_tensor_that_was_written_to_is_computed_again() -> None:
+    total = by_tensor(lambda tensor: float(tensor.sum()))
+    x = torch.ones(3)
+    assert total(x) == 3
+    x.add_(1)
+    assert total(x) == 6

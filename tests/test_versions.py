@@ -83,7 +83,7 @@ def test_a_model_of_an_untested_version_stays_plain(monkeypatch: pytest.MonkeyPa
 def test_launches_of_an_untested_triton_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfbyte.kernels.gpu.runtime import tape
 
-    monkeypatch.setattr(tape, "_reasons", {})
+    monkeypatch.setattr(tape, "_why_not_replayed", tape._why_not_replayed.__wrapped__)
     pretend(monkeypatch, "triton", "99.0.0")
     with pytest.warns(RuntimeWarning, match="GPU kernels are launched by"):
         reason = tape.why_not_replayed(torch.device("cuda", 0))

@@ -1,16 +1,25 @@
-"""Caches: a dict of bounded size, and values computed from tensors."""
+"""Caches: a dict of bounded size, and values computed from tensors and from objects."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 K = TypeVar("K")
 V = TypeVar("V")
+P = ParamSpec("P")
+
+
+class _Missing:
+    """The type of the value that stands for no result."""
+
+
+_MISSING = _Missing()
 
 
 class Bounded(dict[K, V]):
@@ -51,6 +60,35 @@ def by_tensor(function: Callable[[Tensor], V]) -> Callable[[Tensor], V]:
         return results.put(tensor, function(tensor)) if result is None else result
 
     return memoized
+
+
+def by_object(
+    is_current: Callable[..., bool] = lambda *_, **__: True,
+) -> Callable[[Callable[Concatenate[K, P], V]], Callable[Concatenate[K, P], V]]:
+    """Memoizes a function for each of its first arguments as long as that object lives, which the result must not refer to.
+
+    Args:
+        is_current: Tells from a result, and the function's other arguments, whether it is still valid; if not, it is computed again.
+
+    Threads may compute one result twice; the later one stays.
+    """
+
+    def decorate(function: Callable[Concatenate[K, P], V]) -> Callable[Concatenate[K, P], V]:
+        results: dict[ref[K], V] = {}  # not a WeakKeyDictionary, whose `get` is one more call in Python
+
+        def forget(one: ref[K]) -> None:
+            results.pop(one, None)
+
+        @functools.wraps(function)
+        def memoized(one: K, /, *args: P.args, **kwargs: P.kwargs) -> V:
+            result = results.get(ref(one), _MISSING)
+            if isinstance(result, _Missing) or not is_current(result, *args, **kwargs):
+                result = results[ref(one, forget)] = function(one, *args, **kwargs)
+            return result
+
+        return memoized
+
+    return decorate
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -51,11 +51,7 @@ class _Region:
         self.taken = -(-stop // _LINE) * _LINE
         part = (ctypes.c_char * size).from_buffer(self.memory, start)
         weakref.finalize(part, _give_back, self.memory, start, stop).atexit = False
-        _parts[ctypes.addressof(part)] = part
         return part
-
-
-_parts = weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]]()  # that regions have given away, by their addresses
 
 
 def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:
@@ -69,7 +65,38 @@ class _Thread(threading.local):
     region: _Region | None = None
 
 
-_thread = _Thread()
+class _Allocator:
+    """The blocks of memory that `side_by_side` returned and that are in use, and the region that each thread takes the next ones from.
+
+    Nothing is cached that could become stale: both say what memory is in use.
+
+    blocks  by address: `joined` finds that several tensors fill neighbouring blocks. A block leaves with its last reference
+    thread  one region of _REGION bytes for each thread, so that its blocks follow each other, and so that threads need no lock
+    """
+
+    def __init__(self) -> None:
+        self.blocks = weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_char]]()
+        self.thread = _Thread()
+
+    def allocate(self, size: int) -> ctypes.Array[ctypes.c_char] | None:
+        block = self._block(size)
+        if block is not None:
+            self.blocks[ctypes.addressof(block)] = block
+        return block
+
+    def _block(self, size: int) -> ctypes.Array[ctypes.c_char] | None:
+        if size > _REGION:
+            return _Region(size).take(size)
+        block = None if self.thread.region is None else self.thread.region.take(size)
+        if block is None:
+            # Frees what earlier weights were made from: it lies unused in the C library's heap, and this region does not come from there.
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
+            self.thread.region = _Region(_REGION)
+            block = self.thread.region.take(size)
+        return block
+
+
+_allocator = _Allocator()
 
 
 def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
@@ -80,21 +107,13 @@ def side_by_side(size: int) -> ctypes.Array[ctypes.c_char] | None:
     """
     if sys.platform != "linux" or not size:
         return None
-    if size > _REGION:
-        return _Region(size).take(size)
-    part = None if _thread.region is None else _thread.region.take(size)
-    if part is None:
-        # Frees what earlier weights were made from: it lies unused in the C library's heap, and this region does not come from there.
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
-        _thread.region = _Region(_REGION)
-        part = _thread.region.take(size)
-    return part
+    return _allocator.allocate(size)
 
 
 def joined(parts: Sequence[Tensor]) -> ctypes.Array[ctypes.c_char] | None:
     """The memory of several tensors as one block, if each fills what one call of `side_by_side` returned and they follow each other without
     gaps; else None."""
-    memory = [_parts.get(part.data_ptr()) for part in parts]
+    memory = [_allocator.blocks.get(part.data_ptr()) for part in parts]
     at = parts[0].data_ptr()
     for part, tensor in zip(memory, parts, strict=True):
         if part is None or tensor.data_ptr() != at or len(part) != tensor.nbytes:

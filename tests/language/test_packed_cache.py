@@ -54,7 +54,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packed_cache, "LEAST", 1)
     monkeypatch.setattr(packed_cache, "_SETTLED", -(10**18))
-    monkeypatch.setattr(packed_cache, "_warned", set())
+    packed_cache._warn.cache_clear()
     monkeypatch.setattr(packed_cache, "_RESERVE", 0)
     yield tmp_path / "cache" / "packed"
     packed_cache.wait()

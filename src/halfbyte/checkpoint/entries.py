@@ -13,7 +13,7 @@ from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import Reader
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.described import NOT_A_KIND, Candidate
 
 Order = Callable[[], Tensor]
@@ -50,7 +50,7 @@ class Entry:
     form    how the files store a low-precision tensor that is read as floats because Codes cannot hold it exactly
     """
 
-    spec: Spec
+    spec: TensorSpec
     nbytes: int
     read: Callable[[torch.dtype | None], Codes | Tensor]
     quantized: Quantized | None = None
@@ -69,10 +69,10 @@ class Entries:
     notes: Sequence[str] = ()
     files: Reader | None = None
 
-    def specs(self) -> Mapping[str, Spec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         return {name: entry.spec for name, entry in self.entries.items()}
 
-    def spec(self, name: str) -> Spec:
+    def spec(self, name: str) -> TensorSpec:
         return self.entries[name].spec
 
     def form(self, names: Iterable[str]) -> str | None:

@@ -11,7 +11,7 @@ from halfbyte.checkpoint.entries import floats
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
-from halfbyte.io.tensors import Placed, Spec
+from halfbyte.io.tensors import TensorSpec, TensorWriter
 from halfbyte.layouts.convolution import channels_first
 from halfbyte.nn.described import CONVOLUTIONS
 from halfbyte.nn.report import Row
@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], object]
 class ExportItem:
     """The tensors that are written, and the function that makes them. `row`: its row in the report, if any."""
 
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, TensorSpec]
     make: Callable[[], Mapping[str, Tensor]]
     row: Row | None = None
 
@@ -33,7 +33,7 @@ class ExportItem:
 
 
 def kept(
-    model: StoredModel, name: str, specs: Mapping[str, Spec], write: Callable[[Codes, Tensor | None], Mapping[str, Tensor]]
+    model: StoredModel, name: str, specs: Mapping[str, TensorSpec], write: Callable[[Codes, Tensor | None], Mapping[str, Tensor]]
 ) -> ExportItem:
     """A weight that stays quantized; `write` makes its tensors from its codes and the order of its columns, if any."""
     weight, after = model.weights[name], sum(spec.nbytes for spec in specs.values())
@@ -45,7 +45,7 @@ def dequantized(
     model: StoredModel,
     name: str,
     reason: str,
-    specs: Mapping[str, Spec] | None = None,
+    specs: Mapping[str, TensorSpec] | None = None,
     cut: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> ExportItem:
     """A weight that is written in floating point: as in the float model, or split by `cut` (outputs first) into tensors of one dtype."""
@@ -54,7 +54,7 @@ def dequantized(
     if convolves and not weight.kernel:
         raise CheckpointError(f"{model.path} does not give the kernel size of {name}: save the model with this version first")
     # In floating point, experts are parameters, not modules.
-    specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: Spec(weight.dtype, weight.float_shape)}
+    specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: TensorSpec(weight.dtype, weight.float_shape)}
     dtype = next(iter(specs.values())).dtype
 
     def make() -> Mapping[str, Tensor]:
@@ -76,7 +76,7 @@ def plain(model: StoredModel, name: str, *, as_float: bool) -> ExportItem:
     if not as_float or not _stands_in(model, name):
         return ExportItem({name: spec}, lambda: {name: model.tensor(name)}, row)
     float_name = name.removesuffix(".weight")
-    transposed = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
+    transposed = TensorSpec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
     return ExportItem({float_name: transposed}, lambda: {float_name: model.tensor(name).mT.contiguous()}, row)
 
 
@@ -92,7 +92,7 @@ def order_of(model: StoredModel, name: str) -> Tensor | None:
     return model.tensor(order_name(name)) if order_name(name) in model.plain else None
 
 
-def write(items: Sequence[ExportItem], writer: Placed, progress: Progress | None) -> list[str]:
+def write(items: Sequence[ExportItem], writer: TensorWriter, progress: Progress | None) -> list[str]:
     """Writes the items that have not been written; returns notes for the report."""
     resumed, done, total = writer.resumed, 0, sum(item.nbytes for item in items)
     for item in items:

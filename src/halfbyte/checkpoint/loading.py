@@ -25,7 +25,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, direct_tensors, named_tensors
 from halfbyte.nn.config import NO_REASONS, Config, as_config
-from halfbyte.nn.convert import finished
+from halfbyte.nn.convert import after_quantizing
 from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
 from halfbyte.nn.modules.expanded import expanded
@@ -205,7 +205,7 @@ def _filled(stored: StoredModel, device: torch.device | str, model: nn.Module, s
         finish(model)
     if left_out:
         add_notes(model, left_out)
-    for finish_model in finished:
+    for finish_model in after_quantizing:
         finish_model(model)
     return model
 

@@ -1,4 +1,8 @@
-"""A model of other files than halfbyte's as a model on disk, by a plan that maps the tensors of the files to those of the model."""
+"""A checkpoint that another project wrote, as a `StoredModel`, which `loading.py` loads and `convert` reads.
+
+`Entries` are the tensors of its files (`foreign/`, `gguf/`). A plan (`mapping/plan.py`) maps them to the tensors of the model: it renames,
+stacks and splits them as transformers does, and decides which stay quantized. Here tensors are read by the plan's steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from halfbyte.checkpoint.mapping.plan import Misfits, plan_by_rule, plan_model, 
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.config import NO_REASONS, Config, Decisions, choose, take_calibration
 from halfbyte.nn.described import Candidate
 from halfbyte.nn.kinds import quantize_weight
@@ -24,15 +28,20 @@ from halfbyte.nn.report import Report
 
 
 class OtherModel(StoredModel):
-    """The model that a config describes, from tensors in files; or only the tensors, where it names no architecture.
-
-    quantize  how to quantize weights as they are read; all must be floats then
-    kept      modules that stay in floating point then, and why
-    """
+    """The model that a config describes, from tensors in files; or only the tensors, where it names no architecture."""
 
     def __init__(
         self, path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
     ) -> None:
+        """Plan how the tensors are read.
+
+        Args:
+            path: The folder or file, for errors.
+            config: config.json.
+            entries: The tensors of the files.
+            quantize: How to quantize weights as they are read; all must be floats then. None: those that are quantized stay so.
+            kept: Modules that `quantize` leaves in floating point, and why.
+        """
         self._entries, self._quantize, self.kept = entries, quantize, kept
         self._notes = list(entries.notes)
         if known_architecture(config) is not None:
@@ -45,24 +54,26 @@ class OtherModel(StoredModel):
         self._orders: dict[str, Order] = {}
         for name, weight in plan.weights.items():
             stored = entries.entries[self._steps[name][0].sources[0]].quantized
-            how = stored if quantize is None else quantize
-            assert how is not None
-            plan.weights[name] = replace(weight, compute=how.compute, activation=how.activation)
+            settings = stored if quantize is None else quantize
+            assert settings is not None
+            plan.weights[name] = replace(weight, compute=settings.compute, activation=settings.activation)
             if quantize is None and stored is not None and stored.order is not None:
                 self._orders[order_name(name)] = stored.order
-                plan.plain[order_name(name)] = Spec(torch.int32, weight.shape[-1:])
+                plan.plain[order_name(name)] = TensorSpec(torch.int32, weight.shape[-1:])
                 plan.about[order_name(name)] = "tensor", "the order of the columns of a quantized weight"
-        self._say_what_is_dequantized()
+        self._report_dequantized()
         super().__init__(path, config, plan.weights, plan.plain, plan.tied)
 
-    def _choose(self, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
+    def _choose(self, candidates: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
+        """Decide on the format of each module that holds a weight; sources: the tensors of the files that it comes from."""
         if self._quantize is None:
-            return self._entries.choose(found, sources)
+            return self._entries.choose(candidates, sources)
         if take_calibration(self._quantize, None, in_memory=False)[1] is not None:
             raise ArgumentError("a model that is quantized while it loads cannot be calibrated: use halfbyte.convert, or quantize_")
-        return choose(found, self._quantize, self.kept)
+        return choose(candidates, self._quantize, self.kept)
 
-    def _say_what_is_dequantized(self) -> None:
+    def _report_dequantized(self) -> None:
+        """Add to the report which tensors are quantized in the files and floats in the model, and why."""
         plan = self._plan
         for step in plan.steps:
             form = self._entries.form(step.sources)
@@ -85,6 +96,7 @@ class OtherModel(StoredModel):
                 raise Misfits({name.removesuffix(".weight"): str(e)}) from e
         if not step.stacks:
             return self._entries.codes(step.sources[0])
+        # Experts that are separate in the files: the step stacks their codes, then their scales, ….
         matrices = {source: self._entries.codes(source).tensors() for source in step.sources}
         tensors = {}
         for part in stored_tensors(weight.format, weight.shape):
@@ -98,24 +110,26 @@ class OtherModel(StoredModel):
         return self._orders[name]() if name in self._orders else self._floats(name, self.plain[name].dtype)
 
     def _floats(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Read a tensor of the model as floats."""
         step, target = self._steps[name]
         tensor = step.run(lambda source: self._entries.read(source, dtype))[target]
         # The result of a conversion may be a view of a larger tensor.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
     def left_out(self) -> Sequence[str]:
-        names: dict[str, list[str]] = {}
+        names_by_reason: dict[str, list[str]] = {}
         for name, reason in self._plan.unused.items():
-            if reason.startswith("equal to"):  # nothing is lost
-                continue
-            names.setdefault(reason, []).append(name)
-        return [f"{len(some)} tensors of the files are left out, such as {some[0]}: {reason}" for reason, some in names.items()]
+            if not reason.startswith("equal to"):  # a tied weight: nothing is lost
+                names_by_reason.setdefault(reason, []).append(name)
+        return [
+            f"{len(names)} tensors of the files are left out, such as {names[0]}: {reason}" for reason, names in names_by_reason.items()
+        ]
 
     def is_parameter(self, name: str) -> bool:
         return self._plan.is_parameter(name)
 
     def nbytes(self, name: str) -> int:
-        """Where the files have several tensors as one, an equal part of it."""
+        """Return the bytes in the files; of a tensor that files store together with others, an equal part."""
         if name not in self._steps:
             return 0
         step, _ = self._steps[name]

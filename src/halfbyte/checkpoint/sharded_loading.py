@@ -18,7 +18,7 @@ from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.parallel.parallelize import Processes, attach_, parts_of_plan, shrink_all_
 from halfbyte.nn.parallel.plan import Holder, holders, make_plan
 from halfbyte.nn.report import Report
@@ -81,7 +81,7 @@ def shard(stored: StoredModel, owners: Mapping[str, str], model: nn.Module, shar
 class _Share(StoredModel):
     """A stored model with these plain tensors, of which those in `runs` are read in part: along a dimension, some ranges."""
 
-    def __init__(self, whole: StoredModel, plain: Mapping[str, Spec], runs: Mapping[str, tuple[int, Ranges]]) -> None:
+    def __init__(self, whole: StoredModel, plain: Mapping[str, TensorSpec], runs: Mapping[str, tuple[int, Ranges]]) -> None:
         super().__init__(whole.path, whole.config, whole.weights, plain, whole.tied)
         self._whole, self._runs = whole, runs
 

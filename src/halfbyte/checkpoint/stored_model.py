@@ -14,7 +14,7 @@ from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import Ranges, narrowed, take
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.quantizers.check import non_finite
 
@@ -37,7 +37,7 @@ class StoredModel(ABC):
     path: Path
     config: dict[str, Any]
     weights: Mapping[str, Weight]
-    plain: Mapping[str, Spec]
+    plain: Mapping[str, TensorSpec]
     tied: Mapping[str, str]
     static: Calibrated | None = None
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from halfbyte.checkpoint.stored_model import StoredModel
     from halfbyte.io.safetensors import Reader
-    from halfbyte.io.tensors import Spec
+    from halfbyte.io.tensors import TensorSpec
 
 
 def add(commands: Commands) -> None:
@@ -123,7 +123,7 @@ def _plain_rows(reader: Reader) -> Iterator[dict[str, Any]]:
         yield _row(name, _dtype(place.spec), place.spec.shape, place.spec.nbytes, place.spec.nbytes)
 
 
-def _dtype(spec: Spec) -> str:
+def _dtype(spec: TensorSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
 
 

@@ -20,6 +20,8 @@ Called by `lower_gpu.py` with layers of a specification, and by `integrations` w
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
@@ -121,7 +123,7 @@ class GpuLayer:
             return self  # which torch multiplies
         first = dict[int, int]()
         same_as = [first.setdefault(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]  # a tensor is one operand
-        launch_id = _numbers.setdefault((*map(_kind_of, parts), *same_as), len(_numbers))
+        launch_id = _launch_id((*map(_kind_of, parts), *same_as))
         return replace(self, launch_id=launch_id, operands=tuple(tensors[index] for index in first.values()))
 
 
@@ -134,7 +136,13 @@ def _kind_of(part: object) -> Hashable:
     return (type(part), len(part)) if isinstance(part, tuple) else part
 
 
-_numbers: dict[Hashable, int] = {}  # launch ids
+_launch_ids = itertools.count()
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_id(launches: Hashable) -> int:
+    """Return a number that tells `launches` from all others. One that is forgotten is not given again: later layers get another."""
+    return next(_launch_ids)
 
 
 def packed_layer(attention: Attention, mlp: MLP | Experts | None, per_layer_input: PerLayerInput | None = None) -> GpuLayer:

@@ -213,7 +213,9 @@ def packs_code_pairs(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> bool:
     return hopper and fmt.bits == 8 and gpu_tiles.geometry(fmt, shape).contiguous
 
 
-# Configs that could not be compiled or started here, and why: by GPU, kind of problem, number of rows, candidate and config.
+# Configs that could not be compiled or started here, and why: by GPU, kind of problem, number of rows, candidate and config, of which there
+# are as many as this process has tried without success. What failed once stays so until the process ends; `report_failure` clears choices
+# that were made before. Threads may add entries at the same time: each sets one key.
 _failures: dict[tuple[str, str, int, str, str], str] = {}
 
 

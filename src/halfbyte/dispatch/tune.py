@@ -36,7 +36,9 @@ from halfbyte.machine import Gpu
 Times = dict[str, dict[str, float]]  # candidate -> config -> seconds
 _HALVES = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 _TABLES = Path(__file__).parent / "tables"
-_unsaved: dict[str, dict[str, Any]] = {}  # tables that could not be written, by the GPU's name
+# Tables that could not be written, by the GPU's name, with one entry for each problem that this process has measured, until it ends: from
+# the first on that could not be written, all are here. Threads that measure at the same time: the later table wins, as in the file.
+_unsaved: dict[str, dict[str, Any]] = {}
 
 
 class Measured(NamedTuple):

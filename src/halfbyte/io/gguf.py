@@ -41,7 +41,7 @@ from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.io.files import open_file, open_unbuffered
 from halfbyte.io.safetensors import is_shape
-from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
+from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill
 from halfbyte.layouts.base import round_up
 from halfbyte.memory import in_huge_pages
 
@@ -129,7 +129,7 @@ class Entry:
 
     kind: int
     shape: tuple[int, ...]
-    place: Place
+    place: TensorPlace
     half: bool = False
 
     @property
@@ -141,9 +141,9 @@ class Entry:
         return replace(found, format=replace(found.format, scale=torch.float16))
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> TensorSpec:
         """Dtype and shape of a tensor that is not quantized."""
-        return Spec(_PLAIN[self.kind], self.shape)
+        return TensorSpec(_PLAIN[self.kind], self.shape)
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def _parse(path: Path, text: bytes, size: int) -> File:
             raise cursor.wrong(f"tensor {short(name)} has shape {short(list(shape))}, which is not a list of sizes")
         if offset % alignment:
             raise cursor.wrong(f"tensor {short(name)} begins at {offset}, no multiple of the alignment {alignment}")
-        entries[name] = Entry(kind, shape, Place(path, start + offset, _bytes(path, name, kind, shape)))
+        entries[name] = Entry(kind, shape, TensorPlace(path, start + offset, _bytes(path, name, kind, shape)))
     _check_places(cursor, entries, start, alignment)
     return File(path, metadata, entries)
 
@@ -350,15 +350,15 @@ def _check_places(cursor: _Cursor, entries: Mapping[str, Entry], start: int, ali
         raise cursor.wrong(f"{cursor.size - end} bytes behind its last tensor belong to no tensor")
 
 
-def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> Spec:
+def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> TensorSpec:
     """dtype and shape of a tensor in the file: rows of bytes, or numbers."""
     if kind in _PLAIN:
-        return Spec(_PLAIN[kind], shape)
+        return TensorSpec(_PLAIN[kind], shape)
     if kind not in ggml.TYPES:
         known = ", ".join(kind_name(number) for number in sorted({*ggml.TYPES, *_PLAIN}))
         raise CheckpointError(f"{path}: tensor {short(name)} is of ggml type {kind}, halfbyte reads {known}: requantize it with llama.cpp")
     try:
-        return Spec(torch.uint8, (*shape[:-1], ggml.TYPES[kind].row_bytes(shape[-1] if shape else 1)))
+        return TensorSpec(torch.uint8, (*shape[:-1], ggml.TYPES[kind].row_bytes(shape[-1] if shape else 1)))
     except FormatError as e:
         raise CheckpointError(f"{path}: tensor {short(name)}: {e}") from e
 
@@ -406,7 +406,7 @@ def _decoded(kind: ggml.BlockType, count: int, file: FileIO, path: Path, extract
     return ggml.decode(kind, (count, kind.weights), raw, extract)
 
 
-class Writer(Placed):
+class Writer(TensorWriter):
     """One GGUF file.
 
     metadata  str, bool, int, float, or a list of one of them; ints are written in 32 bits where they fit
@@ -425,7 +425,9 @@ class Writer(Placed):
             offsets[name] = offset
             offset = round_up(offset + _bytes(path, name, kind, shape).nbytes, _ALIGNMENT)
         out += bytes(-len(out) % _ALIGNMENT)
-        places = {name: Place(path, len(out) + offsets[name], _bytes(path, name, kind, shape)) for name, (kind, shape) in tensors.items()}
+        places = {
+            name: TensorPlace(path, len(out) + offsets[name], _bytes(path, name, kind, shape)) for name, (kind, shape) in tensors.items()
+        }
         self.nbytes = len(out) + offset
         self._path = path
         super().__init__({path: bytes(out)}, places, path.parent, journal)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError, UnsupportedError, unreadable
 from halfbyte.io.files import open_file, open_unbuffered
-from halfbyte.io.tensors import Place, Placed, Spec, check_is_fetched, fill
+from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -92,7 +92,7 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
+def read_header(path: Path) -> tuple[dict[str, TensorPlace], dict[str, object]]:
     """The place of each tensor in a file, and the metadata. Raises CheckpointError for a header that breaks any rule of the format."""
     if sys.byteorder != "little":
         raise UnsupportedError("safetensors files are little-endian and this machine is not: load the model on another machine")
@@ -121,7 +121,7 @@ def read_header(path: Path) -> tuple[dict[str, Place], dict[str, object]]:
     return places, metadata if isinstance(metadata, dict) else {}
 
 
-def _place(path: Path, start: int, name: str, entry: object) -> Place:
+def _place(path: Path, start: int, name: str, entry: object) -> TensorPlace:
     where = f"{path}: tensor {name!r}"
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where} has no description in the header: the file is damaged")
@@ -132,10 +132,10 @@ def _place(path: Path, start: int, name: str, entry: object) -> Place:
         raise CheckpointError(f"{where} has shape {shape!r}, which is not a list of sizes: the file is damaged")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_count, offsets))):
         raise CheckpointError(f"{where} has offsets {offsets!r}, which are not a pair of offsets: the file is damaged")
-    spec = Spec(_DTYPES[dtype], tuple(shape))
+    spec = TensorSpec(_DTYPES[dtype], tuple(shape))
     if offsets[1] - offsets[0] != spec.nbytes:
         raise CheckpointError(f"{where} has {offsets[1] - offsets[0]} bytes, but {dtype} {shape} takes {spec.nbytes}: the file is damaged")
-    return Place(path, start + offsets[0], spec)
+    return TensorPlace(path, start + offsets[0], spec)
 
 
 def is_count(value: object) -> bool:
@@ -156,7 +156,7 @@ class Reader:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         self.metadata: dict[str, object] = {}
         for path in paths:
             places, metadata = read_header(path)
@@ -171,10 +171,10 @@ class Reader:
         self.places = {names[name]: place for name, place in self.places.items()}
         self.metadata = {names.get(name, name): value for name, value in self.metadata.items()}
 
-    def spec(self, name: str) -> Spec:
+    def spec(self, name: str) -> TensorSpec:
         return self.places[name].spec
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, TensorSpec]:
         return {name: place.spec for name, place in self.places.items()}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -243,7 +243,7 @@ class Reader:
             raise unreadable(f"{a.path} or {b.path}", e) from e
 
 
-class Writer(Placed):
+class Writer(TensorWriter):
     """Writes files that together hold `tensors`, each of at most `shard_bytes` unless a single tensor is larger.
 
     A single file is called `<stem>.safetensors`, several `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
@@ -254,7 +254,7 @@ class Writer(Placed):
     """
 
     def __init__(
-        self, folder: Path, stem: str, tensors: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES, *, journal: str | None = None
+        self, folder: Path, stem: str, tensors: Mapping[str, TensorSpec], shard_bytes: int = SHARD_BYTES, *, journal: str | None = None
     ) -> None:
         shards = list(_split(tensors, shard_bytes))
         count = len(shards)
@@ -262,7 +262,7 @@ class Writer(Placed):
         self.files = [f"{stem}.safetensors"] if count == 1 else [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         self.file_of: dict[str, str] = {}
         heads: dict[Path, bytes] = {}
-        places: dict[str, Place] = {}
+        places: dict[str, TensorPlace] = {}
         for name, shard in zip(self.files, shards, strict=True):
             heads[folder / name], found = _header(folder / name, {tensor: tensors[tensor] for tensor in shard})
             places |= found
@@ -270,7 +270,7 @@ class Writer(Placed):
         super().__init__(heads, places, folder, journal)
 
 
-def _split(tensors: Mapping[str, Spec], shard_bytes: int) -> Iterator[list[str]]:
+def _split(tensors: Mapping[str, TensorSpec], shard_bytes: int) -> Iterator[list[str]]:
     """Names in order, split where the next tensor would make a file larger than `shard_bytes`. At least one list."""
     shard: list[str] = []
     size = 0
@@ -283,7 +283,7 @@ def _split(tensors: Mapping[str, Spec], shard_bytes: int) -> Iterator[list[str]]
     yield shard
 
 
-def _header(path: Path, tensors: Mapping[str, Spec]) -> tuple[bytes, dict[str, Place]]:
+def _header(path: Path, tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, TensorPlace]]:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     end = 0
@@ -296,4 +296,4 @@ def _header(path: Path, tensors: Mapping[str, Spec]) -> tuple[bytes, dict[str, P
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: Place(path, start + begin, tensors[name]) for name, begin in begins.items()}
+    return len(text).to_bytes(8, "little") + text, {name: TensorPlace(path, start + begin, tensors[name]) for name, begin in begins.items()}

@@ -1,6 +1,6 @@
 """What safetensors and GGUF files share: tensors at offsets that are known in advance, and resumable writing.
 
-The readers and writers of `io/safetensors.py` and `io/gguf.py` build on it; both writers derive from `Placed`.
+The readers and writers of `io/safetensors.py` and `io/gguf.py` build on it; both writers derive from `TensorWriter`.
 
 A journal makes writing resumable. It is a text file in the folder of the files that are being written:
 
@@ -29,11 +29,11 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError
 
 JOURNAL = "journal"
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20  # that are read at a time for a checksum
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """dtype and shape of a tensor, whose elements need not be in memory."""
 
     dtype: torch.dtype
@@ -46,12 +46,12 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor is stored: in `spec.nbytes` bytes, row-major, of the file at `path`, from byte `offset` on."""
 
     path: Path
     offset: int
-    spec: Spec
+    spec: TensorSpec
 
 
 def check_is_fetched(path: Path, beginning: bytes) -> None:
@@ -97,7 +97,7 @@ def fill(file: FileIO, tensor: Tensor, path: Path) -> None:
         view = view[count:]
 
 
-class Placed:
+class TensorWriter:
     """Writes files one tensor at a time, each at its precomputed offset, in any order.
 
     Attributes:
@@ -105,7 +105,7 @@ class Placed:
         resumed: Number of tensors that an earlier writer wrote. The caller skips these: `checksums` names them.
     """
 
-    def __init__(self, heads: Mapping[Path, bytes], places: Mapping[str, Place], folder: Path, journal: str | None = None) -> None:
+    def __init__(self, heads: Mapping[Path, bytes], places: Mapping[str, TensorPlace], folder: Path, journal: str | None = None) -> None:
         """Create the files, or open those of an earlier writer that was killed.
 
         Args:
@@ -181,7 +181,7 @@ def _begins_with(path: Path, head: bytes) -> bool:
         return file.read(len(head)) == head
 
 
-def _done(journal: Path, title: str, places: Mapping[str, Place]) -> Iterator[tuple[str, int]]:
+def _done(journal: Path, title: str, places: Mapping[str, TensorPlace]) -> Iterator[tuple[str, int]]:
     """Yield (name, CRC-32) of the tensors that a journal lists and whose bytes are intact.
 
     The bytes are compared because neither files nor journal are flushed to the disk after each tensor: a power failure may keep the line
@@ -207,7 +207,7 @@ def _done(journal: Path, title: str, places: Mapping[str, Place]) -> Iterator[tu
             yield name, crc32
 
 
-def _crc32_of(place: Place) -> int | None:
+def _crc32_of(place: TensorPlace) -> int | None:
     """Compute the CRC-32 of the bytes at a place, None if the file ends before them. Reads 4 MiB at a time."""
     left, crc32 = place.spec.nbytes, 0
     with open(place.path, "rb") as file:

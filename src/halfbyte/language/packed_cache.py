@@ -16,6 +16,7 @@ complete stay, and the next process writes the others. The least recently used m
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
 import shutil
@@ -53,13 +54,15 @@ _FOLDERS = (
 _PATTERNS = (*(f"{name}/**/*.py" for name in _FOLDERS), "kernels/*.py", "dispatch/packed.py")
 
 
+class _Writer(threading.Thread):
+    """Stores the packed weights of a model."""
+
+
 class _StoppedError(Exception):
     """The process ends."""
 
 
 _stopped = threading.Event()
-_writers: set[threading.Thread] = set()
-_warned: set[str] = set()
 
 
 class _FileState(NamedTuple):
@@ -173,11 +176,7 @@ class PackedCache:
         size = sum(data.nbytes for _, data in new.values()) + sum(weight.bytes for _, weight in self._stored.values())
         if not new or size < LEAST or not self._is_unchanged():
             return
-        thread = threading.Thread(
-            target=self._write, args=([new[name] for name in sorted(new)],), name="halfbyte-packed-cache", daemon=True
-        )
-        _writers.add(thread)
-        thread.start()
+        _Writer(target=self._write, args=([new[name] for name in sorted(new)],), name="halfbyte-packed-cache", daemon=True).start()
 
     def _is_unchanged(self) -> bool:
         """Whether the files are those that were opened, and not so new that a change could have left their times as they are."""
@@ -257,10 +256,10 @@ def _folder() -> Path | None:
     return folder
 
 
+@functools.lru_cache(maxsize=64)
 def _warn(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    """Warn, once in this process."""
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _samples(path: Path, size: int) -> str:
@@ -347,8 +346,9 @@ atexit.register(_stop)
 
 def wait(timeout: float | None = None) -> None:
     """Wait until all that is being written is stored, or so many seconds for each writer."""
-    for thread in list(_writers):
-        thread.join(timeout)
+    for thread in threading.enumerate():
+        if isinstance(thread, _Writer):
+            thread.join(timeout)
 
 
 def summary() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from halfbyte.checkpoint.files import COMPANION_BYTES
 from halfbyte.checkpoint.gguf import chat_templates
 from halfbyte.checkpoint.gguf.tokenizer import StoredTokenizer, import_tokenizers
 from halfbyte.checkpoint.mapping import generation_settings
@@ -23,7 +24,6 @@ from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import load_json, read_bytes
 
 FILE, SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-_LIMIT = 64 << 20
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "spiece.model", "vocab.txt", "tiktoken.model")
 # Model types for which transformers ignores that tokenizer_config.json names LlamaTokenizer, and takes tokenizer.json as it is.
@@ -46,9 +46,9 @@ def read(folder: Path) -> StoredTokenizer:
     if not is_file(folder / FILE):
         raise _no_tokenizer(folder)
     tokenizers = import_tokenizers(f"the tokenizer of {folder}")
-    settings = load_json(folder / SETTINGS, _LIMIT) if is_file(folder / SETTINGS) else {}
-    config = load_json(folder / CONFIG, _LIMIT) if is_file(folder / CONFIG) else {}
-    content = read_bytes(folder / FILE, _LIMIT)
+    settings = load_json(folder / SETTINGS, COMPANION_BYTES) if is_file(folder / SETTINGS) else {}
+    config = load_json(folder / CONFIG, COMPANION_BYTES) if is_file(folder / CONFIG) else {}
+    content = read_bytes(folder / FILE, COMPANION_BYTES)
     with _naming_the_folder(folder):
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_padding()
@@ -141,10 +141,10 @@ def _add_tokens(backend: Any, folder: Path, settings: Mapping[str, Any], make: A
         described = {int(i): make(**token) for i, token in listed.items()}
     else:
         if is_file(folder / SPECIAL_TOKENS):
-            stated |= load_json(folder / SPECIAL_TOKENS, _LIMIT)
+            stated |= load_json(folder / SPECIAL_TOKENS, COMPANION_BYTES)
         if is_file(folder / ADDED_TOKENS):
             special_texts = {_text(name, stated.get(name)) for name in _NAMES}
-            for token, i in load_json(folder / ADDED_TOKENS, _LIMIT).items():
+            for token, i in load_json(folder / ADDED_TOKENS, COMPANION_BYTES).items():
                 described[int(i)] = make(token, normalized=token not in special_texts, special=token in special_texts)
     special = dict(_special_tokens(stated))
     by_text = {token.content: token for token in described.values()}
@@ -195,7 +195,7 @@ def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
     file = folder / generation_settings.FILE
     stated: Any
     if is_file(file):
-        stated = load_json(file, _LIMIT).get("eos_token_id")
+        stated = load_json(file, COMPANION_BYTES).get("eos_token_id")
     else:
         file, text = folder / CONFIG, config.get("text_config")
         stated = config.get("eos_token_id") or (text.get("eos_token_id") if isinstance(text, Mapping) else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from inspect import getattr_static
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
@@ -19,8 +18,8 @@ from halfbyte.nn.modules.experts import why_not as why_not_experts
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
 from halfbyte.nn.training.fake_quantized import FakeQuantized
+from halfbyte.ops.checks import FLOATS
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which the kernels take activations
 ATTENTION = "MultiheadAttention is quantized only with inputs of one width, without added keys, hooks and weights of other types"
 CUSTOM_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"

@@ -27,8 +27,9 @@ from halfbyte.nn.training.fake_quantized import check_not_in_training
 # What takes the place of a method for weights that calibration does not reach: embeddings above all.
 UNCALIBRATED = {"gptq": "mse", "awq": "mse"}
 
-# Callbacks for each model that has been quantized or loaded (see integrations).
-finished: list[Callable[[nn.Module], None]] = []
+# Callbacks for each model that has been quantized or loaded: one for each integration, which adds it when it is imported, under Python's
+# import lock. None is removed.
+after_quantizing: list[Callable[[nn.Module], None]] = []
 
 
 def quantize_(
@@ -128,7 +129,7 @@ def _quantize_expanded_(
                 model.get_parameter(name).copy_(result.value)
     setattr(model, CONFIG_ATTRIBUTE, config)
     add_notes(model, notes)
-    for finish in finished:
+    for finish in after_quantizing:
         finish(model)
     return model
 
@@ -212,7 +213,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
     setattr(model, CONFIG_ATTRIBUTE, config)
     setattr(model, NOTES, from_.notes)
     add_kept(model, kept)
-    for finish in finished:
+    for finish in after_quantizing:
         finish(model)
     return model
 

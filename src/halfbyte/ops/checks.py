@@ -18,7 +18,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import named_device
 from halfbyte.quantizers.check import check_dense
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes of activations that kernels take
 ACTIVATIONS = get_args(Activation)
 _INFINITE = float("inf")
 TABLE_PANEL = cpu_tiles.PANEL  # rows of qlinear's table are padded to a multiple of it

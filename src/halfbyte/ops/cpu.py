@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.bounded import Bounded
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops import long_sums
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _INFINITE = float("inf")
 _CPU = torch.device("cpu")
-
-_linear_kernels = Bounded[tuple[Any, ...], Any](4096)
 
 
 def quantize(weight: Tensor, fmt: Format) -> Codes | None:
@@ -49,7 +47,7 @@ def linear(
     gelu: bool = False,
 ) -> Tensor:
     """With `gelu`, GELU is applied instead of the clamp."""
-    kernel = _linear_kernels.get((format, n, k, weight.numel(), x.dtype, compute, activation, gelu))
+    kernel = PLANS.linear_kernels.get((format, n, k, weight.numel(), x.dtype, compute, activation, gelu))
     if kernel is None:
         kernel = _linear_kernel(x, weight, format, n, k, compute, activation, gelu)
     shape = x.shape
@@ -86,7 +84,7 @@ def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compu
     check_linear(x, weight, format, n, k, activation, -_INFINITE, _INFINITE)
     sparse = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()).sparse
     kernel = kernel_for(format, n, k, x.dtype, compute, activation, gelu=gelu, sparse=sparse)
-    _linear_kernels[format, n, k, weight.numel(), x.dtype, compute, activation, gelu] = kernel
+    PLANS.linear_kernels[format, n, k, weight.numel(), x.dtype, compute, activation, gelu] = kernel
     return kernel
 
 

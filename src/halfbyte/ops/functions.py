@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.bounded import ByTensor
+from halfbyte.bounded import version_of
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
@@ -29,9 +29,6 @@ from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
 
 _INFINITE = float("inf")
-
-# `integer_sums` of the weights that calls with requantization have been made with, by their packed bytes.
-_integer_sums = ByTensor[tuple[Tensor, Tensor]]()
 
 # Codes and layouts
 
@@ -321,11 +318,13 @@ def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float
 
 def integer_sums(packed: Packed | PackedConv, n: int, k: int, taps: int) -> tuple[Tensor, Tensor]:
     """Sums of the codes of each of N outputs and of `taps` parts of K, int32 [N, taps], and the outputs' scales, float64 [N]."""
-    if (found := _integer_sums.get(packed.data)) is not None:
-        return found
-    codes = unpack(packed)
-    scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
-    return _integer_sums.put(packed.data, (codes.values().reshape(n, taps, k // taps).sum(2, dtype=torch.int32), scales))
+    key = "integer_sums", version_of(packed.data)
+    sums: tuple[Tensor, Tensor] | None = packed.calls.get(key)
+    if sums is None:
+        codes = unpack(packed)
+        scales = codes.scale.double().expand(n, 1).flatten() if k else codes.scale.new_zeros(n, dtype=torch.float64)
+        sums = packed.calls[key] = codes.values().reshape(n, taps, k // taps).sum(2, dtype=torch.int32), scales
+    return sums
 
 
 def requantization_rows(

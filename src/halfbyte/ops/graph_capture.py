@@ -16,10 +16,25 @@ from halfbyte.dispatch.gpu import why_no_triton
 
 T = TypeVar("T")
 
-# A graph whose memory others share, by device and the stream of replays: two graphs in one memory must not run at the same time.
-_pools: dict[tuple[int, int], Any] = {}
-_lost: list[Any] = []  # those in whose memory a capture failed
-_streams: dict[int, Any] = {}  # by device: of captures
+
+class _DeviceGraphs:
+    """What the graphs of one device share.
+
+    Attributes:
+        stream: On which all are captured.
+        pools: A graph whose memory others share, by the stream of replays: two graphs in one memory must not run at the same time.
+        lost: Graphs in whose memory a capture failed, at most one for each failure: torch cannot free them while it keeps that memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pools: dict[int, Any] = {}
+        self.lost: list[Any] = []
+
+
+# What graphs share, by the index of the device: created by its first capture, and never invalidated. Captures of one device must not
+# overlap, as torch allows one at a time.
+_devices: dict[int, _DeviceGraphs] = {}
 _MODE = "thread_local"  # other threads may go on using the GPU
 
 
@@ -36,8 +51,8 @@ class CapturedGraph:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
         self._owner: Any = None
         here = torch.cuda.current_stream(device)
-        self._place = here.device_index, here.cuda_stream
-        self._stream = _streams.setdefault(here.device_index, torch.cuda.Stream(device))
+        self._replayed_on = here.cuda_stream
+        self._shared = _devices.get(here.device_index) or _devices.setdefault(here.device_index, _DeviceGraphs(device))
 
     def capture(self, run: Callable[[], T]) -> T:
         """Capture the launches of `run`, without running them, and return its result.
@@ -45,28 +60,29 @@ class CapturedGraph:
         Raises:
             RuntimeError: Something in it synchronizes with the GPU.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            if self._place not in _pools:
-                _pools[self._place] = _trivial(self._device)
+        shared = self._shared
+        shared.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(shared.stream):
+            if self._replayed_on not in shared.pools:
+                shared.pools[self._replayed_on] = _trivial(self._device)
             try:
-                self._graph.capture_begin(pool=_pools[self._place].pool(), capture_error_mode=_MODE)
+                self._graph.capture_begin(pool=shared.pools[self._replayed_on].pool(), capture_error_mode=_MODE)
                 if why_no_triton() is None:
                     from halfbyte.kernels.gpu.runtime import scratch
 
                     self._owner = scratch.owner(self._device)
-                found = run()
+                result = run()
             except BaseException:
                 self._abandon()
                 raise
             self._graph.capture_end()
-        return found
+        return result
 
     def _abandon(self) -> None:
         """Ends a capture that failed. torch leaves its random numbers as they were within: another capture brings them back."""
         with suppress(RuntimeError):
             self._graph.capture_end()
-        _lost.append(_pools.pop(self._place))
+        self._shared.lost.append(self._shared.pools.pop(self._replayed_on))
         _trivial(self._device)
         self.close()
 

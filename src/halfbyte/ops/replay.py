@@ -42,6 +42,8 @@ class Tapes(dict[Hashable, "Tape"]):
         self.launches = 0
 
 
+# Recorded launches of all GPUs, until the process ends or there are too many. Keys hold all that launches depend on but addresses, which a
+# replay is given: nothing invalidates a tape. Threads may record one key twice; the later tape stays.
 tapes = Tapes()
 
 

@@ -199,33 +199,33 @@ class _Handlers:
         return ApiError(404, f"there is no model {name[:200]!r} here: ask for {names}", "model_not_found", "model")
 
     async def complete(self, request: Request) -> Response:
-        service, asked = self._service(self._text, await self._read(CompletionRequest, request), "write text")
-        return await service.complete(asked, request.receive)
+        service, body = self._service(self._text, await self._read(CompletionRequest, request), "write text")
+        return await service.complete(body, request.receive)
 
     async def chat(self, request: Request) -> Response:
-        service, asked = self._service(self._text, await self._read(ChatRequest, request), "write text")
-        return await service.chat(asked, request.receive)
+        service, body = self._service(self._text, await self._read(ChatRequest, request), "write text")
+        return await service.chat(body, request.receive)
 
     async def embed(self, request: Request) -> Response:
-        service, asked = self._service(self._vectors, await self._read(EmbeddingRequest, request), "embed texts")
-        return await service.embed(asked, request.receive)
+        service, body = self._service(self._vectors, await self._read(EmbeddingRequest, request), "embed texts")
+        return await service.embed(body, request.receive)
 
     async def rerank(self, request: Request) -> Response:
-        service, asked = self._service(self._vectors, await self._read(RerankRequest, request), "embed texts")
-        return await service.rerank(asked, request.receive)
+        service, body = self._service(self._vectors, await self._read(RerankRequest, request), "embed texts")
+        return await service.rerank(body, request.receive)
 
-    def _service(self, service: S | None, asked: R, what: str) -> tuple[S, R]:
+    def _service(self, service: S | None, body: R, what: str) -> tuple[S, R]:
         """The service that a request is for.
 
         Raises:
             ApiError: There is none.
         """
-        if service is not None and asked.model in (None, service.name):
-            return service, asked
-        if asked.model is not None and asked.model not in [model["id"] for model in self._models()]:
-            raise self._unknown(asked.model)
+        if service is not None and body.model in (None, service.name):
+            return service, body
+        if body.model is not None and body.model not in [model["id"] for model in self._models()]:
+            raise self._unknown(body.model)
         raise ApiError(
-            404, f"{asked.model or 'this server'} does not {what}: start halfbyte serve with a model that does", "model_not_found", "model"
+            404, f"{body.model or 'this server'} does not {what}: start halfbyte serve with a model that does", "model_not_found", "model"
         )
 
     async def _read(self, kind: type[R], request: Request) -> R:

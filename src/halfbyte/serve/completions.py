@@ -39,13 +39,13 @@ class _Prepared(NamedTuple):
     """A request that is tokenized and ready for the engine.
 
     Attributes:
-        request: The engine's request, with a job for each sequence: `n` sequences of the first prompt, then `n` of the next one, ….
+        engine_request: The engine's request, with a job for each sequence: `n` sequences of the first prompt, then `n` of the next one, ….
         echoes: The prompt's text for each sequence if the request has `echo`, else "".
         prompt_tokens: Tokens of all prompts together, each counted once, for `usage`.
         names: Functions that the answer of a chat may call; empty: none.
     """
 
-    request: Request
+    engine_request: Request
     echoes: list[str]
     prompt_tokens: int
     names: list[str]
@@ -85,69 +85,69 @@ class TextService:
         """Tokens of prompt and answer together that the model has positions for; None: no limit."""
         return self._model.spec.max_positions
 
-    async def complete(self, asked: CompletionRequest, receive: Receive) -> Response:
+    async def complete(self, request: CompletionRequest, receive: Receive) -> Response:
         """Answer POST /v1/completions.
 
         Args:
-            asked: The request.
+            request: The request.
             receive: ASGI's, by which a client that disconnects is noticed.
 
         Raises:
             ApiError: The request cannot be answered.
         """
-        if asked.best_of not in (None, asked.n or 1):
-            raise ApiError(400, f"best_of is n, {asked.n or 1}, here, got {asked.best_of}: leave it out", param="best_of")
-        if asked.echo and asked.logprobs is not None:
+        if request.best_of not in (None, request.n or 1):
+            raise ApiError(400, f"best_of is n, {request.n or 1}, here, got {request.best_of}: leave it out", param="best_of")
+        if request.echo and request.logprobs is not None:
             raise ApiError(400, "echo has no log probabilities of the prompt here: leave out echo or logprobs", param="echo")
-        return await self._answer(asked, CompletionFormat(self.name, self._tokens), receive)
+        return await self._answer(request, CompletionFormat(self.name, self._tokens), receive)
 
-    async def chat(self, asked: ChatRequest, receive: Receive) -> Response:
+    async def chat(self, request: ChatRequest, receive: Receive) -> Response:
         """Answer POST /v1/chat/completions; arguments and errors are those of `complete`."""
-        if asked.top_logprobs is not None and not asked.logprobs:
+        if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
-        return await self._answer(asked, ChatFormat(self.name, self._tokens), receive)
+        return await self._answer(request, ChatFormat(self.name, self._tokens), receive)
 
     # Preparation, in a thread of the executor
 
-    def _prepare(self, asked: GenerationRequest, request: Request) -> _Prepared:
+    def _prepare(self, request: GenerationRequest, engine_request: Request) -> _Prepared:
         """Tokenize the prompts, check the limits, and compile the schema that constrains the answer.
 
         Args:
-            asked: The request as it was received.
-            request: The engine's request, to which jobs are added.
+            request: The request as it was received.
+            engine_request: The engine's request, to which jobs are added.
 
         Raises:
             ApiError: The request exceeds a limit, or has fields that contradict each other.
             ArgumentError: A sampling setting, a logit bias or the JSON schema is invalid.
             HalfbyteError: The tokenizer or the chat template does not take the prompt.
         """
-        n, names, schema = asked.n or 1, list[str](), _schema(asked.response_format)
-        if isinstance(asked, ChatRequest):
-            prompts: Sequence[str | list[int]] = [prompt(self._model, asked)]
-            if asked.tools and asked.tool_choice != "none":
-                names = [tool.function.name for tool in asked.tools]
-            schema = forced_call(asked) or schema  # a call that tool_choice demands wins over response_format
+        n, names, schema = request.n or 1, list[str](), _schema(request.response_format)
+        if isinstance(request, ChatRequest):
+            prompts: Sequence[str | list[int]] = [prompt(self._model, request)]
+            if request.tools and request.tool_choice != "none":
+                names = [tool.function.name for tool in request.tools]
+            schema = forced_call(request) or schema  # a call that tool_choice demands wins over response_format
         else:
-            assert isinstance(asked, CompletionRequest)
-            prompts = asked.prompts
+            assert isinstance(request, CompletionRequest)
+            prompts = request.prompts
         if n * len(prompts) > self._settings.choices:
             raise ApiError(
                 400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n"
             )
-        add_special_tokens = not isinstance(asked, ChatRequest)  # a chat template writes its own
+        add_special_tokens = not isinstance(request, ChatRequest)  # a chat template writes its own
         echoes, total = [], 0
         for text in prompts:
             ids = self._ids(text, add_special_tokens)
             total += len(ids)
-            new_tokens = self._new_tokens(asked, len(ids))
-            echo = isinstance(asked, CompletionRequest) and asked.echo
+            new_tokens = self._new_tokens(request, len(ids))
+            echo = isinstance(request, CompletionRequest) and request.echo
             echoed = (text if isinstance(text, str) else self._model.tokenizer.decode(ids)) if echo else ""
             for _ in range(n):
-                index = len(request.jobs)  # also chooses the seed: sequences of one prompt differ
-                sampling = asked.sampling(self._defaults, new_tokens, index)
-                request.jobs.append(Job(request, index, ids, sampling, self._processors(asked, schema)))
+                index = len(engine_request.jobs)  # also chooses the seed: sequences of one prompt differ
+                sampling = request.sampling(self._defaults, new_tokens, index)
+                engine_request.jobs.append(Job(engine_request, index, ids, sampling, self._processors(request, schema)))
                 echoes.append(echoed)
-        return _Prepared(request, echoes, total, names)
+        return _Prepared(engine_request, echoes, total, names)
 
     def _ids(self, text: str | list[int], special: bool) -> list[int]:
         """Tokenize a prompt and check its length.
@@ -181,13 +181,13 @@ class TextService:
             )
         return ids
 
-    def _new_tokens(self, asked: GenerationRequest, prompt_tokens: int) -> int:
+    def _new_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
         """Return the most tokens that a sequence may generate.
 
         A request that does not say gets 16 for a completion, as in OpenAI's API, and all that the limits allow for a chat.
 
         Args:
-            asked: The request.
+            request: The request.
             prompt_tokens: Tokens of the prompt, which take positions of the model, too.
 
         Raises:
@@ -195,8 +195,8 @@ class TextService:
         """
         room = None if self.positions is None else self.positions - prompt_tokens
         limits = [limit for limit in (room, self._settings.new_tokens) if limit is not None]
-        wanted = asked.most_new_tokens
-        if wanted is None and not isinstance(asked, ChatRequest):
+        wanted = request.most_new_tokens
+        if wanted is None and not isinstance(request, ChatRequest):
             wanted = min([_DEFAULT_NEW_TOKENS, *limits])
         if wanted is None:
             return min(limits, default=4096)  # a chat with a model that has no limit of positions
@@ -211,74 +211,74 @@ class TextService:
             )
         return wanted
 
-    def _processors(self, asked: GenerationRequest, schema: dict[str, Any] | None) -> list[Processor]:
+    def _processors(self, request: GenerationRequest, schema: dict[str, Any] | None) -> list[Processor]:
         """Make the logits processors of one sequence: logit_bias, and the grammar of a JSON schema, which has state of its own."""
         processors: list[Processor] = []
-        if asked.logit_bias:
-            processors.append(Bias(asked.logit_bias, self._model.spec.vocabulary))
+        if request.logit_bias:
+            processors.append(Bias(request.logit_bias, self._model.spec.vocabulary))
         if schema is not None:
             processors.append(self._grammars.json_schema(schema))
         return processors
 
     # The answer, on the event loop
 
-    async def _answer(self, asked: GenerationRequest, format: CompletionFormat, receive: Receive) -> Response:
+    async def _answer(self, request: GenerationRequest, format: CompletionFormat, receive: Receive) -> Response:
         """Prepare a request, submit it to the engine, and return its response once the first token is there.
 
         Args:
-            asked: The request.
+            request: The request.
             format: The JSON of the endpoint.
             receive: ASGI's, by which a client that disconnects is noticed; its request is cancelled then, at any point.
 
         Raises:
             ApiError: The request cannot be answered, or the engine has failed before the first token.
         """
-        request = Request(time.monotonic() + self._settings.seconds)
-        headers = {"halfbyte-ignored": ", ".join(asked.ignored)[:1000]} if asked.ignored else {}
-        async with watching(receive, request.cancel):
+        engine_request = Request(time.monotonic() + self._settings.seconds)
+        headers = {"halfbyte-ignored": ", ".join(request.ignored)[:1000]} if request.ignored else {}
+        async with watching(receive, engine_request.cancel):
             loop = asyncio.get_running_loop()
             try:
-                prepared = await loop.run_in_executor(self._executor, partial(self._prepare, asked, request))
+                prepared = await loop.run_in_executor(self._executor, partial(self._prepare, request, engine_request))
             except ArgumentError as e:
                 raise ApiError(400, str(e), "invalid_value") from e
             except HalfbyteError as e:  # of the model's template or tokenizer
                 raise ApiError(400, str(e), "unsupported_value") from e
-            if request.cancelled:  # the client has disconnected and reads no response; 499 is for the log
+            if engine_request.cancelled:  # the client has disconnected and reads no response; 499 is for the log
                 return Response(status_code=499)
-            self.engine.submit(request)
+            self.engine.submit(engine_request)
             try:
-                await request.started()
-                if asked.stream:
-                    with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-                    events = self._events(prepared, format, asked, with_usage)
+                await engine_request.started()
+                if request.stream:
+                    with_usage = request.stream_options is not None and request.stream_options.include_usage
+                    events = self._events(prepared, format, request, with_usage)
                     # It notices a disconnection itself, as it is sent after this block. When the request's time is over, the engine
                     # fails it, which is the stream's last event; a client that has not read this within a second is cut off.
-                    return EventStream(events, request.cancel, self._settings.seconds + 1, _ascii(headers))
-                return await self._whole(prepared, format, asked, _ascii(headers))
+                    return EventStream(events, engine_request.cancel, self._settings.seconds + 1, _ascii(headers))
+                return await self._whole(prepared, format, request, _ascii(headers))
             except BaseException:  # also asyncio.CancelledError: the engine must not decode for a request without a response
-                request.cancel()
+                engine_request.cancel()
                 raise
 
-    def _shown(self, asked: GenerationRequest, update: Update) -> list[Choice] | None:
+    def _shown(self, request: GenerationRequest, update: Update) -> list[Choice] | None:
         """Return the new tokens whose log probabilities the response lists; None if the request asks for none.
 
         The end-of-sequence token is left out, as the text of the answer has no place for it.
         """
-        if asked.most_likely is None:
+        if request.most_likely is None:
             return None
         ends = update.finish_reason == "stop" and update.choices and update.choices[-1].id in self._model.tokenizer.eos_ids
         return update.choices[:-1] if ends else update.choices
 
     async def _events(
-        self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, with_usage: bool
+        self, prepared: _Prepared, format: CompletionFormat, request: GenerationRequest, with_usage: bool
     ) -> AsyncIterator[bytes]:
         """Yield the server-sent events of a streamed answer.
 
         Each sequence has a first chunk (the role, for a chat), the echo, chunks of new text, one of tool calls, and a last one with its
         finish_reason; chunks of several sequences are interleaved. Then come the usage, if asked for, and [DONE], or an error alone.
         """
-        request = prepared.request
-        answers = [Answer(prepared.names) for _ in request.jobs]
+        engine_request = prepared.engine_request
+        answers = [Answer(prepared.names) for _ in engine_request.jobs]
         empty = {"usage": None} if with_usage else {}  # OpenAI's API: null in all chunks but the last
 
         def chunk(choice: dict[str, Any]) -> bytes:
@@ -290,9 +290,9 @@ class TextService:
             if echo:
                 yield chunk(format.delta(index, echo, None, None, []))
         try:
-            async for update in request.updates():
+            async for update in engine_request.updates():
                 text, calls = answers[update.sequence].push(update.text), list[Any]()
-                choices = self._shown(asked, update)
+                choices = self._shown(request, update)
                 if update.finish_reason is not None:
                     rest, calls = answers[update.sequence].finish()  # text that might have become a tool call
                     text += rest
@@ -309,37 +309,37 @@ class TextService:
         except ApiError as e:  # the status 200 has been sent
             yield event(e.document())
             return
-        if request.cancelled:
+        if engine_request.cancelled:
             return
         if with_usage:
-            yield event(format.document([], usage(request, prepared.prompt_tokens), chunk=True))
+            yield event(format.document([], usage(engine_request, prepared.prompt_tokens), chunk=True))
         yield DONE
 
-    async def _whole(self, prepared: _Prepared, format: CompletionFormat, asked: GenerationRequest, headers: dict[str, str]) -> Response:
+    async def _whole(self, prepared: _Prepared, format: CompletionFormat, request: GenerationRequest, headers: dict[str, str]) -> Response:
         """Wait for all sequences and return one JSON document.
 
         Raises:
             ApiError: The engine has failed, or the time of the request is over.
         """
-        request = prepared.request
+        engine_request = prepared.engine_request
         texts = list(prepared.echoes)
-        reasons: list[str | None] = [None for _ in request.jobs]
-        tokens: list[list[Choice]] = [[] for _ in request.jobs]
-        answers: list[str] = ["" for _ in request.jobs]
-        async for update in request.updates():
+        reasons: list[str | None] = [None for _ in engine_request.jobs]
+        tokens: list[list[Choice]] = [[] for _ in engine_request.jobs]
+        answers: list[str] = ["" for _ in engine_request.jobs]
+        async for update in engine_request.updates():
             answers[update.sequence] += update.text
-            tokens[update.sequence] += self._shown(asked, update) or []
+            tokens[update.sequence] += self._shown(request, update) or []
             reasons[update.sequence] = update.finish_reason or reasons[update.sequence]
-        if request.cancelled:
+        if engine_request.cancelled:
             return Response(status_code=499)
         choices = []
         for index, reason in enumerate(reasons):
             answer = Answer(prepared.names)
             text = answer.push(answers[index])
             rest, calls = answer.finish()
-            logprobs = tokens[index] if asked.most_likely is not None else None
+            logprobs = tokens[index] if request.most_likely is not None else None
             choices.append(format.whole(index, texts[index] + text + rest, logprobs, reason, calls))
-        return json_reply(format.document(choices, usage(request, prepared.prompt_tokens), chunk=False), headers=headers)
+        return json_reply(format.document(choices, usage(engine_request, prepared.prompt_tokens), chunk=False), headers=headers)
 
 
 def _schema(format: ResponseFormat | None) -> dict[str, Any] | None:

@@ -1,4 +1,8 @@
-"""Responses: JSON, errors in the shape of OpenAI's API, and streams of server-sent events."""
+"""Responses: JSON, errors in the shape of OpenAI's API, and streams of server-sent events.
+
+Used by `app.py`, `completions.py` and `vectors.py`. The engine computes for a request as long as its client is connected: `watching` and
+`EventStream` tell when it has disconnected, so that the request can be cancelled.
+"""
 
 from __future__ import annotations
 
@@ -58,20 +62,20 @@ def event(document: Any) -> bytes:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client has gone away; its body has been read."""
+    """Wait until the client has disconnected. The body of its request must have been read, as that comes by `receive`, too."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class watching:
-    """A context in which `gone` is called if the client goes away."""
+    """An asynchronous context in which `on_disconnect` is called once if the client disconnects."""
 
-    def __init__(self, receive: Receive, gone: Callable[[], object]) -> None:
-        self._receive, self._gone = receive, gone
+    def __init__(self, receive: Receive, on_disconnect: Callable[[], object]) -> None:
+        self._receive, self._on_disconnect = receive, on_disconnect
 
     async def _watch(self) -> None:
         await disconnected(self._receive)
-        self._gone()
+        self._on_disconnect()
 
     async def __aenter__(self) -> None:
         self._task = asyncio.create_task(self._watch())
@@ -85,27 +89,28 @@ class watching:
 class EventStream(Response):
     """A stream of server-sent events.
 
-    A client that goes away, or reads so slowly that the time is over, ends it: `closed` is called then, and also after the last event.
+    It ends after the last event, when the client disconnects, and when the client reads so slowly that the time is over. `on_close` is
+    called in each case, at least once.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], closed: Callable[[], None], seconds: float, headers: dict[str, str]) -> None:
-        """Make a stream.
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None], seconds: float, headers: dict[str, str]) -> None:
+        """Create a stream, which is sent when Starlette calls it.
 
         Args:
             events: The events, as bytes.
-            closed: Called once when the stream has ended, however it has.
+            on_close: Called when the stream has ended; a disconnection calls it earlier, and it is called again then.
             seconds: Time after which a stream that is still being sent is cut.
             headers: Of the response.
         """
         super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
-        del self.headers["content-length"]
-        self._events, self._closed, self._seconds = events, closed, seconds
+        del self.headers["content-length"]  # 0, of the missing body
+        self._events, self._on_close, self._seconds = events, on_close, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(self._seconds), watching(receive, self._closed):
+            async with asyncio.timeout(self._seconds), watching(receive, self._on_close):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for chunk in self._events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -113,4 +118,4 @@ class EventStream(Response):
         except (TimeoutError, OSError):  # the client reads too slowly, or has gone away: the connection is of no more use
             pass
         finally:
-            self._closed()
+            self._on_close()

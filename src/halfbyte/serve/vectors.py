@@ -28,34 +28,34 @@ class VectorService:
         self.name, self.encoder = name, encoder
         self._settings, self._metrics, self._executor = settings, metrics, executor
 
-    async def embed(self, asked: EmbeddingRequest, receive: Receive) -> Response:
+    async def embed(self, request: EmbeddingRequest, receive: Receive) -> Response:
         """Answer POST /v1/embeddings."""
-        if asked.dimensions not in (None, self.encoder.dimensions):
+        if request.dimensions not in (None, self.encoder.dimensions):
             raise ApiError(
-                400, f"embeddings have {self.encoder.dimensions} dimensions, got {asked.dimensions}: leave it out", param="dimensions"
+                400, f"embeddings have {self.encoder.dimensions} dimensions, got {request.dimensions}: leave it out", param="dimensions"
             )
-        given = [asked.input] if isinstance(asked.input, str) or isinstance(asked.input[0], int) else asked.input
+        given = [request.input] if isinstance(request.input, str) or isinstance(request.input[0], int) else request.input
         texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
         rows, tokens = await self._rows(texts, receive)
-        if asked.encoding_format == "base64":
+        if request.encoding_format == "base64":
             data: list[Any] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
         else:
             data = rows.tolist()
         items = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(data)]
         return json_reply({"object": "list", "data": items, "model": self.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
 
-    async def rerank(self, asked: RerankRequest, receive: Receive) -> Response:
+    async def rerank(self, request: RerankRequest, receive: Receive) -> Response:
         """Answer POST /v1/rerank."""
-        documents = [document if isinstance(document, str) else document.text for document in asked.documents]
+        documents = [document if isinstance(document, str) else document.text for document in request.documents]
         query, document = self.encoder.prompt("query"), self.encoder.prompt("document")
-        rows, tokens = await self._rows([query + asked.query, *(document + text for text in documents)], receive)
+        rows, tokens = await self._rows([query + request.query, *(document + text for text in documents)], receive)
         scores = (rows[1:] @ rows[0]).tolist()
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
         results = [
             {
                 "index": index,
                 "relevance_score": scores[index],
-                **({"document": {"text": documents[index]}} if asked.return_documents else {}),
+                **({"document": {"text": documents[index]}} if request.return_documents else {}),
             }
             for index in order
         ]

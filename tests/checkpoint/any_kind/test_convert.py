@@ -332,19 +332,19 @@ def test_what_is_resumed_must_be_the_same(folders: Path, tmp_path: Path) -> None
 
 
 def test_what_fails_leaves_no_trace(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfbyte.io.tensors import Placed
+    from halfbyte.io.tensors import TensorWriter
 
     calls = 0
 
-    def full(self: Placed, name: str, tensor: Tensor) -> None:
+    def full(self: TensorWriter, name: str, tensor: Tensor) -> None:
         nonlocal calls
         calls += 1
         if calls > 3:
             raise OSError(28, "No space left on device")
         original(self, name, tensor)
 
-    original = Placed.write
-    monkeypatch.setattr(Placed, "write", full)
+    original = TensorWriter.write
+    monkeypatch.setattr(TensorWriter, "write", full)
     for kind in KINDS:
         calls = 0
         with pytest.raises(CheckpointError, match=r"No space left on device.*free some space"):

@@ -24,7 +24,7 @@ from halfbyte.checkpoint import convert, load, load_tensors, save
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.safetensors import Reader, Writer, read_header
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 
@@ -203,7 +203,7 @@ def test_every_dtype_that_is_written_is_read(tmp_path: Path) -> None:
     kinds = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
     kinds += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64]
     tensors = {str(kind): torch.arange(6).reshape(2, 3).T.to(kind) for kind in kinds}
-    writer = Writer(tmp_path, "model", {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    writer = Writer(tmp_path, "model", {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()
@@ -216,7 +216,7 @@ def test_every_dtype_that_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_writer_is_told_the_truth(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "model", {"a": Spec(torch.float32, (2, 3)), "b": Spec(torch.float32, (1,))})
+    writer = Writer(tmp_path, "model", {"a": TensorSpec(torch.float32, (2, 3)), "b": TensorSpec(torch.float32, (1,))})
     with pytest.raises(ArgumentError, match=r"a was announced as torch.float32 \[2, 3\], got torch.float32 \[3, 2\]"):
         writer.write("a", torch.zeros(3, 2))
     writer.write("a", torch.zeros(2, 3))

@@ -45,7 +45,9 @@ def images(count: int) -> Tensor:
 
 
 def programs(built: nn.Module) -> list[networks._ProgramModule]:
-    found = [one for one in networks._thread.networks[built].found.values() if isinstance(one, nn.Module)]
+    thread = networks._thread_programs_of(built).programs  # type: ignore[arg-type]
+    assert thread is not None
+    found = [one for one in thread.by_size.values() if isinstance(one, nn.Module)]
     return [module for one in found for module in one.modules() if isinstance(module, networks._ProgramModule)]
 
 

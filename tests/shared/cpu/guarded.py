@@ -36,8 +36,9 @@ from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
 from halfbyte.kernels.cpu.conv.pool import pool
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
-from halfbyte.kernels.cpu.linear import linear, sparse
+from halfbyte.kernels.cpu.linear import sparse
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend import AttendSpec
@@ -78,7 +79,7 @@ def products(announce: Callable[[str], None]) -> None:
             for flush in ENDS:
                 announce(f"linear {name} {way} {dtype} m={m} n={n} k={k} flush with {flush}")
                 scratch(flush)
-                linear.thread.calls.clear()  # they know where the zeros were that stand for a bias
+                PLANS.linear.clear()  # they know where the zeros were that stand for a bias
                 rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
                 with guarded_allocations(flush):
                     same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0, placed(more, flush)), wanted[0])
@@ -96,7 +97,7 @@ def products_of_many_rows_or_outputs(announce: Callable[[str], None]) -> None:
         for flush in ENDS:
             announce(f"linear {name} m={m} n={n} k={k} flush with {flush}")
             scratch(flush)
-            linear.thread.calls.clear()
+            PLANS.linear.clear()
             rows, data, biases = placed(x, flush, gap=n % 3), placed(packed.data, flush), placed(bias, flush)
             with guarded_allocations(flush):
                 same(kernel(rows, data.data_ptr(), biases, -9.0, 9.0), wanted)
@@ -113,7 +114,7 @@ def sparse_products(announce: Callable[[str], None]) -> None:
         for flush in ENDS:
             announce(f"sparse {name} m={m} n={n} k={k} flush with {flush}")
             scratch(flush)
-            linear.thread.calls.clear()
+            PLANS.linear.clear()
             activations, data = placed(x, flush, gap=n % 3), placed(packed.data, flush)
             with guarded_allocations(flush):
                 same(kernel(activations, data.data_ptr(), None, -9.0, 9.0), wanted)

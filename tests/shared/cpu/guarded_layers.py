@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.conv import elementwise
 from halfbyte.kernels.cpu.linear import grouped, linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, GrowingMemory, Memory
 from halfbyte.kernels.cpu.quantize import extract, pack
 from halfbyte.kernels.cpu.transformer import decoder, encoder, halves
 from halfbyte.kernels.problem import Combination
@@ -121,7 +121,7 @@ def products_on_matrix_units(announce: Announce) -> None:
         for flush in ENDS:
             announce(f"matrix units {name} {inner} m={m} n={n} k={k} flush with {flush}")
             scratch(flush)
-            linear.thread.calls.clear()
+            PLANS.linear.clear()
             place = at(flush)
             data = place(packed.data)
             with guarded_allocations(flush):
@@ -353,23 +353,25 @@ def _allocating(flush: str | None) -> Iterator[None]:
         return
     kept: list[Tensor] = []
 
-    def allocated(sizes: tuple[int, ...]) -> halves.Memory:
+    def allocated(sizes: tuple[int, ...]) -> Memory:
         parts = [guarded((max(size, 4),), torch.uint8, flush) for size in sizes]
         kept.extend(parts)
-        return halves.Memory(parts[0], tuple(part.data_ptr() for part in parts))
+        return Memory(parts[0], tuple(part.data_ptr() for part in parts))
 
-    def of(room: encoder._Room, size: int) -> int:
+    def of(room: GrowingMemory, size: int) -> int:
         room.block = guarded((size,), torch.uint8, flush)
         room.start = room.block.data_ptr()
         return room.start
 
-    before = halves._allocated, halves._memories, encoder._Room.of
-    halves._allocated, halves._memories, encoder._Room.of = allocated, PlanCache(), of  # type: ignore[method-assign]
+    before = halves._allocated, GrowingMemory.of
+    halves._allocated, GrowingMemory.of = allocated, of  # type: ignore[method-assign]
+    PLANS.shared.clear()
     try:
         with guarded_allocations(flush):
             yield
     finally:
-        halves._allocated, halves._memories, encoder._Room.of = before  # type: ignore[method-assign]
+        halves._allocated, GrowingMemory.of = before  # type: ignore[method-assign]
+        PLANS.shared.clear()
 
 
 ALL = (

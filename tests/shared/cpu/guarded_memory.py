@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.linear import linear
+from halfbyte.kernels.cpu.plan_cache import PLANS
 
 PAGE = mmap.PAGESIZE
 ENDS = ("end", "start")  # where a buffer lies flush with a forbidden page
@@ -92,7 +93,7 @@ def scratch(flush: str) -> None:
         exact = guarded((size,), torch.uint8, flush)
         return exact, exact.data_ptr()
 
-    linear.thread.memory = memory
+    PLANS.memory = memory
     linear._ZEROS = placed(torch.zeros(32), flush)
     # Templates know where the zeros were that stand for a bias.
     uncached: Any = lambda self, m, threads: (self._filled(m, threads).raw, self.scratch_bytes(m))  # noqa: E731

@@ -17,8 +17,8 @@ from halfbyte.kernels.cpu.codegen import jit
 from halfbyte.kernels.cpu.codegen.ir import Function, Module, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import ISAS, current
-from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.layouts.base import Packed
 
 AVAILABLE = [isa for isa in ISAS if isa.missing() is None]
@@ -92,7 +92,7 @@ def run_linear(
 ) -> Tensor:
     """The kernel's result in x's dtype, made in memory that is NaN before: the output, what surrounds it, and the scratch memory."""
     with torch.inference_mode():  # in which an earlier test may have made it larger
-        linear.thread.scratch.fill_(255)
+        PLANS.scratch.fill_(255)
     fill = torch.nan if kernel.out_dtype.is_floating_point else 77
     out, untouched = poisoned(x.shape[0], packed.shape[0], dtype=kernel.out_dtype, fill=fill)
     if residual is not None:

@@ -24,12 +24,14 @@ def launched(launch: Callable[[Tensor], object], shape: tuple[int, ...], dtype: 
     interpreter programs always take the same turns.) Locks are left as they were found."""
     found = []
     for _ in range(2 if device.type == "cuda" else 1):
-        for workspace in scratch._workspaces.values():
-            workspace.fill_(255)
+        for buffers in scratch._devices.values():
+            for workspace in buffers.workspaces.values():
+                workspace.fill_(255)
         launch(out := torch.full(shape, torch.nan, dtype=dtype, device=device))
         found.append(out.cpu())
     assert torch.equal(found[0].view(torch.uint8), found[-1].view(torch.uint8)), "the second run gave other bits"
-    assert not any(bool(locks.any()) for locks in scratch._locks.values()), "a lock was left behind"
+    locks = [lock for buffers in scratch._devices.values() for lock in buffers.locks.values()]
+    assert not any(bool(lock.any()) for lock in locks), "a lock was left behind"
     return found[0]
 
 

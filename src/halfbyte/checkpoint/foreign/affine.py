@@ -15,7 +15,7 @@ from halfbyte.checkpoint.foreign.tensors import Parts, modules_of, weights_of
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import Reader, parse_json
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.io.weights import float8, hqq, torchao, zero_points
 
 _NUMBERS = ("W_q", "scale", "zero")
@@ -42,14 +42,14 @@ def _hqq_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     numbers, how = parts.only(_NUMBERS), (bits, group, shape, parts.module)
     if axis == 0:
         return numbers.entry(
-            Spec(dtype, shape),
+            TensorSpec(dtype, shape),
             lambda wanted: hqq.read_floats(numbers.tensors(), *how, dtype=wanted or dtype),
             form="HQQ, groups along the outputs",
         )
     blocks = (shape[0] * (shape[1] // (group or shape[1])), 1)
     scale, zero = (zero_points.take(numbers.tensors(), part, zero_points.SCALES, blocks, parts.module) for part in ("scale", "zero"))
     quantized = Quantized(hqq.format_of(scale, zero, bits, group), "HQQ")
-    return numbers.entry(Spec(dtype, shape), lambda _: hqq.read(numbers.tensors(), *how), quantized)
+    return numbers.entry(TensorSpec(dtype, shape), lambda _: hqq.read(numbers.tensors(), *how), quantized)
 
 
 def _hqq_settings(parts: Parts) -> tuple[int, int | None, int, tuple[int, int]]:
@@ -106,7 +106,7 @@ def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     if kind == _FLOAT8:
         float8.rectangle(shape, scale.shape, scale.dtype, None, name)
         return parts.entry(
-            Spec(dtype, shape),
+            TensorSpec(dtype, shape),
             lambda wanted: float8.read(parts.read("qdata"), parts.read("scale"), None, wanted or dtype, name),
             form="float8_e4m3fn of torchao",
         )
@@ -121,7 +121,7 @@ def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     fmt = Format(bits, k // blocks if blocks > 1 else "channel", "none" if symmetric else "point", parts.scale_dtype("scale"))
     compute, activation = _activation(about)
     quantized = Quantized(fmt, "torchao", compute=compute, activation=activation)
-    return parts.entry(Spec(dtype, shape), lambda _: torchao.read(parts.tensors(), bits, (n, k), blocks, name), quantized)
+    return parts.entry(TensorSpec(dtype, shape), lambda _: torchao.read(parts.tensors(), bits, (n, k), blocks, name), quantized)
 
 
 def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, Any]]:

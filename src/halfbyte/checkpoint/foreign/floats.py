@@ -21,7 +21,7 @@ from halfbyte.checkpoint.mapping.left_out import RUN_TIME
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.safetensors import Reader
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.io.weights import bitsandbytes, float4, float8
 
 # The names of the scales of an 8-bit floating-point weight.
@@ -54,7 +54,7 @@ def _float8_entry(parts: Parts, block: tuple[int, int] | None, dtype: torch.dtyp
     rectangle = float8.rectangle(spec.shape, scale.shape, scale.dtype, block, parts.module)
     each = "" if rectangle == spec.shape[-2:] else " for each {} x {}".format(*rectangle)
     return parts.entry(
-        Spec(dtype, spec.shape),
+        TensorSpec(dtype, spec.shape),
         lambda wanted: float8.read(parts.read("weight"), parts.read("scale"), rectangle, wanted or dtype, parts.module),
         form=f"{str(spec.dtype).removeprefix('torch.')}, one scale{each}",
     )
@@ -100,10 +100,10 @@ def float4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
         return float4.read_nv(found[data], found["weight_scale"], found[factor], name, divide=factor == "weight_global_scale")
 
     form = "MXFP4" if factor is None else "NVFP4"
-    return parts.entry(Spec(dtype, shape), read, Quantized(fmt, form))
+    return parts.entry(TensorSpec(dtype, shape), read, Quantized(fmt, form))
 
 
-def _empty(spec: Spec) -> Tensor:
+def _empty(spec: TensorSpec) -> Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
@@ -128,7 +128,7 @@ def _mxfp4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
         what = f"{parts.names['blocks']} is {list(shape)} and {parts.names['scales']} {list(scales.shape)}"
         raise CheckpointError(f"{what}, not blocks of 32 weights with a scale each: the checkpoint is damaged")
     return parts.entry(
-        Spec(dtype, (shape[0], 32 * shape[2], shape[1])),
+        TensorSpec(dtype, (shape[0], 32 * shape[2], shape[1])),
         lambda _: float4.read_mx(parts.read("blocks").flatten(2), parts.read("scales"), parts.module),
         Quantized(float4.MX, "MXFP4", transposed=True, floats=True),
     )
@@ -154,7 +154,7 @@ def _eight(parts: Parts, dtype: torch.dtype) -> Entry:
     if "weight" not in parts or len(shape := parts.spec("weight").shape) != 2:
         raise CheckpointError(f"{parts.module} has an SCB, but its weight is missing or not a matrix: the checkpoint is damaged")
     quantized = Quantized(bitsandbytes.CHANNEL, "bitsandbytes, 8 bits")
-    return parts.entry(Spec(dtype, shape), lambda _: bitsandbytes.read_eight(parts.tensors(), parts.module), quantized)
+    return parts.entry(TensorSpec(dtype, shape), lambda _: bitsandbytes.read_eight(parts.tensors(), parts.module), quantized)
 
 
 def _four(parts: Parts, state_part: str, kind: str, dtype: torch.dtype) -> Entry:
@@ -164,7 +164,7 @@ def _four(parts: Parts, state_part: str, kind: str, dtype: torch.dtype) -> Entry
         raise CheckpointError(f"{name} has {stored.nbytes} bytes for {list(state.shape)} of 4 bits: the checkpoint is damaged")
     numbers = parts.only(part for part in parts.names if part != state_part)
     return parts.entry(
-        Spec(dtype, state.shape),
+        TensorSpec(dtype, state.shape),
         lambda wanted: bitsandbytes.read_four(numbers.tensors(), state, wanted or dtype, name),
         form=f"bitsandbytes {kind}, a scale for each {state.block}",
     )

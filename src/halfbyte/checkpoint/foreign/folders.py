@@ -32,7 +32,7 @@ from halfbyte.formats.dense import from_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import Reader, load_json
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.io.weights import awq, compressed_tensors, gptq, zero_points
 from halfbyte.nn.described import ORDER
 from halfbyte.nn.modules.quantized import guard
@@ -114,7 +114,9 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
     def entry(parts: Parts) -> Entry:
         k, words = _words_shape(parts)
         fmt = _points_format(parts, 4, group, 8 * words, zero_points.middle(4))
-        return parts.entry(Spec(dtype, (8 * words, k)), lambda _: awq.read(parts.tensors(), group, parts.module), Quantized(fmt, "AWQ"))
+        return parts.entry(
+            TensorSpec(dtype, (8 * words, k)), lambda _: awq.read(parts.tensors(), group, parts.module), Quantized(fmt, "AWQ")
+        )
 
     return Entries(joined(weights_of(modules, entry), plain_entries(reader, rest)))
 
@@ -136,7 +138,9 @@ def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
         fmt = _points_format(parts, bits, group, n, zero_points.middle(bits) - (version == 1))
         order = _order(parts, "g_idx", k, zero_points.block_of(group, k))
         quantized = Quantized(fmt, "GPTQ", order)
-        return parts.entry(Spec(dtype, (n, k)), lambda _: gptq.read(parts.tensors(), bits, group, version, parts.module)[0], quantized)
+        return parts.entry(
+            TensorSpec(dtype, (n, k)), lambda _: gptq.read(parts.tensors(), bits, group, version, parts.module)[0], quantized
+        )
 
     lies = f"config.json says GPTQ version {claimed}, the zero points are those of version {version}, which is used"
     return Entries(joined(weights_of(modules, entry), plain_entries(reader, rest)), [lies] if version != claimed else [])
@@ -254,7 +258,7 @@ def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype, notes:
     fmt = Format(bits, size or "channel", "none" if symmetric else "point", parts.scale_dtype("weight_scale"))
     order = _order(parts, "weight_g_idx", shape[1], max(1, shape[1] // max(1, blocks)))
     quantized = Quantized(fmt, "compressed-tensors", order, *_activation(group))
-    return parts.entry(Spec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, parts.module)[0], quantized)
+    return parts.entry(TensorSpec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, parts.module)[0], quantized)
 
 
 def _ct_bits(parts: Parts, group: Mapping[str, Any], notes: list[str]) -> int:
@@ -311,7 +315,7 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
             raise CheckpointError(f"config.json does not say what format {parts.module} has: the checkpoint is damaged")
         if module.ordered:
             parts.require(ORDER)
-        if "weight" in parts and parts.spec("weight") != Spec(guarded.dtype, tuple(guarded.shape)):
+        if "weight" in parts and parts.spec("weight") != TensorSpec(guarded.dtype, tuple(guarded.shape)):
             raise CheckpointError(f"the files hold {parts.module}.weight twice, plain and quantized: remove the tensors of one of them")
         stored = [f"weight.{part}" for part in stored_tensors(module.format, module.shape)]
 
@@ -321,7 +325,7 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
 
         order = partial(parts.read, ORDER) if module.ordered else None
         quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)
-        return parts.entry(Spec(dtype, module.shape), read, quantized)
+        return parts.entry(TensorSpec(dtype, module.shape), read, quantized)
 
     return Entries(joined(weights_of(found, entry), plain_entries(reader, rest)))
 

@@ -16,7 +16,7 @@ from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.spec import Format
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.io.weights import awq, compressed_tensors, gptq
 
 _HEAD = "lm_head.weight"
@@ -76,7 +76,7 @@ class Target(ABC):
         """The part of a format that must be the same for all weights of a folder."""
         return fmt.bits, _group_size(fmt)
 
-    def specs(self, name: str) -> dict[str, Spec]:
+    def specs(self, name: str) -> dict[str, TensorSpec]:
         """The tensors that a weight is written as, by their full names."""
         weight = self.kept[name]
         empty = {
@@ -85,7 +85,7 @@ class Target(ABC):
         }
         order = torch.empty(weight.shape[-1], dtype=torch.int32, device="meta") if name in self.ordered else None
         parts = self.write(name, Codes.from_tensors(weight.format, weight.shape, empty), order)
-        return {full: Spec(tensor.dtype, tuple(tensor.shape)) for full, tensor in parts.items()}
+        return {full: TensorSpec(tensor.dtype, tuple(tensor.shape)) for full, tensor in parts.items()}
 
     def write(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
         """The tensors of a weight, by their full names."""

@@ -1,4 +1,8 @@
-"""Common to the readers of other projects' folders: the tensors of a module, found by the suffixes of their names."""
+"""The tensors of a quantized module in another project's checkpoint, grouped by the suffixes of their names.
+
+`modules_of` groups the tensors of a safetensors folder: "…up_proj.qweight", "….scales", "….qzeros" are `Parts` of one module. Readers of
+formats (`affine.py`, `floats.py`) turn `Parts` into an `Entry` of a weight, which `folders.py` offers as those of a model.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,18 @@ from halfbyte.checkpoint.entries import Entry, Quantized
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.safetensors import Reader
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.io.weights import zero_points
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The tensors of which a weight is made.
+    """The tensors that a quantized weight is stored as.
 
-    module  the name of its module
-    names   of each part: "qweight" -> "model.layers.0.mlp.up_proj.qweight"
+    Attributes:
+        reader: Of the folder's files.
+        module: The name of the module.
+        names: Name of each part -> name of the tensor: "qweight" -> "model.layers.0.mlp.up_proj.qweight".
     """
 
     reader: Reader
@@ -32,26 +38,34 @@ class Parts:
         return part in self.names
 
     def only(self, parts: Iterable[str]) -> Parts:
+        """Return those of the named parts that are present."""
         return replace(self, names={part: self.names[part] for part in parts if part in self.names})
 
-    def spec(self, part: str) -> Spec:
+    def spec(self, part: str) -> TensorSpec:
+        """Return the dtype and shape of a part; raises as `require`."""
         self.require(part)
         return self.reader.spec(self.names[part])
 
     def require(self, *parts: str) -> None:
-        """Raises CheckpointError where one of these is missing."""
+        """Raise CheckpointError if one of these parts is missing."""
         if missing := set(parts) - self.names.keys():
             raise CheckpointError(f"{self.module} has no {min(missing)}: the checkpoint is damaged")
 
     def read(self, part: str) -> Tensor:
+        """Read a part; raises as `require`."""
         self.require(part)
         return self.reader.read(self.names[part])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, read."""
+        """Read all parts."""
         return {part: self.reader.read(name) for part, name in self.names.items()}
 
     def scale_dtype(self, part: str) -> torch.dtype:
+        """Return the dtype of a part with scales.
+
+        Raises:
+            CheckpointError: Formats have no scales of this dtype.
+        """
         dtype = self.spec(part).dtype
         if dtype not in zero_points.SCALES:
             what = f"{self.names[part]} is {dtype}"
@@ -60,28 +74,43 @@ class Parts:
         return dtype
 
     def entry(
-        self, spec: Spec, read: Callable[[torch.dtype | None], Codes | Tensor], quantized: Quantized | None = None, form: str | None = None
+        self,
+        spec: TensorSpec,
+        read: Callable[[torch.dtype | None], Codes | Tensor],
+        quantized: Quantized | None = None,
+        form: str | None = None,
     ) -> Entry:
-        """The weight, as `Entry` describes it."""
+        """Return an `Entry` for the weight, whose size in the file is that of all parts."""
         return Entry(spec, sum(self.reader.spec(name).nbytes for name in self.names.values()), read, quantized, form)
 
 
 def modules_of(
-    reader: Reader, parts: tuple[str, ...], names: Iterable[str] | None = None, fits: Callable[[Spec], bool] = lambda spec: True
+    reader: Reader, parts: tuple[str, ...], names: Iterable[str] | None = None, is_code: Callable[[TensorSpec], bool] = lambda spec: True
 ) -> tuple[dict[str, Parts], list[str]]:
-    """(module -> its parts, of the modules that have the first of `parts`; the names of all other tensors)."""
-    rest = dict.fromkeys(reader.places if names is None else names)
+    """Group tensors by modules.
+
+    Args:
+        reader: Of the folder's files.
+        parts: Suffixes of the tensors of a quantized module. A module is one that has the first of them, its codes.
+        names: Names of the tensors to group; None: all.
+        is_code: Tells the codes of a quantized module from a tensor of the same suffix that is something else, a float "weight".
+
+    Returns:
+        The parts of each module by its name, and the names of the tensors that belong to none.
+    """
+    ungrouped = dict.fromkeys(reader.places if names is None else names)  # in order
     modules: dict[str, Parts] = {}
-    for name in list(rest):
+    for name in ungrouped:
         module = name.removesuffix(f".{parts[0]}")
-        if module != name and fits(reader.spec(name)):
-            modules[module] = Parts(reader, module, {part: full for part in parts if (full := f"{module}.{part}") in rest})
-    for found in modules.values():
-        for full in found.names.values():
-            rest.pop(full, None)
-    return modules, list(rest)
+        if module != name and is_code(reader.spec(name)):
+            modules[module] = Parts(reader, module, {part: tensor for part in parts if (tensor := f"{module}.{part}") in ungrouped})
+    # Only now, as a tensor may be a part of two modules.
+    for module_parts in modules.values():
+        for tensor in module_parts.names.values():
+            ungrouped.pop(tensor, None)
+    return modules, list(ungrouped)
 
 
 def weights_of(modules: Mapping[str, Parts], entry: Callable[[Parts], Entry]) -> dict[str, Entry]:
-    """The weight of each module, by its usual name."""
+    """Return the entry of each module's weight, by the name that it has in a float model."""
     return {f"{name}.weight": entry(parts) for name, parts in modules.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from halfbyte.checkpoint.files import COMPANION_BYTES
 from halfbyte.errors import CheckpointError, unreadable
 from halfbyte.io.files import is_file, is_folder
 from halfbyte.io.gguf import Value
@@ -20,7 +21,6 @@ DEFAULT = "default"
 _KEY = "tokenizer.chat_template"  # of the default one; the name of each other one follows a dot
 _NAMES = "tokenizer.chat_templates"
 _OTHER = re.compile(r"[^A-Za-z0-9]")  # characters that gguf-py replaces by "_" in a name
-_LIMIT = 64 << 20
 
 
 def of_folder(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -37,7 +37,7 @@ def of_folder(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if not found:
         found = _stated(folder / "tokenizer_config.json", settings.get("chat_template"))
     if not found and is_file(file := folder / "chat_template.json"):  # of a processor
-        found = _stated(file, load_json(file, _LIMIT).get("chat_template"))
+        found = _stated(file, load_json(file, COMPANION_BYTES).get("chat_template"))
     return found
 
 
@@ -92,6 +92,6 @@ def _stated(file: Path, value: Any) -> dict[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        return read_bytes(path, _LIMIT).decode()
+        return read_bytes(path, COMPANION_BYTES).decode()
     except UnicodeDecodeError as e:
         raise CheckpointError(f"{path} is not UTF-8 ({e.reason} at byte {e.start}): repair or remove it") from e

@@ -78,7 +78,7 @@ def to_config(values: Mapping[str, Value], names: Sequence[str], read: Callable[
         config |= _routed(architecture, metadata) if "n_group" in architecture.experts.values() else _experts(architecture, metadata, inner)
         config |= dict.fromkeys(("attention_bias", "qkv_bias"), "blk.0.attn_q.bias" in names)
     config["num_hidden_layers"] -= drafts(values)
-    if "position_embd" not in architecture.ends:
+    if "position_embd" not in architecture.outer_modules:
         config["rope_parameters"] = _rope(architecture, metadata, names, read, config["head_dim"], rotary_dim)
     return config | (gguf.read_config(metadata, config) if gguf.read_config else {})
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from halfbyte.checkpoint.export_items import ExportItem, dequantized, kept
 from halfbyte.checkpoint.gguf.config import to_metadata
-from halfbyte.checkpoint.gguf.names import Architecture, convolves, of_config, routes
+from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_router, of_config
 from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import ggml, ggml_encoding
 from halfbyte.formats.codes import Codes
 from halfbyte.io.gguf import Value, kind_name, plain_number
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.report import Row
 
 _IN_FLOATS = "llama.cpp computes it in float32"
@@ -55,10 +55,10 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
         kind = _IN_FLOATS if place.in_floats else choose(weight, order_name(name) in model.plain, partial(model.codes, name))
         if kind in ggml.NUMBERS:
             number = ggml.NUMBERS[kind]
-            spec = Spec(torch.uint8, (*place.shape[:-1], ggml.TYPES[number].row_bytes(place.shape[-1])))
+            spec = TensorSpec(torch.uint8, (*place.shape[:-1], ggml.TYPES[number].row_bytes(place.shape[-1])))
             items.append(kept(model, name, dict.fromkeys(place.names, spec), partial(_encoded, place, kind)))
         else:
-            spec = Spec(torch.float32 if place.in_floats else weight.dtype, place.shape)
+            spec = TensorSpec(torch.float32 if place.in_floats else weight.dtype, place.shape)
             number = plain_number(spec.dtype)
             items.append(dequantized(model, name, kind, dict.fromkeys(place.names, spec), place.cut))
         types |= dict.fromkeys(place.names, (number, place.shape))
@@ -68,7 +68,7 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
         if name in orders:
             continue
         place = _place(architecture, name, spec.shape, config)
-        new = Spec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
+        new = TensorSpec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
         plus = 1.0 if architecture.has_unit_offset(place.names[0]) else 0.0
         types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
         row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), len(place.names) * new.nbytes)
@@ -77,7 +77,7 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
             elements[plain_number(new.dtype)] += math.prod(spec.shape)
     for target, tensor in tensors.items():
         types[target] = plain_number(tensor.dtype), tuple(tensor.shape)
-        items.append(ExportItem({target: Spec(tensor.dtype, tuple(tensor.shape))}, partial(dict, {target: tensor})))
+        items.append(ExportItem({target: TensorSpec(tensor.dtype, tuple(tensor.shape))}, partial(dict, {target: tensor})))
     file_type = _FILE_TYPES.get(elements.most_common(1)[0][0]) if elements else None
     if file_type is not None:
         metadata["general.file_type"] = file_type
@@ -106,7 +106,7 @@ class _Place:
     @property
     def in_floats(self) -> bool:
         """Whether llama.cpp wants it in float32."""
-        return routes(self.names[0]) or convolves(self.names[0])
+        return is_router(self.names[0]) or is_depthwise_kernel(self.names[0])
 
     def cut(self, tensor: Tensor) -> dict[str, Tensor]:
         """Splits numbers or blocks into the tensors of the file."""
@@ -122,9 +122,9 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config
     rows = architecture.rows(names[0], config, shape[0] if shape else 0)
     if len(names) > 1:
         shape = (shape[0], shape[1] // len(names), *shape[2:])
-    elif routes(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension
+    elif is_router(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension
         shape = shape[1:]
-    elif convolves(names[0]) and len(shape) == 3:
+    elif is_depthwise_kernel(names[0]) and len(shape) == 3:
         shape = (shape[0], shape[2])
     return _Place(names, shape, rows)
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf.config import drafts, to_config
-from halfbyte.checkpoint.gguf.names import Architecture, convolves, layer_of, of_file, unimportant
+from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_ignorable, layer_of, of_file
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import input_unit, take
 from halfbyte.io import gguf
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 
 
 def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool = False) -> tuple[dict[str, Any], Entries]:
@@ -47,7 +47,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
     sharing = config["num_hidden_layers"] - (0 if kv_sharing is None else config.get(kv_sharing.layers, 0))
     unused: list[str] = []
     for name, entry in file.entries.items():
-        if architecture.in_stack(name) or name.endswith(_LATENTS) or name in architecture.gguf.stacks:
+        if architecture.is_in_stack(name) or name.endswith(_LATENTS) or name in architecture.gguf.stacks:
             continue
         if layer_of(name) >= sharing and (".attn_k" in name or ".attn_v." in name):
             continue
@@ -61,18 +61,18 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
             shape = (math.prod(shape),)
         if "moe_statics" in target:
             shape = (1, *shape)
-        if convolves(name) and len(entry.shape) == 2:
+        if is_depthwise_kernel(name) and len(entry.shape) == 2:
             shape = (entry.shape[0], 1, entry.shape[1])
         if architecture.gguf.inputs_first and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
-            entries[target] = Entry(Spec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_transposed, entry))
+            entries[target] = Entry(TensorSpec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_transposed, entry))
             continue
-        spec = Spec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
+        spec = TensorSpec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
         tensor = _Tensor(entry, _factor(file, architecture, name))
         order = partial(_order, architecture, config, name, shape)
         read = partial(_read, tensor, shape, order, architecture.change(name))
         entries[target] = Entry(spec, entry.place.spec.nbytes, read, tensor.quantized)
     factors = {f"{name.removesuffix('weight')}scale" for name in file.entries if name.endswith(".weight")}
-    if odd := [name for name in unused if not unimportant(name) and name not in factors]:
+    if odd := [name for name in unused if not is_ignorable(name) and name not in factors]:
         raise CheckpointError(f"{file.path} has {short(odd[0])}, which {architecture.model} does not have: use its safetensors")
     return config, Entries(entries, notes)
 
@@ -141,7 +141,7 @@ def _stacks(
             continue
         same_kind = all(part.kind == first.kind for part in parts) and len({tensor.quantized for tensor in tensors}) == 1
         quantized = tensors[0].quantized if same_kind else None
-        spec = Spec(dtype if any(part.blocks for part in parts) else first.spec.dtype, shape)
+        spec = TensorSpec(dtype if any(part.blocks for part in parts) else first.spec.dtype, shape)
         if not same_kind and any(part.blocks for part in parts):
             mixed.append(f"{target} ({', '.join(gguf.kind_name(part.kind) for part in parts)})")
         nbytes = sum(part.place.spec.nbytes for part in parts)
@@ -179,8 +179,8 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
     form = next((tensor.quantized.form for tensor in tensors if tensor.quantized is not None), None)
     nbytes, bias_bytes = (sum(each.place.spec.nbytes for each in found) for found in (parts, fitting))
     return {
-        target: Entry(Spec(dtype, (experts, k, n * count)), nbytes, read, quantized, None if quantized else form),
-        f"{target}_bias": Entry(Spec(dtype, (experts, n * count)), bias_bytes, read_bias),
+        target: Entry(TensorSpec(dtype, (experts, k, n * count)), nbytes, read, quantized, None if quantized else form),
+        f"{target}_bias": Entry(TensorSpec(dtype, (experts, n * count)), bias_bytes, read_bias),
     }
 
 
@@ -196,7 +196,7 @@ def _of_latents(file: gguf.File, config: Mapping[str, Any], dtype: torch.dtype) 
         rank = config.get("kv_lora_rank", 0)
         if values is None or keys.shape != (heads, rank, key) or values.shape != (heads, value, rank):
             raise CheckpointError(f"{file.path}: {name} and its values are not {heads} heads of latent attention: the file is damaged")
-        spec, tensors = Spec(dtype, (heads * (key + value), rank)), (_Tensor(keys, None), _Tensor(values, None))
+        spec, tensors = TensorSpec(dtype, (heads * (key + value), rank)), (_Tensor(keys, None), _Tensor(values, None))
         nbytes = keys.place.spec.nbytes + values.place.spec.nbytes
         form = f"GGUF {keys.blocks.name}" if keys.blocks else None
         target = f"model.layers.{layer_of(name)}.self_attn.kv_b_proj.weight"
@@ -217,7 +217,7 @@ def _of_outer_stacks(file: gguf.File, architecture: Architecture, width: int, dt
             continue
         if stack.shape[1:] != (width, width):
             raise CheckpointError(f"{file.path}: {name} is {list(stack.shape)}, not matrices of {width} inputs: the file is damaged")
-        tensor, spec = _Tensor(stack, None), Spec(dtype if stack.blocks else stack.spec.dtype, (width, width))
+        tensor, spec = _Tensor(stack, None), TensorSpec(dtype if stack.blocks else stack.spec.dtype, (width, width))
         for i in range(stack.shape[0]):
             nbytes = stack.place.spec.nbytes // stack.shape[0]
             entries[f"{target}.{i}.weight"] = Entry(spec, nbytes, partial(_read_one, tensor, i), tensor.quantized)
@@ -238,7 +238,7 @@ def _of_lists(file: gguf.File, architecture: Architecture, layers: int) -> dict[
             raise CheckpointError(f"{file.path} says {short(numbers)} for {key}, a number for each layer: the file is damaged")
         for layer, number in enumerate(numbers):
             tensor = torch.full(shape, number, device="cpu")
-            entries[f"{architecture.gguf.layers}.{layer}.{target}"] = Entry(Spec(tensor.dtype, shape), 4, partial(_cast, tensor))
+            entries[f"{architecture.gguf.layers}.{layer}.{target}"] = Entry(TensorSpec(tensor.dtype, shape), 4, partial(_cast, tensor))
     return entries
 
 

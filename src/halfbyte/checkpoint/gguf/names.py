@@ -1,4 +1,8 @@
-"""llama.cpp's names of a model's tensors and transformers', and how their values differ: what follows from the table of families."""
+"""Names of a model's tensors in GGUF files and in transformers, and how their values differ.
+
+All follows from the table of families (`decoder/families`): an `Architecture` is a family with one of its entries for GGUF. `model.py`
+reads files by it, `export.py` writes them, and `config.py` reads their metadata.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +70,8 @@ class Architecture:
         return self.gguf.normalized or (self.family.moe is not None and self.family.moe.norm_topk is None)
 
     @cached_property
-    def ends(self) -> dict[str, str]:
-        """Names outside of layers."""
+    def outer_modules(self) -> dict[str, str]:
+        """Modules outside of layers: llama.cpp's name -> transformers'."""
         family, root = self.family, self.gguf.layers.rpartition(".")[0]
         names = {"token_embd": f"{root}.embed_tokens", "output_norm": f"{root}.{family.final_norm}", "output": "lm_head"}
         if (inputs := family.per_layer_embedding) is not None:
@@ -77,7 +81,7 @@ class Architecture:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Names of modules in a layer."""
+        """Modules in a layer: llama.cpp's name -> transformers'."""
         family, attention = self.family, self.gguf.attention
         before, after, before_mlp, after_mlp = family.norms
         qkv = ("attn_q", "attn_k", "attn_v") if len(family.qkv) == 3 else ("attn_qkv",)
@@ -96,6 +100,7 @@ class Architecture:
         return {name: module for name, module in (names | self._mlp() | dict(self.gguf.tensors)).items() if module}
 
     def _mlp(self) -> dict[str, str]:
+        """Modules of the MLP or of the mixture of experts, without the stacks of experts; both where the first layers are dense."""
         family, moe = self.family, self.family.moe
         gate_up = ("ffn_gate", "ffn_up") if len(family.gate_up) == 2 else ("ffn_up",)
         parts = dict(zip((*gate_up, "ffn_down"), (*family.gate_up, family.down_proj), strict=True))
@@ -111,7 +116,7 @@ class Architecture:
 
     @cached_property
     def _tensors(self) -> dict[str, str]:
-        """Names of tensors in a layer."""
+        """Tensors in a layer: llama.cpp's name -> transformers'."""
         family = self.family
         names = {f"{gguf_name}.{end}": f"{module}.{end}" for gguf_name, module in self.modules.items() for end in ("weight", "bias")}
         names |= self.gguf.parameters
@@ -122,30 +127,31 @@ class Architecture:
         return names | ({"layer_output_scale.weight": family.layer_scalar} if family.layer_scalar else {})
 
     @property
-    def _sparse(self) -> str:
+    def _experts_module(self) -> str:
+        """transformers' name of the module of experts in a layer."""
         return self.gguf.experts_module or f"{self.family.mlp}.experts"
 
     def to_transformers(self, name: str) -> str | None:
-        """transformers' name of a tensor of a file, None where it has none. For stacks of experts see `stack`."""
-        if self.experts and (one := _ONE_EXPERT.fullmatch(name)):
-            return f"model.layers.{int(one[1])}.mlp.experts.{int(one[3])}.{_ONE_EXPERT_PARTS[one[2]]}.weight"
-        head, _, end = name.rpartition(".")
-        if head in self.ends and end in ("weight", "bias"):
-            return f"{self.ends[head]}.{end}"
-        found = _IN_LAYER.fullmatch(name)
-        inner = self._tensors.get(name.split(".", 2)[2]) if found else None
-        return f"{self.gguf.layers}.{int(found[1])}.{inner}" if found and inner else None
+        """Return transformers' name of a tensor of a file; None where it has none. For stacks of experts see `stack`."""
+        if self.experts and (expert := _ONE_EXPERT.fullmatch(name)):
+            return f"model.layers.{int(expert[1])}.mlp.experts.{int(expert[3])}.{_ONE_EXPERT_PARTS[expert[2]]}.weight"
+        module, _, kind = name.rpartition(".")
+        if module in self.outer_modules and kind in ("weight", "bias"):
+            return f"{self.outer_modules[module]}.{kind}"
+        in_layer = _IN_LAYER.fullmatch(name)
+        tensor = self._tensors.get(name.split(".", 2)[2]) if in_layer else None
+        return f"{self.gguf.layers}.{int(in_layer[1])}.{tensor}" if in_layer and tensor else None
 
     def stack(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """For a stack of experts or a part of a `joined` matrix: transformers' name, and the names of all tensors whose rows it
-        concatenates."""
-        found = _IN_LAYER.fullmatch(name)
-        if found is None or found[3] != "weight":
+        """Return, for a stack of experts or a part of a `joined` matrix of a file, transformers' name, and the names of all tensors of the
+        file whose rows that concatenates; None for any other tensor."""
+        in_layer = _IN_LAYER.fullmatch(name)
+        if in_layer is None or in_layer[3] != "weight":
             return None
-        stacks = [(f"{self._sparse}.{inner}", parts) for inner, parts in _STACKS] if self.experts else []
-        for inner, parts in (*stacks, *self.gguf.joined.items()):
-            if found[2] in parts:
-                return f"model.layers.{int(found[1])}.{inner}", tuple(f"blk.{found[1]}.{part}.weight" for part in parts)
+        stacks = [(f"{self._experts_module}.{tensor}", modules) for tensor, modules in _STACKS] if self.experts else []
+        for tensor, modules in (*stacks, *self.gguf.joined.items()):
+            if in_layer[2] in modules:
+                return f"model.layers.{int(in_layer[1])}.{tensor}", tuple(f"blk.{in_layer[1]}.{module}.weight" for module in modules)
         return None
 
     @property
@@ -153,31 +159,32 @@ class Architecture:
         """Whether transformers' experts are [E, K, N] with biases, rows of gate and up interleaved."""
         return self.family.moe is not None and self.family.moe.inputs_first
 
-    def in_stack(self, name: str) -> bool:
-        """Whether a tensor of a file is a stack of experts, or their biases."""
+    def is_in_stack(self, name: str) -> bool:
+        """Return whether a tensor of a file is a stack of experts, a part of a `joined` matrix, or the biases of a stack."""
         if self.inputs_first_experts and name.endswith(".bias"):
             name = f"{name.removesuffix('bias')}weight"
         return self.stack(name) is not None
 
     def to_gguf(self, name: str) -> tuple[str, ...]:
-        """The inverse of both: no name, one, or the stacks that a stack is split into."""
-        if self.experts and (found := _EXPERTS_IN_MODULES.fullmatch(name)) and found[2] == self._sparse:
-            return tuple(f"blk.{found[1]}.{part}.weight" for part in _WRITTEN_STACKS.get(found[3], ()))
-        head, _, end = name.rpartition(".")
-        ends = {model_end: gguf_end for gguf_end, model_end in self.ends.items()}
-        if head in ends:
-            return (f"{ends[head]}.{end}",)
-        found = re.fullmatch(rf"{re.escape(self.gguf.layers)}\.(\d+)\.([\w.]+)", name)
-        inner = {model_end: gguf_end for gguf_end, model_end in self._tensors.items()}.get(found[2]) if found else None
-        return (f"blk.{found[1]}.{inner}",) if found and inner else ()
+        """Return the names in a file of one of transformers' tensors, the inverse of `to_transformers` and `stack`: none where files do not
+        have it, one, or those of the stacks that a stack is split into."""
+        if self.experts and (stack := _EXPERTS_IN_MODULES.fullmatch(name)) and stack[2] == self._experts_module:
+            return tuple(f"blk.{stack[1]}.{module}.weight" for module in _WRITTEN_STACKS.get(stack[3], ()))
+        module, _, kind = name.rpartition(".")
+        outer_modules = {outer: gguf_module for gguf_module, outer in self.outer_modules.items()}
+        if module in outer_modules:
+            return (f"{outer_modules[module]}.{kind}",)
+        in_layer = re.fullmatch(rf"{re.escape(self.gguf.layers)}\.(\d+)\.([\w.]+)", name)
+        gguf_tensor = {tensor: gguf_tensor for gguf_tensor, tensor in self._tensors.items()}.get(in_layer[2]) if in_layer else None
+        return (f"blk.{in_layer[1]}.{gguf_tensor}",) if in_layer and gguf_tensor else ()
 
     def rows(self, name: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
-        """For a tensor by llama.cpp's name: the row of transformers' tensor for each of its rows; None where they are the same."""
-        found, order = _IN_LAYER.fullmatch(name), self.gguf.row_order
-        return ORDERS[order](found[2], config, rows) if order and found else None
+        """Return, for a tensor by llama.cpp's name, the row of transformers' tensor for each of its rows; None where they are the same."""
+        in_layer, order = _IN_LAYER.fullmatch(name), self.gguf.row_order
+        return ORDERS[order](in_layer[2], config, rows) if order and in_layer else None
 
     def change(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """The function from a file's values of a tensor, by llama.cpp's name, to transformers' values; None where they are equal."""
+        """Return the function from a file's values of a tensor, by llama.cpp's name, to transformers' values; None where they are equal."""
         if name.endswith(".ssm_a"):
             return lambda a: (-a).log()
         return (lambda norm: norm - 1.0) if self.has_unit_offset(name) else None
@@ -188,24 +195,24 @@ class Architecture:
         return self.family.unit_offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
-def unimportant(name: str) -> bool:
-    """Whether a model computes the same without a tensor that transformers has no name for."""
-    parts = name.split(".")
-    return _NEXTN.fullmatch(name) is not None or parts[-1] == "input_scale" or any(part in _ROTARY for part in parts)
+def is_ignorable(name: str) -> bool:
+    """Return whether a model computes the same without a tensor that transformers has no name for."""
+    words = name.split(".")
+    return _NEXTN.fullmatch(name) is not None or words[-1] == "input_scale" or any(word in _ROTARY for word in words)
 
 
 def layer_of(name: str) -> int:
-    """The layer of a tensor by llama.cpp's name; -1 for those outside of layers."""
+    """Return the layer of a tensor by llama.cpp's name; -1 for those outside of layers."""
     return int(name.split(".")[1]) if name.startswith("blk.") and name.split(".")[1].isdecimal() else -1
 
 
-def routes(name: str) -> bool:
-    """Whether a tensor, by llama.cpp's name, decides which experts a token goes to."""
+def is_router(name: str) -> bool:
+    """Return whether a tensor, by llama.cpp's name, is of a router, which chooses the experts of a token."""
     return "ffn_gate_inp" in name
 
 
-def convolves(name: str) -> bool:
-    """Whether a tensor, by llama.cpp's name, is the kernel of a depthwise convolution: a matrix there, [channels, 1, width] in
+def is_depthwise_kernel(name: str) -> bool:
+    """Return whether a tensor, by llama.cpp's name, is the kernel of a depthwise convolution: a matrix in files, [channels, 1, width] in
     transformers."""
     return name.endswith(("shortconv.conv.weight", "ssm_conv1d.weight"))
 
@@ -230,31 +237,40 @@ _NO_MODELS = {
 
 
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
-    """The architecture of a file with this metadata; raises CheckpointError for an unknown one."""
+    """Return the architecture of a file with this metadata.
+
+    Raises:
+        CheckpointError: The file holds no model, or one of an unknown architecture.
+    """
     name = metadata.get("general.architecture")
     kind = next((each for each in (metadata.get("general.type"), name) if isinstance(each, str) and each in _NO_MODELS), None)
     if kind is not None:
         what, remedy = _NO_MODELS[kind]
         raise CheckpointError(f"the GGUF file holds {what}, not a model: {remedy}")
     sparse = bool(metadata.get(f"{name}.expert_count"))
-    found = [a for a in ARCHITECTURES if a.name == name]
-    if not found:
-        known = ", ".join(sorted({a.name for a in ARCHITECTURES}))
-        raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {known}: use its safetensors")
-    fits = [a for a in found if (a.experts is not None) == sparse and _known(a, metadata)]
-    if not fits:
+    named = [a for a in ARCHITECTURES if a.name == name]
+    if not named:
+        readable = ", ".join(sorted({a.name for a in ARCHITECTURES}))
+        raise CheckpointError(f"the GGUF file holds a model of architecture {short(name)}, halfbyte reads {readable}: use its safetensors")
+    matching = [a for a in named if (a.experts is not None) == sparse and _matches(a, metadata)]
+    if not matching:
         what = "with experts" if sparse else "without experts"
         raise CheckpointError(f"the GGUF file holds a {name} {what}, which halfbyte does not read from GGUF: use its safetensors")
-    return max(fits, key=lambda a: len(a.gguf.known_by))
+    return max(matching, key=lambda a: len(a.gguf.known_by))  # the most specific one
 
 
-def _known(architecture: Architecture, metadata: Mapping[str, Any]) -> bool:
-    given = [(metadata.get(f"{architecture.name}.{key}"), known) for key, known in architecture.gguf.known_by.items()]
-    return all(value is not None and known in (None, value) for value, known in given)
+def _matches(architecture: Architecture, metadata: Mapping[str, Any]) -> bool:
+    """Return whether metadata has the keys, and the values where one is given, by which families of one name are told apart."""
+    values = [(metadata.get(f"{architecture.name}.{key}"), wanted) for key, wanted in architecture.gguf.known_by.items()]
+    return all(value is not None and wanted in (None, value) for value, wanted in values)
 
 
 def of_config(config: Mapping[str, Any]) -> Architecture:
-    """The architecture to write for the model of a config.json; raises CheckpointError where there is none."""
+    """Return the architecture to write for the model of a config.json.
+
+    Raises:
+        CheckpointError: GGUF is not written for it.
+    """
     model_type = config.get("model_type")
     by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES if architecture.gguf.written}
     if not isinstance(model_type, str) or model_type not in by_type:

@@ -14,6 +14,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from halfbyte.checkpoint.files import COMPANION_BYTES
 from halfbyte.checkpoint.gguf import chat_templates
 from halfbyte.checkpoint.gguf.tokenizer import CONTROL, CUTS, DIGIT, GPT2, USER, WHOLE
 from halfbyte.errors import CheckpointError
@@ -21,7 +22,6 @@ from halfbyte.io.files import is_file
 from halfbyte.io.gguf import Value
 from halfbyte.io.safetensors import load_json
 
-_LIMIT = 64 << 20
 _NORMAL, _UNKNOWN, _UNUSED, _BYTE = 1, 2, 5, 6  # llama.cpp's types of tokens
 
 
@@ -32,8 +32,8 @@ def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tup
     """
     if not is_file(folder / "tokenizer.json"):
         return {"tokenizer.ggml.model": "none"}, ["no tokenizer is written because there is no tokenizer.json"]
-    described = load_json(folder / "tokenizer.json", _LIMIT)
-    settings = load_json(folder / "tokenizer_config.json", _LIMIT) if is_file(folder / "tokenizer_config.json") else {}
+    described = load_json(folder / "tokenizer.json", COMPANION_BYTES)
+    settings = load_json(folder / "tokenizer_config.json", COMPANION_BYTES) if is_file(folder / "tokenizer_config.json") else {}
     try:
         out, notes = _vocabulary(described, vocabulary)
         special, left_out = _special(described, settings, config, vocabulary)

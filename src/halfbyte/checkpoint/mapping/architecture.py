@@ -26,7 +26,7 @@ from halfbyte.checkpoint.mapping.generation_settings import FILE, check_generati
 from halfbyte.decoder.config import find_family
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.candidates import named_tensors
 
 # A config.json from elsewhere must not make Python build huge lists: no model has as many layers, heads or labels.
@@ -50,7 +50,7 @@ class Step:
     """
 
     sources: tuple[str, ...]
-    targets: Mapping[str, Spec]
+    targets: Mapping[str, TensorSpec]
     run: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
     converts: bool = False
     stacks: bool = False
@@ -141,7 +141,7 @@ def load_generation_config(model: nn.Module, folder: Path) -> None:
         model.generation_config = config
 
 
-def steps_to(model: Any, files: Mapping[str, Spec]) -> tuple[list[Step], dict[str, str]]:
+def steps_to(model: Any, files: Mapping[str, TensorSpec]) -> tuple[list[Step], dict[str, str]]:
     """How the tensors of a model's files become those of its `skeleton`, and the names that those would have there which it does not use.
 
     Names of earlier versions, missing and superfluous prefixes, and tensors that the model keeps fused or split are mapped as
@@ -185,12 +185,12 @@ def module_classes(config: Mapping[str, Any], modules: Iterable[str], files: Ite
     if known_architecture(config) is None:
         return {}
     model = skeleton(config, torch.float32, files)
-    steps, _ = steps_to(model, {f"{name}.weight": Spec(torch.float32, (1, 1)) for name in modules})
+    steps, _ = steps_to(model, {f"{name}.weight": TensorSpec(torch.float32, (1, 1)) for name in modules})
     places = {step.sources[0].removesuffix(".weight"): min(step.targets) for step in steps if not step.converts}
     return {name: {cls.__name__ for cls in type(model.get_submodule(at.rpartition(".")[0])).__mro__} for name, at in places.items()}
 
 
-def rename(source: str, target: str, spec: Spec) -> Step:
+def rename(source: str, target: str, spec: TensorSpec) -> Step:
     """The step that gives a tensor another name."""
     return Step((source,), {target: spec}, lambda read: {target: read(source)})
 
@@ -208,7 +208,7 @@ class _Planned:
         return getattr(self._model, name)
 
 
-def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, Spec]) -> Step:
+def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, TensorSpec]) -> Step:
     """One of transformers' conversions as a step; `sources` are names with the patterns that they match."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
@@ -226,7 +226,7 @@ def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[
     targets = run(lambda name: torch.empty(files[name].shape, dtype=files[name].dtype, device="meta"))
     first, *rest = converter.operations
     stacks = isinstance(first, MergeModulelist) and first.dim == 0 and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
-    specs = {name: Spec(t.dtype, tuple(t.shape)) for name, t in targets.items()}
+    specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in targets.items()}
     return Step(tuple(name for name, _ in sources), specs, run, True, stacks)
 
 

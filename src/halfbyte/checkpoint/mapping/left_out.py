@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.mapping.architecture import Step
 from halfbyte.errors import CheckpointError
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.candidates import direct_tensors, named_tensors
 
 # Scales of caches and of activations, which are not used; stacks of experts have the latter behind the name of their weight.
@@ -29,7 +29,7 @@ _COMPUTED = re.compile(
 class Files(Protocol):
     """The tensors of a model's files, by their names there."""
 
-    def specs(self) -> Mapping[str, Spec]: ...
+    def specs(self) -> Mapping[str, TensorSpec]: ...
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
     def same(self, name: str, other: str) -> bool: ...
 
@@ -91,7 +91,7 @@ def _nearest(model: nn.Module, name: str) -> tuple[str, nn.Module]:
     return place, module
 
 
-def _is_mask(name: str, spec: Spec) -> bool:
+def _is_mask(name: str, spec: TensorSpec) -> bool:
     """A causal mask [1, 1, n, n], which models such as GPT-2 had as a buffer called bias."""
     return name.endswith(".bias") and len(spec.shape) == 4 and spec.shape[:2] == (1, 1) and spec.shape[2] == spec.shape[3]
 

@@ -16,13 +16,14 @@ from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.checkpoint.native.quantization_config import dtype_named
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
-from halfbyte.io.tensors import Spec
-from halfbyte.nn.candidates import FLOATS, candidates, named_tensors
+from halfbyte.io.tensors import TensorSpec
+from halfbyte.nn.candidates import candidates, named_tensors
 from halfbyte.nn.described import CONVOLUTIONS, Candidate
 from halfbyte.nn.kinds import codes_shape, kind_of
 from halfbyte.nn.modules.expanded import collapse_, expand_, originals
 from halfbyte.nn.modules.transposed import is_transposed
 from halfbyte.nn.report import Report, Row
+from halfbyte.ops.checks import FLOATS
 
 NOT_A_WEIGHT = "not a 2-D tensor of float32, bfloat16 or float16 called *.weight"
 # (modules that hold a weight, module -> the tensors of the files that its weight consists of) -> for each the format, or why it has none.
@@ -65,14 +66,14 @@ class Plan:
     steps: list[Step]
     renamed: dict[str, str] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
-    plain: dict[str, Spec] = field(default_factory=dict)
+    plain: dict[str, TensorSpec] = field(default_factory=dict)
     about: dict[str, tuple[str, str]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     linears: set[str] = field(default_factory=set)
     model: nn.Module | None = None
 
-    def given(self) -> dict[str, Spec]:
+    def given(self) -> dict[str, TensorSpec]:
         """The targets of all steps, in the dtypes of the files."""
         return {self.renamed.get(target, target): spec for step in self.steps for target, spec in step.targets.items() if step.sources}
 
@@ -142,7 +143,7 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
         plan.about[name] = kind_of(module), decision if isinstance(decision, str) else "the bias of a quantized weight"
         if name in plan.tied:
             continue
-        spec = Spec(tensor.dtype, tuple(tensor.shape))
+        spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
         if name not in given and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
             plan.steps.append(Step((), {name: spec}, partial(_constant, {name: tensor})))  # a buffer missing in older files
         elif name not in given and (value := initial(model, name)) is not None:
@@ -173,7 +174,7 @@ def _transposed(step: Step, plan: Plan, source: Source, outputs_first: Mapping[s
             # Saved from a module that replaced the experts.
             of_module = step.sources[0].endswith(".weight") and not target.endswith(".weight")
             if now != (of_module or source.outputs_first(step.sources[0])):
-                transposed[target] = Spec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
+                transposed[target] = TensorSpec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
     if not transposed:
         return step
 

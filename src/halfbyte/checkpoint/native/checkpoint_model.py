@@ -1,4 +1,8 @@
-"""A halfbyte checkpoint as a model on disk: its tensors are read with their checksums, or, for one of several processes, in part."""
+"""A checkpoint that halfbyte saved, as a `StoredModel`, which `loading.py` loads.
+
+Whole tensors are read with their checksums. A process that holds a shard of the model reads only its ranges of a tensor, which are not
+compared with the checksum of the whole.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,12 @@ if TYPE_CHECKING:
     from halfbyte.nn.report import Report
 
 
-def _opened(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
-    """config.json without the section, the section, and a reader of its files; tries again if a writer has just replaced them."""
+def _open(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
+    """Return config.json without halfbyte's section, that section, and a reader of the files that it names.
+
+    Another process may save to the folder meanwhile: where the files could not be opened and the section has changed since it was read, the
+    new section's are opened.
+    """
     while True:
         config, manifest = read_manifest(folder)
         complete(folder, manifest)
@@ -36,18 +44,23 @@ def _opened(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
 
 
 class Checkpoint(StoredModel):
-    """Opening it reads config.json and the headers of the files, and checks that they fit together."""
+    """A checkpoint that halfbyte saved."""
 
     def __init__(self, folder: Path) -> None:
-        config, manifest, reader = _opened(folder)
+        """Read config.json and the headers of the files, and check that they agree.
+
+        Raises:
+            CheckpointError: They do not, or are damaged.
+        """
+        config, manifest, reader = _open(folder)
         stored = (weight.stored(name, bytes_each=name in manifest.bytes_each) for name, weight in manifest.weights.items())
         parts = {part: spec for tensors in stored for part, spec in tensors.items()}
-        if odd := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
-            raise CheckpointError(f"{folder}: {min(odd)} is in only one of the files and config.json: the checkpoint is damaged")
+        if mismatched := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
+            raise CheckpointError(f"{folder}: {min(mismatched)} is in only one of the files and config.json: the checkpoint is damaged")
         for name, spec in parts.items():
-            if (got := reader.spec(name)) != spec:
-                says = f"config.json makes it {spec.dtype} {list(spec.shape)}"
-                raise CheckpointError(f"{folder}: {name} is {got.dtype} {list(got.shape)}, {says}: the checkpoint is damaged")
+            if (stored_spec := reader.spec(name)) != spec:
+                got, wanted = (f"{each.dtype} {list(each.shape)}" for each in (stored_spec, spec))
+                raise CheckpointError(f"{folder}: {name} is {got}, config.json makes it {wanted}: the checkpoint is damaged")
         plain = {name: reader.spec(name) for name in manifest.plain}
         super().__init__(folder, config, manifest.weights, plain, manifest.tied, manifest.static)
         self._reader, self._checksums, self._bytes_each = reader, manifest.plain, manifest.bytes_each
@@ -65,20 +78,21 @@ class Checkpoint(StoredModel):
     def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
         weight = self.weights[name]
         runs = stored_runs(weight.format, weight.shape, dim, ranges, 8 if name in self._bytes_each else weight.format.stored_bits)
-        if runs is None:  # a boundary lies within a byte
+        if runs is None:  # a boundary lies within a byte: read all of it, and cut its codes
             return super().part_of_codes(name, dim, ranges)
         shape = list(weight.shape)
         shape[dim] = sum(stop - start for start, stop in ranges)
         tensors = {}
         for part, crc32 in weight.crc32.items():
-            full, run = f"{name}.{part}", runs[part]
-            tensors[part] = self._read(full, crc32) if run is None else self._reader.read_part(full, dim, run)
+            stored_name, run = f"{name}.{part}", runs[part]
+            tensors[part] = self._read(stored_name, crc32) if run is None else self._reader.read_part(stored_name, dim, run)
         return self._checked(name, tuple(shape), tensors)
 
     def part_of_tensor(self, name: str, dim: int, ranges: Ranges) -> Tensor:
         return self._reader.read_part(name, dim, ranges)
 
     def _read(self, name: str, crc32: int) -> Tensor:
+        """Read a whole tensor and compare its checksum."""
         tensor = self._reader.read(name)
         if checksum(tensor) != crc32:
             path = self._reader.places[name].path
@@ -86,6 +100,7 @@ class Checkpoint(StoredModel):
         return tensor
 
     def _checked(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
+        """Return the codes of weight `name`, or of a part of it with this shape, from its stored tensors; check that all are valid."""
         try:
             codes = from_dense(self.weights[name].format, shape, tensors, bytes_each=name in self._bytes_each)
             codes.check_values()

@@ -39,7 +39,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from halfbyte.checkpoint.native.manifest import CONFIG, SECTION, Manifest, read_manifest
+from halfbyte.checkpoint.native.manifest import CONFIG, SECTION, STAGING, Manifest, read_manifest
 from halfbyte.errors import ArgumentError, CheckpointError, unwritable
 from halfbyte.io.safetensors import load_json
 from halfbyte.io.tensors import JOURNAL
@@ -47,7 +47,6 @@ from halfbyte.io.tensors import JOURNAL
 if sys.platform != "win32":
     import fcntl
 
-_STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")  # subfolders of step 1
 _OURS = re.compile(r"model-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")  # weight files that halfbyte wrote into an existing folder
 _ANY_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin")  # weight files of any model
 _FILES = (".gguf", ".safetensors", ".onnx")  # suffixes that a checkpoint's folder may not have: the caller has meant a file
@@ -344,7 +343,7 @@ def _clean(folder: Path, manifest: Manifest | None) -> None:
         for name in {*manifest.obsolete} - named if manifest.staging and (folder / manifest.staging).is_dir() else ():
             (folder / name).unlink(missing_ok=True)
     for path in list(folder.iterdir()):
-        if _STAGING.fullmatch(path.name):
+        if STAGING.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
         elif _OURS.fullmatch(path.name) and path.name not in named:
             path.unlink(missing_ok=True)

@@ -19,14 +19,14 @@ from halfbyte.formats.dense import dense_tensors, stored_bytes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.safetensors import is_shape, load_json
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.described import CONVOLUTIONS, KINDS, Calibrated, Scale, check_compute
 
 SECTION = "halfbyte"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 VERSION = 1
-_STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")
+STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")  # names of subfolders with files of a checkpoint that is being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Weight:
     kernel: tuple[int, ...] = ()
     transposed: bool = False
 
-    def stored(self, name: str, *, bytes_each: bool = False) -> dict[str, Spec]:
+    def stored(self, name: str, *, bytes_each: bool = False) -> dict[str, TensorSpec]:
         """The tensors of the weight called `name`, by their names in the files. bytes_each: as in `formats/dense.py`."""
         tensors = dense_tensors(self.format, self.shape, bytes_each=bytes_each)
-        return {f"{name}.{part}": Spec(dtype, shape) for part, (dtype, shape) in tensors.items()}
+        return {f"{name}.{part}": TensorSpec(dtype, shape) for part, (dtype, shape) in tensors.items()}
 
     @property
     def float_shape(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Weight:
     @property
     def float_bytes(self) -> int:
         """Bytes of the weight when it is not quantized."""
-        return Spec(self.dtype, self.shape).nbytes
+        return TensorSpec(self.dtype, self.shape).nbytes
 
     @property
     def stored_bytes(self) -> int:
@@ -183,7 +183,7 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
         if not isinstance(owner, str) or (owner not in weights and owner not in plain):
             raise ValueError(f"{short(name)} is tied to {short(owner)}, which is not a tensor of the files")
     staging = section.get("staging")
-    if staging is not None and not (isinstance(staging, str) and _STAGING.fullmatch(staging)):
+    if staging is not None and not (isinstance(staging, str) and STAGING.fullmatch(staging)):
         raise ValueError(f"the staging folder is called {short(staging)}, not .halfbyte- and 8 hexadecimal digits")
     return Manifest(
         files=tuple(plain_name(name) for name in _get(section, "files", list)),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.checkpoint.mapping.generation_settings import FILE as GENERATION_CONFIG
 from halfbyte.checkpoint.native.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.native.manifest import INDEX, Manifest, Weight
 from halfbyte.checkpoint.native.model_card import CardWeight, model_card, write_card
@@ -21,7 +22,7 @@ from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
 from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
-from halfbyte.io.tensors import Spec
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.candidates import direct_tensors
 from halfbyte.nn.described import CONVOLUTIONS, ORDER, Calibrated
@@ -33,8 +34,6 @@ from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
 from halfbyte.nn.static.codes import calibrated
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 from halfbyte.quantizers.check import non_finite
-
-GENERATION = "generation_config.json"
 
 
 def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -95,7 +94,7 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
             else:
                 tied[f"{dot}{name}"] = owner
     weights = {name: _weight(module, *settings.get(name, ("auto", "block"))) for name, module in modules.items()}
-    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
     for name, tensor in plain.items():
         what = tensor.is_floating_point() and non_finite(tensor, name, infinities=not isinstance(tensor, nn.Parameter))
         if what:
@@ -108,7 +107,7 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
             for part, tensor in to_dense(module.codes()).items():
                 writer.write(f"{name}.{part}", tensor)
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
-            write_json(staging.path / GENERATION, json.loads(generation.to_json_string()))
+            write_json(staging.path / GENERATION_CONFIG, json.loads(generation.to_json_string()))
         origin = getattr(getattr(model, "config", None), "_name_or_path", None)
         publish(staging, writer, _config_of(model), weights, tied, calibrated(model), base_model=origin)
 
@@ -120,7 +119,7 @@ def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
     return Weight(module.kind, *settings, kernel=kernel, transposed=module.transposed)
 
 
-def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> dict[str, Spec]:
+def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """All tensors of a checkpoint, by their names in the files."""
     specs = dict(plain)
     for name, weight in weights.items():
@@ -128,7 +127,7 @@ def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, Spec]) -> di
         if taken := stored.keys() & specs.keys():
             raise CheckpointError(f"{min(taken)} is the name of a tensor already: {name} cannot be quantized, skip it")
         specs |= stored
-    return specs | dict.fromkeys(weights, Spec(guard().dtype, tuple(guard().shape)))
+    return specs | dict.fromkeys(weights, TensorSpec(guard().dtype, tuple(guard().shape)))
 
 
 def publish(

@@ -40,7 +40,7 @@ from halfbyte.integrations.transformers import tensor_parallel
 from halfbyte.nn.calibration.calibrate import Calibration
 from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, choose, formats_of, take_calibration, with_known_settings
-from halfbyte.nn.convert import finished, quantize_
+from halfbyte.nn.convert import after_quantizing, quantize_
 from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.described import ORDER
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
@@ -499,7 +499,7 @@ def _adopt(model: nn.Module) -> None:
         HalfbyteQuantizer(HalfbyteConfig.of({})).adopt(model)
 
 
-finished.append(_adopt)
+after_quantizing.append(_adopt)
 
 
 _PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # missing in older releases

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
+from halfbyte.bounded import by_object
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.quantized import PART, QuantModule, has_hooks, why_not_hooks
@@ -182,10 +182,7 @@ class MixtureOfExperts(nn.Module):
         stacks = self.gated()
         if isinstance(stacks, str):
             return None
-        mixture = _mixtures.get(self)
-        if mixture is None or not stacks.are(mixture[0]):
-            mixture = _mixtures[self] = stacks, None if why_not_one_call(stacks.gate_up, stacks.down) is not None else Mixture(*stacks)
-        return mixture[1]
+        return _mixture_of(self, stacks)[1]
 
     def _bias(self, stack: str) -> Tensor | None:
         return self.get_parameter(f"{stack}_bias") if self.biased else None
@@ -214,7 +211,10 @@ class MixtureOfExperts(nn.Module):
         return module
 
 
-_mixtures: WeakKeyDictionary[nn.Module, tuple[Gated, Mixture | None]] = WeakKeyDictionary()
+@by_object(lambda mixture, stacks: stacks.are(mixture[0]))
+def _mixture_of(module: MixtureOfExperts, stacks: Gated) -> tuple[Gated, Mixture | None]:
+    """The stacks of `module`, and their product in one call; None where it is not computed in one."""
+    return stacks, None if why_not_one_call(stacks.gate_up, stacks.down) is not None else Mixture(*stacks)
 
 
 def _few(x: Tensor, ids: Tensor, weights: Tensor) -> bool:

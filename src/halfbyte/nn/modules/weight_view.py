@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -314,22 +315,37 @@ def _multiply(packed: Packed, factor: float, check: Tensor | None) -> None:
         check.copy_(digest(packed.data))
 
 
-# Weights that have moved to another device or got other codes, by their bytes before: modules that share one still share it afterwards.
-_moved, _loaded = ByTensor[AnyPacked](), ByTensor[AnyPacked]()
+@dataclass(slots=True)
+class _Successors:
+    """What a weight became last: packed for another device, and with other codes."""
+
+    moved: AnyPacked | None = None
+    loaded: AnyPacked | None = None
+
+
+# Successors by the bytes of a weight, for as long as these live and are not written to, at most two for each: modules that share a weight
+# still share it after each of them was moved, or loaded. Threads that move one module at the same time may pack its weight twice.
+_successors = ByTensor[_Successors]()
+
+
+def _successors_of(packed: AnyPacked) -> _Successors:
+    return _successors.get(packed.data) or _successors.put(packed.data, _Successors())
 
 
 def repacked(packed: AnyPacked, device: torch.device) -> AnyPacked:
     """The same weight, packed for another device."""
-    if (there := _moved.get(packed.data)) is None or there.device != device:
-        there = _moved.put(packed.data, pack_like(packed, ops.unpack(packed), device))
-    return there
+    successors = _successors_of(packed)
+    if successors.moved is None or successors.moved.device != device:
+        successors.moved = pack_like(packed, ops.unpack(packed), device)
+    return successors.moved
 
 
 def with_codes(packed: AnyPacked, codes: Codes) -> AnyPacked:
     """A weight with other codes, in place of `packed`."""
-    wanted, loaded = codes.to(packed.device).tensors(), _loaded.get(packed.data)
+    wanted, successors = codes.to(packed.device).tensors(), _successors_of(packed)
+    loaded = successors.loaded
     if loaded is None or not all(torch.equal(tensor, wanted[name]) for name, tensor in ops.unpack(loaded).tensors().items()):
-        loaded = _loaded.put(packed.data, pack_like(packed, codes, packed.device))
+        loaded = successors.loaded = pack_like(packed, codes, packed.device)
     return loaded
 
 

@@ -33,7 +33,9 @@ class _Shared:
     failure: str | None
 
 
-_SHARED: dict[str, _Shared] = {}
+# Buffers by the name of a process group, of which a program has a few; `prepare` replaces one whose group is gone and whose name was given
+# again. All processes call `prepare` together, and a thread that sums only reads.
+_group_buffers: dict[str, _Shared] = {}
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("sum_over_processes(Tensor x, str group) -> Tensor")
 
@@ -48,15 +50,15 @@ def prepare(group: str, device: str) -> str:
         return "torch.distributed"
     c10d: Any = torch.distributed.distributed_c10d
     there = c10d._resolve_process_group(group)
-    known = _SHARED.get(group)
+    known = _group_buffers.get(group)
     if known is None or known.group() is not there:
-        known = _SHARED[group] = _Shared(weakref.ref(there), *_share(there))
+        known = _group_buffers[group] = _Shared(weakref.ref(there), *_share(there))
     return f"NCCL: {known.failure}" if known.failure else f"one-shot all-reduce up to {LARGEST >> 10} KB, NCCL above"
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
     """The sum of all processes' x, in x's dtype, on the current stream."""
-    if group in _SHARED:
+    if group in _group_buffers:
         return torch.ops.halfbyte.sum_over_processes.default(x, group)  # type: ignore[no-any-return]
     return _large(x, group)
 
@@ -67,7 +69,7 @@ def _large(x: Tensor, group: str) -> Tensor:
 
 
 def _sum(x: Tensor, group: str) -> Tensor:
-    buffer = _SHARED[group].buffer
+    buffer = _group_buffers[group].buffer
     wide = x.float() if x.dtype == torch.float16 else x  # the kernel supports float32 and bfloat16
     if buffer is None or not 0 < wide.nbytes <= LARGEST or wide.nbytes % 4 or wide.dtype not in (torch.float32, torch.bfloat16):
         return _large(x, group)

@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 
 from halfbyte.errors import ArgumentError, UnsupportedError, unreachable
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.candidates import FLOATS
 from halfbyte.nn.config import Observer
 from halfbyte.nn.described import LEAST, MOST, Calibrated, Scale
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
@@ -39,7 +38,7 @@ from halfbyte.nn.static.integer import (
 from halfbyte.nn.static.memory_format import Formats
 from halfbyte.nn.static.network import IntegerNetwork
 from halfbyte.nn.static.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_not_torch
-from halfbyte.ops.checks import check_floats
+from halfbyte.ops.checks import FLOATS, check_floats
 from halfbyte.ops.conv import functions as conv
 
 _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses

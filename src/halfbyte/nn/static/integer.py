@@ -201,14 +201,6 @@ def _in_order(packed: AnyPacked) -> AnyPacked:
     return gpu_tiles.in_order(packed) if isinstance(packed, Packed) else packed
 
 
-_updates = 0
-
-
-def weight_updates() -> int:
-    """How many times any layer on codes was given a weight or bias in this process. Programs made at another count may be out of date."""
-    return _updates
-
-
 class IntegerModule(QuantModule):
     """int8 -> int8 with requantization, an activation's clamp included.
 
@@ -217,7 +209,10 @@ class IntegerModule(QuantModule):
     source, result   what codes of the input and of the output stand for
     clamp    in codes of the output
     window   of a convolution: its stride, padding and dilation
+    updates  how many times `table` was computed: programs that were compiled at another count may be out of date
     """
+
+    updates = 0
 
     bias: nn.Parameter | None
     table: Tensor
@@ -249,8 +244,7 @@ class IntegerModule(QuantModule):
         return type(self)(packed, self.bias, self.source, self.result, self.clamp, self.window, dtype=dtype, error=error)
 
     def refresh(self) -> None:
-        global _updates  # noqa: PLW0603
-        _updates += 1
+        self.updates += 1
         scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
         table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]

@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
+from halfbyte.bounded import by_object
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import Addition
-from halfbyte.nn.static.integer import IntegerConv2d, IntegerModule, Requantize, weight_updates
+from halfbyte.nn.static.integer import IntegerConv2d, IntegerModule, Requantize
 from halfbyte.nn.static.traced import Inner, copy_node, module_of
 from halfbyte.ops.library import plain
 from halfbyte.quantizers.check import check_dense
@@ -55,14 +55,15 @@ def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
         inputs, more = _without_defaults(self, inputs, more)
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
         check_dense(x, "the input of a network on int8 codes")
-        kept = _thread.networks.get(self)
-        if kept is None or not kept.inner.are_still():
-            kept = _thread.networks[self] = _Kept(self)
-        if not any(kept.inner.hooks) and not (torch.is_grad_enabled() and kept.has_gradient(x)):
-            found = kept.programs_for(self, x) if x.is_cpu else kept.with_sums(self)
-            if found is not None:
+        thread = _thread_programs_of(self)
+        if thread.programs is None or not thread.programs.inner.are_still():
+            thread.programs = _Programs(self)
+        programs = thread.programs
+        if not any(programs.inner.hooks) and not (torch.is_grad_enabled() and programs.has_gradient(x)):
+            compiled = programs.programs_for(self, x) if x.is_cpu else programs.with_sums(self)
+            if compiled is not None:
                 with suppress(_OtherSizes):
-                    return found(x)
+                    return compiled(x)
     return self.node_by_node(*inputs, **more)
 
 
@@ -85,22 +86,22 @@ def _without_defaults(network: fx.GraphModule, inputs: tuple[Any, ...], more: di
     return (tuple(left.values()), {}) if len(left) == 1 else (inputs, more)
 
 
-class _Kept:
-    """What one thread keeps for a network: by size, type and stride of the images the programs made for them, or None if such images came
-    only once. It does not keep the network alive."""
+class _Programs:
+    """The programs of a network in one thread: by size, type and stride of the images, or None if such images came only once. They do not
+    keep the network alive."""
 
     def __init__(self, network: fx.GraphModule) -> None:
         self.inner = Inner.of(network)
         self.layers = [module for module in network.modules() if isinstance(module, IntegerModule)]
         self.parameters = list(network.parameters())
         self.weights = self._weights()
-        self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
+        self.by_size: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
         self.sums: Callable[[Tensor], Any] | None = None
 
-    def _weights(self) -> tuple[int, list[int]]:
+    def _weights(self) -> tuple[list[int], list[int]]:
         """A value that changes with the weights and biases; each layer looks for other ones."""
         addresses = [layer.packed.data.data_ptr() for layer in self.layers if layer.current_table() is not None]
-        return weight_updates(), addresses
+        return addresses, [layer.updates for layer in self.layers]
 
     def has_gradient(self, x: Tensor) -> bool:
         """Whether gradients flow to x, or to a parameter of what runs in floating point."""
@@ -116,22 +117,25 @@ class _Kept:
 
         if self.weights != (weights := self._weights()):
             self.weights = weights
-            self.found.clear()
+            self.by_size.clear()
         key = x.shape, x.stride(), x.dtype, runtime.threads()
-        found = self.found.get(key)
-        if found is None:
-            if len(self.found) >= _SIZES:
-                self.found.clear()
-            found = self.found[key] = _with_programs(network, x) if key in self.found else None
-        return found
+        compiled = self.by_size.get(key)
+        if compiled is None:
+            if len(self.by_size) >= _SIZES:
+                self.by_size.clear()
+            compiled = self.by_size[key] = _with_programs(network, x) if key in self.by_size else None
+        return compiled
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.networks: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+class _ThreadPrograms(threading.local):
+    """The programs of a network, in each Python thread others, as their results lie in memory of their own."""
+
+    programs: _Programs | None = None
 
 
-_thread = _Thread()
+@by_object()
+def _thread_programs_of(network: IntegerNetwork) -> _ThreadPrograms:
+    return _ThreadPrograms()
 
 
 class _OtherSizes(Exception):

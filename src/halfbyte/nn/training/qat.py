@@ -12,7 +12,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, as_config, choose, formats_of
-from halfbyte.nn.convert import check_in_place, finished, put_quantized_
+from halfbyte.nn.convert import after_quantizing, check_in_place, put_quantized_
 from halfbyte.nn.kinds import kind_of, quantize_weight, relative_error
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
@@ -111,7 +111,7 @@ def convert_qat_(model: nn.Module) -> nn.Module:
         if isinstance(module, FakeQuantized):
             restore_(module)
     add_kept(model, kept)
-    for finish in finished:
+    for finish in after_quantizing:
         finish(model)
     return model
 

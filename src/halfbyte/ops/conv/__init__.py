@@ -3,5 +3,6 @@
 functions.py  the public functions, and the custom ops below them
 cpu.py        the ops on the CPU; cuda.py: on GPUs
 images.py     validation of arguments, on every device
+weight_forms.py            weights as some kernels read them, cached
 pool.py, elementwise.py    pools, and sums of tensors
 """

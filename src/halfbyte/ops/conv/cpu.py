@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from halfbyte.bounded import Bounded, version_of
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
@@ -30,6 +29,7 @@ from halfbyte.ops.conv.images import (
     from_numbers,
     out_shape,
 )
+from halfbyte.ops.conv.weight_forms import forms_of, state_of
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
@@ -37,23 +37,6 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step
 
 _CPU = torch.device("cpu")
-
-# What kernels multiply by that have weights of a form of their own, by its name, with the packed bytes that it comes from, by their id;
-# None: the kernel does not take these weights. (Torch's own dictionary with such keys takes as long as a small kernel.)
-_forms: dict[int, tuple[weakref.ref[Tensor], tuple[int, int | None], dict[str, Tensor | None]]] = {}
-
-
-def _forms_of(weight: Tensor) -> dict[str, Tensor | None]:
-    key = id(weight)
-    kept = _forms.get(key)
-    if kept is None or kept[0]() is not weight or kept[1] != _bytes_of(weight):
-        kept = _forms[key] = weakref.ref(weight, lambda _: _forms.pop(key, None)), _bytes_of(weight), {}
-    return kept[2]
-
-
-def _bytes_of(weight: Tensor) -> tuple[int, int | None]:
-    """A value that changes when a tensor gets other memory or is written to."""
-    return weight.data_ptr(), version_of(weight)
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -87,7 +70,7 @@ def _packed_bytes(sizes: Filter) -> int:
 
 
 def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
-    forms, form = _forms_of(weight), "integer taps" if integer else "taps"
+    forms, form = forms_of(weight), "integer taps" if integer else "taps"
     kept = forms.get(form)
     if kept is None:
         from halfbyte.kernels.cpu.conv.depthwise import taps
@@ -109,9 +92,6 @@ class _Plan(NamedTuple):
     other: RearrangedWeights | None  # where that is faster
 
 
-_plans = Bounded[tuple[Any, ...], _Plan](4096)
-
-
 def _plan(
     x: Tensor,
     format: str,
@@ -122,9 +102,9 @@ def _plan(
     in_zero: int = 0,
 ) -> _Plan:
     key = format, tuple(filter_numbers), tuple(window_numbers), tuple(x.shape), x.dtype, compute, activation, in_zero
-    plan = _plans.get(key)
+    plan: _Plan | None = PLANS.conv2d.get(key)
     if plan is None:
-        plan = _plans[key] = _new_plan(x, format, filter_numbers, window_numbers, compute, activation, in_zero)
+        plan = PLANS.conv2d[key] = _new_plan(x, format, filter_numbers, window_numbers, compute, activation, in_zero)
     return plan
 
 
@@ -155,7 +135,7 @@ def _check_weight(weight: Tensor, plan: _Plan) -> None:
 def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[Callable[..., Tensor], Tensor]:
     """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
     if plan.other is not None:
-        forms = _forms_of(weight)
+        forms = forms_of(weight)
         if plan.other.form not in forms:
             layout = convolution.CANONICAL if plan.sizes.depthwise else cpu_tiles.NAME
             forms[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight)))
@@ -166,7 +146,7 @@ def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[C
         return plan.kernel, _taps_of(weight, plan.sizes, integer=integer)
     if weight.data_ptr() % 64 == 0 and weight.is_contiguous():
         return plan.kernel, weight
-    forms = _forms_of(weight)
+    forms = forms_of(weight)
     if forms.get("aligned") is None:
         forms["aligned"] = aligned(weight)
     return plan.kernel, cast(Tensor, forms["aligned"])
@@ -213,7 +193,7 @@ class _Ready(NamedTuple):
     threads_now: Callable[[], int]
 
     def is_stale(self, weight: Tensor) -> bool:
-        return self.threads != self.threads_now() or self.bytes != _bytes_of(weight)
+        return self.threads != self.threads_now() or self.bytes != state_of(weight)
 
 
 def qconv2d(
@@ -251,7 +231,7 @@ def _prepared(x: Tensor, weight: Tensor, table: Tensor, plan: _Plan, in_zero: in
 
     kernel, weights = _kernel_of(weight, plan, integer=True)
     call = cast("PlannedConv", kernel).planned(x, plan.window, in_zero, weights)
-    places = weakref.ref(weight), _bytes_of(weight), weakref.ref(table)
+    places = weakref.ref(weight), state_of(weight), weakref.ref(table)
     return _Ready(*places, plan.strides, threads(), call, weights.data_ptr(), convolved, threads)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.bounded import ByTensor
 from halfbyte.dispatch.gpu import compute_of, why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -40,6 +39,7 @@ from halfbyte.ops.conv.images import (
     from_numbers,
     out_shape,
 )
+from halfbyte.ops.conv.weight_forms import forms_of
 from halfbyte.ops.replay import key_of, replayed, tapes
 from halfbyte.ops.tensors import aligned
 
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from halfbyte.kernels.gpu.conv.tile import Convolution
 
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
-
-# What depthwise kernels (whether they take integers) and those of stems ("stem") multiply by, by the packed bytes it is derived from.
-_derived = ByTensor[dict[bool | str, Tensor]]()
 
 
 def pack(codes: Codes, sizes: Filter) -> PackedConv:
@@ -439,15 +436,15 @@ def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
         numbers = codes.values().to(torch.int32) if integer else codes.dequantize(torch.float32)
         return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
 
-    return _cached(weight, integer, make)
+    return _cached(weight, "integer taps" if integer else "taps", make)
 
 
-def _cached(weight: Tensor, what: bool | str, derive: Callable[[], Tensor]) -> Tensor:
+def _cached(weight: Tensor, form: str, derive: Callable[[], Tensor]) -> Tensor:
     """A tensor that is derived from a weight, once."""
-    cached = _derived.get(weight)
-    if cached is not None and what in cached:
-        return cached[what]
-    tensor = derive()
-    if not torch.cuda.is_current_stream_capturing():  # else its memory belongs to the graph
-        _derived.put(weight, {**(cached or {}), what: tensor})
+    forms = forms_of(weight)
+    tensor = forms.get(form)
+    if tensor is None:
+        tensor = derive()
+        if not torch.cuda.is_current_stream_capturing():  # else its memory belongs to the graph
+            forms[form] = tensor
     return tensor

@@ -11,14 +11,13 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import GATES, PROJECTIONS, GateFunction, Projections, RopeInterleaved, key_value_heads
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.checks import place
+from halfbyte.ops.checks import FLOATS, place
 from halfbyte.ops.transformer.layers import Addresses, Weight, exactly, given, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, halves, per_layer
 
 MOST_SEQUENCES = 64
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NORMED_SUM = "it has norms of sums with the residual, which are for encoders"
 
 
@@ -378,13 +377,13 @@ class DecoderLayer:
         """Raises ArgumentError for what a call does not take."""
         heads = self.heads
         fits = x.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype
-        fits = fits and keys.dtype in (*_DTYPES, torch.int8)
+        fits = fits and keys.dtype in (*FLOATS, torch.int8)
         if fits:
             b, t, k = x.shape
             size, width = keys.shape[2], heads.head_dim if keys.dtype != torch.int8 else record_bytes(heads.head_dim)
             fits = k == self.k and 0 < b <= MOST_SEQUENCES and t > 0
             fits = fits and keys.shape == (b, heads.num_kv_heads, size, width) and 0 <= length <= size - t
-            fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in _DTYPES
+            fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in FLOATS
             fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1] == t for r in rotary)
             fits = fits and self.accepts_rope_of(rotary[0].shape[2])
             fits = fits and rotary[0].shape == rotary[1].shape and x.is_cpu and keys.is_cpu and values.is_cpu

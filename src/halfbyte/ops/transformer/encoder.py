@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
+from halfbyte.ops.checks import FLOATS
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.layers import Addresses, exactly, given, why_not_packed
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NORMS = 2  # of a layer
 
 
@@ -59,11 +59,11 @@ class EncoderLayer:
         """Whether it takes these."""
         if x.dim() != 3 or x.shape[2] != self.k or not x.numel():
             return False
-        if x.dtype not in _DTYPES or not x.is_cpu:
+        if x.dtype not in FLOATS or not x.is_cpu:
             return False
         if mask is not None and not (mask.dtype == torch.bool and _are_scores(mask, x, 1)):
             return False
-        return bias is None or (bias.dtype in _DTYPES and _are_scores(bias, x, self.heads))
+        return bias is None or (bias.dtype in FLOATS and _are_scores(bias, x, self.heads))
 
     def _refreshed(self) -> Any:
         self._tensors.refresh()

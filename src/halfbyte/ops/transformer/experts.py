@@ -11,7 +11,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
-from halfbyte.ops.checks import place
+from halfbyte.ops.checks import FLOATS, place
 from halfbyte.ops.transformer.decoder import MLP, Norm, norm_of
 from halfbyte.ops.transformer.layers import Addresses, Weight
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 MAX_ROUTED_ROWS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Clamped(NamedTuple):
@@ -64,7 +63,7 @@ class Mixture:
 
         Raises ArgumentError for other shapes, and for ids that are not in 0 … E - 1.
         """
-        fits = x.dim() == ids.dim() == 2 and x.shape == (len(ids), self._k) and x.dtype in _DTYPES and ids.numel() > 0
+        fits = x.dim() == ids.dim() == 2 and x.shape == (len(ids), self._k) and x.dtype in FLOATS and ids.numel() > 0
         if not fits or weights.shape != ids.shape or not (x.is_cpu and ids.is_cpu and weights.is_cpu):
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, ids, weights))
             raise ArgumentError(f"these experts take on the CPU x [M, {self._k}], and ids and weights [M, T] of it, got {got}")
@@ -165,7 +164,7 @@ class Experts(NamedTuple):
         from halfbyte.kernels.cpu.transformer import experts
 
         rows = [self.router, *([] if self.shared_expert is None or self.shared_expert.gate is None else [self.shared_expert.gate])]
-        same_dtype = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in _DTYPES
+        same_dtype = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in FLOATS
         router, *gates = map(tensors.same if same_dtype else tensors.of, rows)
         kind = kind_of(self.router.dtype) if same_dtype else "f32"
         correction = 0

@@ -34,13 +34,15 @@ class LayerNorm(NamedTuple):
     eps: float
 
 
-# Unrounded float32 outputs of layers that returned 16 bits, so that layers called one by one compute the same as in one native call.
-_exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+# Unrounded float32 outputs of layers by the 16-bit tensors that they returned, so that layers called one by one compute the same as in one
+# native call: one for each output, as long as it lives. `exactly` compares both, as the output may have been written to. An output is known
+# to the thread that computed it, so that no two threads add one entry.
+_unrounded: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def exactly(x: Tensor) -> Tensor:
     """x in float32, contiguous; the unrounded values if x is an unchanged output of a layer."""
-    exact = _exact.get(x) if x.dtype != torch.float32 else None
+    exact = _unrounded.get(x) if x.dtype != torch.float32 else None
     return x.float().contiguous() if exact is None or not torch.equal(exact.to(x.dtype), x) else exact
 
 
@@ -48,7 +50,7 @@ def given(outputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What layers give, in `dtype`; the last of it will be known `exactly`."""
     rounded = tuple(y.to(dtype) for y in outputs)
     if dtype != torch.float32:
-        _exact[rounded[-1]] = outputs[-1]
+        _unrounded[rounded[-1]] = outputs[-1]
     return rounded
 
 

@@ -167,7 +167,8 @@ def test_graphs_leave_nothing_behind(quantized: Any, captures: list[int]) -> Non
     expected, known = quantized.generate(**settings), []
     for _ in range(20):
         assert torch.equal(quantized.generate(**settings), expected)
-        left = [tensor.numel() for arenas in (scratch._lock_arenas, scratch._buffer_arenas) for tensor in arenas.values()]
+        arenas = [arena for buffers in scratch._devices.values() for arena in (buffers.lock_arena, buffers.buffer_arena)]
+        left = [arena.numel() for arena in arenas if arena is not None]
         known.append((left, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert len(captures) == 21
     assert known[-1] == known[4]

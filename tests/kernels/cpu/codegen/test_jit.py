@@ -30,8 +30,8 @@ from halfbyte.kernels.cpu.codegen.isas import ISAS, current
 from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.linear import linear, tile
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.machine import machine
-from halfbyte.ops import cpu as cpu_ops
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +215,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Callable[..., Module],
         return load(name, build, isa)
 
     monkeypatch.setattr(jit, "load", noted)
-    for kept in (compiled.cache_clear, linear.linear_kernel.cache_clear, cpu_ops._linear_kernels.clear):  # by tests before
+    for kept in (compiled.cache_clear, linear.linear_kernel.cache_clear, PLANS.linear_kernels.clear):  # by tests before
         kept()
     return calls
 

@@ -19,11 +19,11 @@ from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.conv import depthwise, gathered
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.convolution import Filter, from_matrix, groups_of, to_matrix
 from halfbyte.ops import functions
-from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import functions as ops
 
 FORMATS = ("q4_0", "q8_0", "q4_1", "int4_g20_zp", "int8_channel", "int4_channel_zp", "int8_tensor", "int8_channel_offset")
@@ -186,7 +186,7 @@ def test_integer_patches_of_whole_units(isa, channels: int, bits: int, monkeypat
 def test_stems(isa, channels: int, monkeypatch) -> None:
     """Taps of few channels: lines of the kernel of a multiple of 8 codes, also by taps of 0 at their ends, and of others."""
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
     torchs, rng = torch.Generator().manual_seed(channels), random.Random(channels)
     for kernel in ((7, 7), (2, 8), (3, 2)):
         window = Window((rng.randint(1, 2), rng.randint(1, 2)), (rng.randint(0, 3), 1, rng.randint(0, 3), 2))
@@ -201,7 +201,7 @@ def test_stems(isa, channels: int, monkeypatch) -> None:
         wanted, error = conv_reference.conv2d_of_images(floats, codes, kernel, window, None, 1)
         y = ops.conv2d(floats, packed_, None, window.stride, padding, activation="image")
         assert bool(reference.agrees(y, wanted, error).all())
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
 
 
 @isas

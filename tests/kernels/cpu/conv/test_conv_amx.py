@@ -17,9 +17,9 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.conv import amx, direct
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel, MatrixSpec
 from halfbyte.kernels.cpu.conv.gathered import ImageMatrixKernel
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
-from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import functions as ops
 
 UNIT = EmulatedTiles()
@@ -111,7 +111,7 @@ def test_images_with_one_scale_each_are_those_of_the_reference(dtype: torch.dtyp
 def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current()), "matrix", UNIT)
     monkeypatch.setattr(type(current()), "matrix_rows", 3)
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
     taken = list[Tensor]()
     planned = MatrixConvKernel.planned
     monkeypatch.setattr(MatrixConvKernel, "planned", lambda *a: taken.append(a[4]) or planned(*a))
@@ -129,7 +129,7 @@ def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) 
     assert bool(reference.agrees(y, wanted, error).all())
     assert len(taken) == 3
     assert len({weights.data_ptr() for weights in taken}) == 1
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
 
 
 # The machine code, for any CPU

@@ -20,9 +20,9 @@ from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
-from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import functions as ops
 
 KERNELS = [pytest.param(isa, ArrangedConvKernel, id=f"arranged-{isa.name}") for isa in RUNNABLE if isa.arranges]
@@ -42,7 +42,7 @@ def scales(k: int, in_zero: int, out_zero: int) -> dict[str, float]:
 @pytest.mark.parametrize(("isa", "form"), KERNELS)
 def test_images_of_all_sizes_are_those_of_the_reference(isa, form, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
     rng, torchs, taken = random.Random(1), torch.Generator().manual_seed(1), list[Tensor]()
     planned = form.planned
     monkeypatch.setattr(form, "planned", lambda *a: taken.append(a[4]) or planned(*a))
@@ -69,13 +69,13 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, form, monkeypatch) 
         wanted = conv_reference.qconv2d(x, codes, kernel_size, window, bias, groups=groups, clamp=(-100, 120), **more)  # type: ignore[arg-type]
         assert bool(wanted.agrees(y).all()), (sizes, window, x.shape)
         # What adds products in another way has the same sums, so the same codes, bit for bit.
-        plan = list(cpu_conv._plans.values())[-1]
+        plan = list(PLANS.conv2d.values())[-1]
         if isinstance(plan.other, form):
             assert isinstance(plan.kernel, ConvKernel)
             table = ops.conv_requantization_table(packed, bias, **more)  # type: ignore[arg-type]
             assert torch.equal(y, plan.kernel(x, window, packed.data, table, -100.0, 120.0, outside=int(more["in_zero"])))
     assert len(taken) > 2
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
 
 
 @pytest.mark.parametrize("isa", [isa for isa in RUNNABLE if isa.mixed_dot and isa.matrix is None], ids=lambda isa: isa.name)

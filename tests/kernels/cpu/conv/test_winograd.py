@@ -17,9 +17,9 @@ from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.codegen.isas import ISAS, current
 from halfbyte.kernels.cpu.conv import winograd
 from halfbyte.kernels.cpu.conv.winograd import SIDES, Class, Side, Tiles, WinogradKernel, WinogradSpec, few_pixels, pixels, transformed
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
-from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import functions as ops
 
 MINIMAL = [isa for isa in RUNNABLE if isa.minimal and isa.matrix is None]
@@ -161,7 +161,7 @@ def test_sums_that_may_be_too_large_go_another_way(isa, monkeypatch) -> None:
 @isas
 def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
     channels, taken = 64, list[Tensor]()
     sizes = Filter(INT8, 64, channels, (3, 3))
     codes, x = random_codes(INT8, sizes.codes_shape, 0), image((1, channels, 28, 28), torch.Generator().manual_seed(0))
@@ -173,7 +173,7 @@ def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
         wanted = conv_reference.qconv2d(x, codes, (3, 3), Window((stride,) * 2, (1,) * 4, (1, 1)), None, **more)  # type: ignore[arg-type]
         assert bool(wanted.agrees(y).all())
     assert len(taken) == 1
-    cpu_conv._plans.clear()
+    PLANS.conv2d.clear()
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.minimal], ids=lambda isa: isa.name)

@@ -20,6 +20,7 @@ from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import pack
@@ -81,7 +82,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(linear, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
     yield
-    linear.thread.calls.clear()
+    PLANS.linear.clear()
 
 
 def test_the_cases_cover_each_pair() -> None:

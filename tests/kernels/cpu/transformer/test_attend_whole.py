@@ -14,7 +14,7 @@ from torch.nn import functional
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import linear
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.layouts.records import from_records
 from halfbyte.ops.transformer import attention
@@ -33,7 +33,7 @@ def test_against_float64(batch: int, count: int, tokens: int, dim: int, isa: ISA
     some[0, 0, tokens // 2] = False  # a query that may see nothing
     bias = 3 * torch.randn(batch, count, tokens, tokens)
     for mask, added in ((None, None), (some, None), (some[:, :, :1], bias[:1]), (some[:1], bias[:, :1]), (None, bias[:, :, :1])):
-        linear.thread.scratch = torch.full((1 << 20,), 255, dtype=torch.uint8)  # NaN
+        PLANS.scratch = torch.full((1 << 20,), 255, dtype=torch.uint8)  # NaN
         out, untouched = poisoned(batch, tokens, count, dim, dtype=torch.float32)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda *_, out=out, **__: out)

@@ -36,8 +36,9 @@ def test_double_buffers_alternate(device: torch.device) -> None:
 
 def test_scratch_buffers_of_a_graph_that_is_gone_are_given_to_another(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     index, graphs = 99, (41, 42, 43)
-    monkeypatch.setitem(scratch._lock_arenas, index, torch.zeros(1 << 12, dtype=torch.int32, device=device))
-    monkeypatch.setitem(scratch._buffer_arenas, index, torch.zeros(8 * scratch._BUFFER_ALIGNMENT, dtype=torch.uint8, device=device))
+    monkeypatch.setitem(scratch._devices, index, scratch._DeviceScratch())
+    scratch._devices[index].lock_arena = torch.zeros(1 << 12, dtype=torch.int32, device=device)
+    scratch._devices[index].buffer_arena = torch.zeros(8 * scratch._BUFFER_ALIGNMENT, dtype=torch.uint8, device=device)
     buffers = []
     for graph in graphs:
         monkeypatch.setattr(scratch, "_where", lambda device, graph=graph: (index, 1, graph))
@@ -54,14 +55,15 @@ def test_scratch_buffers_of_a_graph_that_is_gone_are_given_to_another(device: to
 
 def test_graphs_find_locks_while_others_need_them_too(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     index = 99
-    monkeypatch.setitem(scratch._lock_arenas, index, torch.zeros(1 << 12, dtype=torch.int32, device=device))
+    monkeypatch.setitem(scratch._devices, index, scratch._DeviceScratch())
+    scratch._devices[index].lock_arena = torch.zeros(1 << 12, dtype=torch.int32, device=device)
     for graph in range(3):  # a launch comes before its graph
         monkeypatch.setattr(scratch, "_where", lambda device: (index, 1, 0))
         assert scratch.locks(device, 5).numel() >= 5
         monkeypatch.setattr(scratch, "_where", lambda device, graph=graph: (index, 1, 50 + graph))
         actual = scratch.locks(device, scratch._ARENA_LOCKS // 2 + 1)
         assert not actual.any()
-        assert (index, 1, 50 + graph) in scratch._graph_locks, "memory of a graph's own is set to 0 each time"
+        assert (1, 50 + graph) in scratch._devices[index].graph_locks, "memory of a graph's own is set to 0 each time"
     for graph in range(3):
         scratch.release((index, 1, 50 + graph))
 
@@ -74,7 +76,7 @@ def test_graphs_that_are_timed_leave_nothing_behind(device: torch.device) -> Non
     x, left = torch.ones(8, device=device), []
     for _ in range(2):
         graph_times({"locks": [lambda: x.add_(scratch.locks(device, 5000)[:8])] * 2}, rounds=1)
-        left.append([arena.numel() for arena in scratch._lock_arenas.values()])
+        left.append([buffers.lock_arena.numel() for buffers in scratch._devices.values() if buffers.lock_arena is not None])
     assert left[0] == left[1]
 
 

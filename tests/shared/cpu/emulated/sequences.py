@@ -15,9 +15,8 @@ from halfbyte.dispatch import cpu as dispatch
 from halfbyte.kernels.cpu.codegen import isas, jit, runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.linear import linear
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, GrowingMemory
 from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, SEQUENCE
-from halfbyte.kernels.cpu.transformer import encoder, halves
 from halfbyte.kernels.cpu.transformer.attend import ATTEND
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE
 
@@ -126,8 +125,8 @@ def emulated(emulator: Emulator, tensors: Sequence[Tensor]) -> Iterator[None]:
         patch.setattr(isas, "_named", lambda _: emulator.isa)
         patch.setattr(jit, "load", emulator.load)
         patch.setattr(dispatch, "linear_kernel", linear.linear_kernel.__wrapped__)
-        patch.setattr(halves, "_memories", PlanCache())
-        patch.setattr(encoder, "_memory", encoder._Memory())
+        patch.setattr(PLANS, "shared", type(PLANS.shared)(PLANS.shared.most))
+        patch.setattr(PLANS, "lanes", type(PLANS.lanes)(GrowingMemory))
         patch.setattr(runtime, "threads", lambda: 1)
         patch.setattr(runtime, "openmp_address", lambda: 0)
         patch.setattr(runtime, "runner", lambda: run)

@@ -232,7 +232,10 @@ def dtype_of(spec: LayerSpec) -> torch.dtype:
     return dtype
 
 
-_masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and the last layer that asked
+# Masks that are added to scores, as booleans, with the index of the last layer that asked, as long as the mask lives: transformers passes
+# one mask to all layers of a call, so an index that does not grow means another call, since when the mask may have changed. A mask is of
+# one call, and a call of one thread.
+_visible_masks: Any = WeakTensorKeyDictionary()
 
 
 def _seen(index: int, mask: Tensor | None, tokens: int, *, eager: bool) -> Tensor | str | None:
@@ -243,10 +246,10 @@ def _seen(index: int, mask: Tensor | None, tokens: int, *, eager: bool) -> Tenso
         return mask if mask is None or mask.dtype == torch.bool else "its mask is not of booleans"
     if mask is None:
         return "eager attention without a mask is not causal"
-    found, last = _masks.get(mask, (None, -1))
+    found, last = _visible_masks.get(mask, (None, -1))
     if found is None or index <= last:  # another call of the model, since when the mask may have changed
         if mask.is_cuda and torch.cuda.is_current_stream_capturing():
             return "to look at the mask waits for the GPU"
         found = visible(mask)
-    _masks[mask] = found, index
+    _visible_masks[mask] = found, index
     return found if found.dtype == torch.bool else "its mask adds other numbers"

@@ -177,6 +177,8 @@ def _cache(stack: Any, call: dict[str, Any]) -> Any:
     return past if past is None or (use_cache and isinstance(past, Cache)) else _NOT_TAKEN
 
 
+# Compiled stacks, or the reason why there is none, with the state that they were compiled from: one for each module, as long as it lives,
+# compiled again once that state has changed. Threads may compile one stack at the same time; the later one stays.
 _stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, FrozenLayers]] = WeakKeyDictionary()
 
 

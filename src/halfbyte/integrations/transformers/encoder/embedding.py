@@ -11,11 +11,11 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import EMBEDDING_LAYERS, TOKEN_TYPES
 from halfbyte.integrations.transformers.optimize.calls import Understood, any_value, bind, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
@@ -111,17 +111,17 @@ def _module_function(cls: type) -> Callable[[Tensor, int], Tensor] | None:
     return getattr(sys.modules[cls.__module__], _COUNTS, None)
 
 
-_fused_embeddings: WeakKeyDictionary[nn.Module, tuple[NormedEmbeddings, Frozen]] = WeakKeyDictionary()
-
-
-def _fused(module: Any) -> NormedEmbeddings | None:
+def _fused(module: nn.Module) -> NormedEmbeddings | None:
     """The module's tables and norm in one, as they are now; None where a part was replaced, or is watched."""
-    entry = _fused_embeddings.get(module)
-    if entry is None or not entry[1].is_unchanged():
-        if why_not(module) is not None:
-            return None
-        tables = [getattr(module, name) for name in tables_of(module) or ()]
-        norm = module.LayerNorm
-        computed = NormedEmbeddings([table.packed for table in tables], LayerNorm(norm.weight, norm.bias, norm.eps))
-        entry = _fused_embeddings[module] = computed, Frozen(module)
-    return entry[0]
+    fused = _fused_and_frozen(module)
+    return None if fused is None else fused[0]
+
+
+@by_object(lambda fused: fused is not None and fused[1].is_unchanged())
+def _fused_and_frozen(module: Any) -> tuple[NormedEmbeddings, Frozen] | None:
+    """`_fused`, and the module's state that it was computed from."""
+    if why_not(module) is not None:
+        return None
+    tables = [getattr(module, name) for name in tables_of(module) or ()]
+    norm = module.LayerNorm
+    return NormedEmbeddings([table.packed for table in tables], LayerNorm(norm.weight, norm.bias, norm.eps)), Frozen(module)

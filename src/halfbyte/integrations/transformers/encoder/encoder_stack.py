@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
+from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
 from halfbyte.integrations.transformers.decoder.compiled_layers import visible
 from halfbyte.integrations.transformers.decoder.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
@@ -203,15 +203,16 @@ class EncoderStack(ReplacedForward):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-_stacks: WeakKeyDictionary[nn.Module, tuple[list[EncoderLayer | str], Frozen]] = WeakKeyDictionary()
-
-
-def _compiled(stack: Any) -> list[EncoderLayer | str]:
+def _compiled(stack: nn.Module) -> list[EncoderLayer | str]:
     """The layers as they are now: compiled, or why transformers computes them."""
-    cached_stack, layers = _stacks.get(stack), getattr(stack, _kind(stack).layers)
-    if cached_stack is None or not cached_stack[1].is_unchanged():
-        cached_stack = _stacks[stack] = [lowered_layer(layer) for layer in layers], Frozen(layers)
-    return cached_stack[0]
+    return _compiled_and_frozen(stack)[0]
+
+
+@by_object(lambda compiled: compiled[1].is_unchanged())
+def _compiled_and_frozen(stack: Any) -> tuple[list[EncoderLayer | str], Frozen]:
+    """`_compiled`, and the state of the layers that it was computed from."""
+    layers = getattr(stack, _kind(stack).layers)
+    return [lowered_layer(layer) for layer in layers], Frozen(layers)
 
 
 def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, given: Input) -> Tensor:

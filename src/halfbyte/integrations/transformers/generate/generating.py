@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,6 @@ _METHODS = {
     "_prepare_cache_for_generation": ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"),
     "_optimize_model_for_decode": (),
 }
-_slow: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # models on GPUs, and why they are not captured
 
 
 def check_tokens(ids: Tensor) -> None:
@@ -79,6 +77,7 @@ class _Generating(ReplacedForward):
     """Mixin that precedes the class of a model."""
 
     keeps_name = True  # config.json has it
+    why_slow: str | None = None  # the reason why this model's steps on a GPU are not captured, of which there was a warning
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         given = _cache_of(model_kwargs)
@@ -137,7 +136,7 @@ def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -
         _warn_once(model, reason)
         return False
     # A static cache of the caller is made larger here only.
-    return model not in _slow or not is_default
+    return model.why_slow is None or not is_default
 
 
 def _is_static(cache: Any) -> bool:
@@ -176,8 +175,8 @@ def first_size(known: int, most: int) -> int:
 
 
 def _warn_once(model: Any, reason: str) -> None:
-    if model not in _slow:
-        _slow[model] = reason
+    if model.why_slow is None:
+        model.why_slow = reason
         name = type(model).__name__
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
@@ -209,8 +208,8 @@ def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any
     tokens = choice(ids, outputs.logits[:, -1])
     prepared = model, arguments, outputs, choice, known - prompt
     step: Step = GraphStep(*prepared, cache) if on_gpu else Step(*prepared)
-    if isinstance(step, GraphStep) and model in _slow:
-        step.refuse(_slow[model])
+    if isinstance(step, GraphStep) and model.why_slow is not None:
+        step.refuse(model.why_slow)
     del outputs, arguments, prepared
     reader = HostReader()
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from halfbyte import env
+from halfbyte.bounded import by_object
 from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.integrations.transformers.decoder.live_layer import has_experts
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.forwards import why_not_native
 from halfbyte.nn.modules.experts import MixtureOfExperts
-
-_done: WeakSet[Any] = WeakSet()
 
 
 def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any]) -> None:
@@ -26,11 +25,18 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
 
     cache  makes an empty one, of the kind and size that will be used
     """
-    if model not in _done and not env.tune():
-        _done.add(model)
-        stacks = [module for module in model.modules() if is_compiled_stack(module)]
-        if stacks and all(why_not_native(layer) is None and not has_experts(layer) for stack in stacks for layer in stack.layers):
-            compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
+    if not env.tune():
+        _compile_once(model, batch, tokens, cache)
+
+
+@by_object()
+def _compile_once(model: nn.Module, batch: int, tokens: int, cache: Callable[[], object]) -> None:
+    """`compile_ahead` for the first arguments that it is called with for a model: kernels for others are compiled when they are needed."""
+    stacks = [module for module in model.modules() if is_compiled_stack(module)]
+    if stacks and all(
+        why_not_native(layer) is None and not has_experts(layer) for stack in stacks for layer in stack.get_submodule("layers").children()
+    ):
+        compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 
 def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], Any], **settings: Any) -> None:

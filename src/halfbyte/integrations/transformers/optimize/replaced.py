@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -14,7 +16,7 @@ from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import REMARK
 
-_classes: dict[tuple[type, ...], Any] = {}
+_lock = threading.Lock()  # two threads must not create two classes of the same parts
 
 
 class ReplacedForward:
@@ -52,17 +54,21 @@ def classes_of(module: Any) -> tuple[type, ...]:
 
 def _class_of(*parts: type) -> Any:
     """The class that has the methods of the first of some classes of this package, then of the next, and else those of the last."""
-    if parts not in _classes:
-        *before, last = parts
-        cls: Any = last
-        keeps = any(issubclass(one, ReplacedForward) and one.keeps_name for one in before)
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
-        about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
-        if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
-            about["forward"] = _with_signature(replaced, inspect.signature(cls.forward))
-        name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
-        _classes.setdefault(parts, type(name, parts, {**about, **names}))
-    return _classes[parts]
+    with _lock:
+        return _new_class(*parts)
+
+
+@functools.cache
+def _new_class(*parts: type) -> Any:
+    *before, last = parts
+    cls: Any = last
+    keeps = any(issubclass(one, ReplacedForward) and one.keeps_name for one in before)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
+    about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
+    if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
+        about["forward"] = _with_signature(replaced, inspect.signature(cls.forward))
+    name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
+    return type(name, parts, {**about, **names})
 
 
 def _with_signature(function: Any, signature: inspect.Signature) -> Any:

@@ -43,7 +43,10 @@ if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that a th
 
 
 class _Linked:
-    """What this process has linked, which lives as long as it does.
+    """The kernels that this process has linked, which live as long as it does: as many as it uses, of some kilobytes each.
+
+    Keys hold all that the code depends on, so that nothing is invalidated. Guarded by `_lock`, but for `warned`: threads that find the
+    same failure at the same time may warn twice.
 
     libraries  llvmlite frees the code of a library without references
     loaded     addresses of functions, by name, for each key of a kernel

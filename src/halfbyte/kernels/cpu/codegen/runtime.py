@@ -28,7 +28,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
-_forked = False
+_PROCESS = os.getpid()  # which imported this: another one is a forked child
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -36,10 +36,9 @@ S = TypeVar("S")
 def _after_fork() -> None:
     # An OpenMP pool does not live on in a forked child: GOMP_parallel would wait for threads that do not exist. So would torch's own
     # operations, which arrange what kernels read.
-    global _forked  # noqa: PLW0603
-    _forked = True
     torch.set_num_threads(1)
     runner.cache_clear()
+    _forced_threads.cache_clear()
 
 
 def build(isa: ISA) -> Module:
@@ -97,29 +96,34 @@ def openmp_address() -> int:
     return 0 if table is None else ctypes.addressof(table)
 
 
+def _is_forked() -> bool:
+    return os.getpid() != _PROCESS
+
+
 @functools.cache
 def _forced_threads() -> int | None:
-    return env.threads()
+    """1 in a forked child, else HALFBYTE_THREADS, which is read once."""
+    return 1 if _is_forked() else env.threads()
 
 
-class _Local(threading.local):
-    alone = False
-
-
-_local = _Local()
+_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("halfbyte_alone", default=False)  # in a thread of `each`
 
 
 def threads() -> int:
     """Threads that a large kernel runs on: HALFBYTE_THREADS (read once), else as many as torch uses; 1 in a thread of `each`."""
-    return 1 if _forked or _local.alone else _forced_threads() or torch.get_num_threads()
+    return 1 if _alone.get() else _forced_threads() or torch.get_num_threads()
 
 
 def _work_alone() -> None:
-    """Make this thread compute without others: in kernels, and in torch's operations, whose OpenMP counts threads for each caller."""
-    _local.alone = True
+    """Make torch's operations in this thread compute without others: its OpenMP counts threads for each caller."""
     torch.get_num_threads()  # which sets this thread's number when it is first called
     with suppress(OSError, AttributeError):
         _torch_cpu().omp_set_num_threads(1)
+
+
+def _run_alone(work: Callable[[T], S], item: T) -> S:
+    _alone.set(True)  # in the copy of the context that this runs in
+    return work(item)
 
 
 def each(work: Callable[[T], S], items: Sequence[T]) -> list[S]:
@@ -132,7 +136,7 @@ def each(work: Callable[[T], S], items: Sequence[T]) -> list[S]:
     if count <= 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(count, thread_name_prefix="halfbyte", initializer=_work_alone) as pool:
-        futures = [pool.submit(contextvars.copy_context().run, work, item) for item in items]
+        futures = [pool.submit(contextvars.copy_context().run, _run_alone, work, item) for item in items]
         try:
             return [future.result() for future in futures]
         except BaseException:
@@ -144,7 +148,7 @@ def each(work: Callable[[T], S], items: Sequence[T]) -> list[S]:
 def runner() -> Callable[[int, int], None]:
     """run(address of the arguments, threads): blocks until all phases are done. The GIL is free meanwhile."""
     phase_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    if _openmp_table() is not None or _forked:
+    if _openmp_table() is not None or _is_forked():
         address = jit.load("runtime", build, current())["run"]
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="halfbyte")

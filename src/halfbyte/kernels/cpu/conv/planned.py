@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import Buffer
-from halfbyte.kernels.cpu.linear.linear import CALL, pack_call, thread
+from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 
@@ -103,7 +103,7 @@ def convolved(
     _, channels, height, width = shape = call.out_shape
     line = width * channels
     out = torch.empty_strided(shape, (height * line, 1, line, channels), dtype=dtype, device="cpu")
-    _memory, scratch = thread.memory(call.memory)
+    _memory, scratch = PLANS.memory(call.memory)
     residual_offset = 0
     if residual is not None:
         residual = residual.to(dtype)

@@ -120,7 +120,7 @@ def _planned(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]
 def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor], threads: int) -> None:
     x, weight, bias, out = operands
     plans = [_planned(kernel, part.rows, threads) for part in parts]
-    _memory, scratch = linear.thread.memory(sum(size for _, size in plans))
+    _memory, scratch = PLANS.memory(sum(size for _, size in plans))
     blocks = ctypes.create_string_buffer(b"".join(plan for plan, _ in plans), len(parts) * _BLOCK_BYTES)
     row_bytes, out_bytes, n = x.shape[1] * x.element_size(), out.shape[1] * out.element_size(), out.shape[1]
     px, pw, py, pb = x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()

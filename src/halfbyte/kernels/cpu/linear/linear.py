@@ -13,15 +13,13 @@ import ctypes
 import functools
 import itertools
 import math
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.bounded import Bounded
 from halfbyte.errors import KernelError
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu.codegen import runtime
@@ -36,6 +34,7 @@ from halfbyte.kernels.cpu.linear.activations import RowSpec
 from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE, biasable, highest_point
 from halfbyte.kernels.cpu.linear.expanded import PanelSpec
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, Inner, TileSpec
+from halfbyte.kernels.cpu.plan_cache import PLANS, LinearCall
 from halfbyte.kernels.problem import Activation, scaling_of
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -47,7 +46,6 @@ _GROUPS_A_THREAD = 4
 WORK_A_THREAD = 1 << 18  # products below which waking another thread costs more than it brings
 ROWS_A_PASS = 4096
 _MAPPED = 1 << 25  # bytes from which on glibc takes each block from the system anew (M_MMAP_THRESHOLD at its most)
-_KEPT_SCRATCH = 1 << 24
 _MOST_TEMPLATES = 64
 
 pack_call = LINEAR.struct("counter", "clamp").pack_into
@@ -55,33 +53,6 @@ CALL = LINEAR.offset("counter")
 _ZEROS = torch.zeros(PANEL * 8, dtype=torch.float32, device="cpu")  # for as many panels as tiles take at once
 
 
-class _Call(NamedTuple):
-    """What a thread keeps for calls of one kernel with one M: the arguments, all but those of the call filled in."""
-
-    buffer: ctypes.Array[ctypes.c_char]
-    address: int
-    scratch_bytes: int
-    threads: int
-
-
-class _Thread(threading.local):
-    """Each Python thread has its own arguments and scratch memory, so that calls may run side by side."""
-
-    def __init__(self) -> None:
-        self.calls = Bounded[tuple[int, int, int], _Call](4096)
-        self.scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def memory(self, size: int) -> tuple[Tensor, int]:
-        """Memory for one call, and an address in it that is a multiple of 64 with `size` bytes behind it; small memory is kept."""
-        memory = self.scratch
-        if memory.numel() < size + 64:
-            memory = torch.empty(max(size + 64, 1 << 16), dtype=torch.uint8, device="cpu")
-            if size <= _KEPT_SCRATCH:
-                self.scratch = memory
-        return memory, memory.data_ptr() + 63 & ~63
-
-
-thread = _Thread()
 _numbers = itertools.count()
 
 
@@ -162,9 +133,9 @@ class LinearKernel:
 
     def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0) -> None:
         """`residual`: bytes from `out` to what is added to it, 0 for nothing."""
-        kept, available = thread, runtime.threads()
-        call = kept.calls.get((self.number, m, available)) or self._prepare(m, available)
-        _memory, address = kept.memory(call.scratch_bytes)
+        plans, available = PLANS, runtime.threads()
+        call = plans.linear.get((self.number, m, available)) or self._prepare(m, available)
+        _memory, address = plans.memory(call.scratch_bytes)
         # Asking for a stride costs three times what it costs to ask whether it is the usual one.
         stride = self.geometry.k * self.element_bytes if x.is_contiguous() else x.stride(0) * self.element_bytes
         pack_call(
@@ -183,11 +154,11 @@ class LinearKernel:
         )
         self.run(call.address, call.threads)
 
-    def _prepare(self, m: int, available: int) -> _Call:
+    def _prepare(self, m: int, available: int) -> LinearCall:
         threads = self.threads(m, available)
         buffer, scratch_bytes = self.arguments(m, threads)
-        call = _Call(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
-        thread.calls[self.number, m, available] = call
+        call = LinearCall(buffer, ctypes.addressof(buffer), scratch_bytes, threads)
+        PLANS.linear[self.number, m, available] = call
         return call
 
     def threads(self, m: int, available: int) -> int:

@@ -60,7 +60,7 @@ ATTEND = Block(
 CacheKind = Kind | Literal["int8"]
 CACHES: dict[torch.dtype, CacheKind] = {**KINDS, torch.int8: "int8"}  # of keys and values; "int8": records, `layouts/records.py`
 _CHUNK = 32  # tokens of the cache between two rescalings of online softmax
-_LEAST = -3.0e38  # the running maximum at first: finite, so that exp(-inf - _LEAST) of a masked score is 0, not exp(NaN)
+LEAST_SCORE = -3.0e38  # the running maximum at first: finite, so that exp(-inf - LEAST_SCORE) of a masked score is 0, not exp(NaN)
 MOST_GROUP = 16  # query heads of a key-value head: the code is unrolled over them
 _ROUNDING = 1.5 * 2.0**23  # x + it rounds |x| < 2^22 to an integer, ties to even, which the low bits of the sum's mantissa hold
 
@@ -131,7 +131,7 @@ class _Attend(Emitter):
     not fit into registers:
 
         queries   float [G, D]             q * scale
-        scores    float [G, _CHUNK]        of a chunk: `_score` writes scores, `_weigh` replaces them by weights exp(score - largest)
+        scores    float [G, _CHUNK]        of a chunk; `_update_softmax` replaces them by weights exp(score - largest)
         products  float [G, lanes, lanes]  q * k before the sum over lanes, of `lanes` tokens
         largest   float [G, lanes]         the running maximum, the same in all lanes
         sums      float [G, lanes]         sums of weights so far, a part in each lane
@@ -166,17 +166,17 @@ class _Attend(Emitter):
             for j in f.loop(tokens) if key_value_heads(spec.projections) else ():
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
-                keep(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._placed(key, "k_norm", b, j))
-                value = self._loaded(key if key_value_heads(spec.projections) == 1 else key + kv_heads * head_bytes)
+                store_head(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._load_normed_rotated(key, "k_norm", b, j))
+                value = self._load(key if key_value_heads(spec.projections) == 1 else key + kv_heads * head_bytes)
                 value = self._normed(value, None) if spec.v_norm else value
-                keep(self.isa, spec.kind, values + (length + j) * self.get("value_token"), value)
+                store_head(self.isa, spec.kind, values + (length + j) * self.get("value_token"), value)
             # Queries of one token after the other: norm, rope and scale, then attention to the tokens up to it.
             for j in f.loop(tokens):
                 row = b * tokens + j
                 queries = self.pointer("qkv") + row * self.get("qkv_stride") + h * (spec.group * head_bytes)
                 scale = ATTEND.load_floats(self.args, "scale_eps")[0].splat(self.lanes)
                 for g in range(spec.group):
-                    for at, x in enumerate(self._placed(queries + g * head_bytes, "q_norm", b, j)):
+                    for at, x in enumerate(self._load_normed_rotated(queries + g * head_bytes, "q_norm", b, j)):
                         if spec.enters:
                             (queries + g * head_bytes).store(x, at * self.bytes, 4)
                         else:
@@ -184,20 +184,20 @@ class _Attend(Emitter):
                 if spec.enters:
                     continue
                 mask = self.pointer("mask") + b * self.get("mask_batch") + j * self.get("mask_token") if spec.masked else None
-                self._begin(h)
+                self._init_softmax(h)
                 self._attend(keys, values, length + j + 1, mask)  # causal: new tokens after it are not seen
-                self._write(self.pointer("out") + row * self.get("out_stride") + h * (spec.group * head_bytes))
+                self._write_output(self.pointer("out") + row * self.get("out_stride") + h * (spec.group * head_bytes))
 
-    def _placed(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
+    def _load_normed_rotated(self, x: Value, norm: str, b: Value, j: Value) -> list[Value]:
         """Load the head at address `x`, of token j of sequence b, and apply qk_norm and rope; norm: the field of the norm's weight."""
-        head = self._loaded(x)
+        head = self._load(x)
         if not self.spec.normed:
             return self._rotated(head, b, j)
         if self.spec.norm_after_rope:
             return self._normed(self._rotated(head, b, j), norm)
         return self._rotated(self._normed(head, norm), b, j)
 
-    def _loaded(self, x: Value) -> list[Value]:
+    def _load(self, x: Value) -> list[Value]:
         """Load the D floats at address `x`, aligned to 4 bytes."""
         return [x.load(self.floats, at * self.bytes, 4) for at in range(self.vectors)]
 
@@ -211,7 +211,7 @@ class _Attend(Emitter):
         root = inverse_root(f, total.fold(lambda a, b: a + b) * (1 / self.spec.dim) + eps).splat(self.lanes)
         if norm is None:
             return [part * root for part in parts]
-        weights = self._loaded(self.pointer(norm))
+        weights = self._load(self.pointer(norm))
         return [part * root * (w + 1.0 if self.spec.unit_offset else w) for part, w in zip(parts, weights, strict=True)]
 
     def _rotated(self, parts: list[Value], b: Value, j: Value) -> list[Value]:
@@ -227,11 +227,11 @@ class _Attend(Emitter):
                 partner = part.shuffle([i ^ 1 for i in range(self.lanes)]) * f.constant(self.floats, [-1.0, 1.0] * (self.lanes // 2))
             else:
                 partner = f.value(self.floats, -0.0) - parts[at + half] if at < half else parts[at - half]  # -0.0 - x is -x, also of 0
-            c, s = (self._of_table(table, at, half) for table in (cos, sin))
+            c, s = (self._rope_vector(table, at, half) for table in (cos, sin))
             out.append(f.fma(part, c, partner * s))
         return [*out, *parts[2 * half :]]
 
-    def _of_table(self, table: Value, at: int, half: int) -> Value:
+    def _rope_vector(self, table: Value, at: int, half: int) -> Value:
         """Load the cosines, or sines, for vector `at` of a head, 2 * `half` vectors of which rope rotates; table: a token's rope cache."""
         match self.spec.rope_interleaved:
             case "":
@@ -244,18 +244,18 @@ class _Attend(Emitter):
             case _:
                 raise unreachable(self.spec.rope_interleaved, "the interleaving of rope,")
 
-    def _kept(self, row: Value, at: int) -> Value:
+    def _load_cached(self, row: Value, at: int) -> Value:
         """Load vector `at` of the cached head at address `row`, as floats."""
-        return kept(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)
+        return load_head(self.isa, self.spec.kind, self.spec.dim, row, at * self.lanes, self.lanes)
 
-    def _begin(self, h: Value) -> None:
+    def _init_softmax(self, h: Value) -> None:
         """Initialize the state of the query heads of key-value head h: empty sums, or the sink's exponential alone."""
         f, spec = self.f, self.spec
         for g in range(spec.group):
-            largest, total = f.value(self.floats, _LEAST), f.value(self.floats, 0.0)
+            largest, total = f.value(self.floats, LEAST_SCORE), f.value(self.floats, 0.0)
             if spec.sinks:
                 sink = (self.pointer("sinks") + (h * spec.group + g) * 4).load("float", 0, 4).splat(self.lanes)
-                largest = sink.max_or(_LEAST)
+                largest = sink.max_or(LEAST_SCORE)
                 first_lane = f.constant(vector("i32", self.lanes), range(self.lanes)) < 1  # as `sums` are added over lanes in the end
                 total = first_lane.select(exp(f, sink - largest), 0.0)
             self.largest.store(largest, g * self.bytes, self.bytes)
@@ -268,16 +268,17 @@ class _Attend(Emitter):
         f, spec = self.f, self.spec
         for start in f.loop(seen, step=_CHUNK):
             count = f.umin(seen - start, f.value("i64", _CHUNK))
-            self._score(keys, values, start, count, seen - 1, mask)
+            self._write_scores(keys, values, start, count, seen - 1, mask)
             for g in range(spec.group):
-                self._weigh(g, count)
-            self._add(values + start * self.get("value_token"), keys + (start + _CHUNK) * self.get("key_token"), count)
+                self._update_softmax(g, count)
+            self._accumulate_values(values + start * self.get("value_token"), keys + (start + _CHUNK) * self.get("key_token"), count)
 
-    def _score(self, keys: Value, values: Value, start: Value, count: Value, last: Value, mask: Value | None) -> None:
+    def _write_scores(self, keys: Value, values: Value, start: Value, count: Value, last: Value, mask: Value | None) -> None:
         """Write the scores of a chunk of `count` tokens from `start` on, -inf where masked; those after `count` are undefined.
 
-        q * k is summed over lanes for `lanes` tokens at once, by a transposition in registers (`_sums`); they are computed `together` at a
-        time, so that the sums of all query heads fit into registers. After `last`, the last token of the cache, it is repeated.
+        q * k is summed over lanes for `lanes` tokens at once, by a transposition in registers (`_sums_over_lanes`); they are computed
+        `together` at a time, so that the sums of all query heads fit into registers. After `last`, the last token of the cache, it is
+        repeated.
         """
         f, spec, lanes = self.f, self.spec, self.lanes
         # About 8 accumulators, tokens x query heads; a power of two, as it has to divide `lanes`.
@@ -286,10 +287,10 @@ class _Attend(Emitter):
             for i in f.loop(f.umin(count - first, f.value("i64", lanes)), step=together):
                 for p in range(together):
                     token = f.umin(start + first + i + p, last)
-                    self._ask(values + token * self.get("value_token"))
+                    self._prefetch_head(values + token * self.get("value_token"))
                     row, sums = keys + token * self.get("key_token"), [f.value(self.floats, 0.0)] * spec.group
                     for at in range(self.vectors):
-                        key = self._kept(row, at)
+                        key = self._load_cached(row, at)
                         for g in range(spec.group):
                             query = self.queries.load(self.floats, (g * self.vectors + at) * self.bytes, self.bytes)
                             sums[g] = f.fma(key, query, sums[g])
@@ -299,9 +300,9 @@ class _Attend(Emitter):
                         self.products.store(score, ((i + p) + lanes * g) * self.bytes, self.bytes)
             for g in range(spec.group):
                 products = [self.products.load(self.floats, (lanes * g + t) * self.bytes, self.bytes) for t in range(lanes)]
-                self.scores.store(_sums(products), first * 4 + 4 * _CHUNK * g, self.bytes)
+                self.scores.store(_sums_over_lanes(products), first * 4 + 4 * _CHUNK * g, self.bytes)
 
-    def _weigh(self, g: int, count: Value) -> None:
+    def _update_softmax(self, g: int, count: Value) -> None:
         """Do online softmax's step for a chunk: replace a head's scores by weights, and rescale its sums to the new maximum.
 
         The new maximum is max(old, scores); a weight is exp(score - new); `sums` = `sums` * exp(old - new) + weights; `totals` are
@@ -332,13 +333,13 @@ class _Attend(Emitter):
             place = (g * self.vectors + at) * self.bytes
             self.totals.store(self.totals.load(self.floats, place, self.bytes) * rescale, place, self.bytes)
 
-    def _ask(self, row: Value) -> None:
+    def _prefetch_head(self, row: Value) -> None:
         """Prefetch a token's head, which is needed in some hundred cycles: hardware prefetchers follow keys or values, not both in turn."""
         size = record_bytes(self.spec.dim) if self.spec.kind == "int8" else self.spec.dim * element_of(self.spec.kind).size
         for at in range(0, size, 64):
             self.f.prefetch(row + at)
 
-    def _add(self, values: Value, after: Value, count: Value) -> None:
+    def _accumulate_values(self, values: Value, after: Value, count: Value) -> None:
         """Add weight * v of a chunk of `count` tokens to `totals`.
 
         `totals` stay in registers over the chunk: tiles of some query heads x some vectors, as many as there are registers for.
@@ -359,15 +360,15 @@ class _Attend(Emitter):
                 for i in f.loop(count):
                     weights = [self.scores.load("float", i * 4 + 4 * _CHUNK * g, 4).splat(self.lanes) for g in heads]
                     if (begin, first) == (0, 0):
-                        self._ask(after + i * self.get("key_token"))
+                        self._prefetch_head(after + i * self.get("key_token"))
                     row = values + i * self.get("value_token")
-                    value = [self._kept(row, at) for at in columns]
+                    value = [self._load_cached(row, at) for at in columns]
                     for n, total in enumerate(totals):
                         total.value = f.fma(weights[n % len(heads)], value[n // len(heads)], total.value)
                 for place, total in zip(places, totals, strict=True):
                     self.totals.store(total.value, place, self.bytes)
 
-    def _write(self, to: Value) -> None:
+    def _write_output(self, to: Value) -> None:
         """Write y [G, D] = totals / sums to address `to`; 0 where all keys are masked, whose sum is 0."""
         f = self.f
         for g in range(self.spec.group):
@@ -381,7 +382,7 @@ class _Attend(Emitter):
 def capped(f: Function, score: Value, cap: Value) -> Value:
     """Return the softcap of scores, cap * tanh(score / cap); a masked score stays -inf, as -cap would have a weight."""
     caps = cap.splat(lanes_of(score.type))
-    return (score < _LEAST).select(score, tanh(f, score / caps) * caps)
+    return (score < LEAST_SCORE).select(score, tanh(f, score / caps) * caps)
 
 
 def inverse_root(f: Function, x: Value) -> Value:
@@ -389,7 +390,7 @@ def inverse_root(f: Function, x: Value) -> Value:
     return f.value(x.type, 1.0) / f.call(x.type, "llvm.sqrt.f32", x)
 
 
-def kept(isa: ISA, kind: CacheKind, dim: int, row: Value, at: int, lanes: int) -> Value:
+def load_head(isa: ISA, kind: CacheKind, dim: int, row: Value, at: int, lanes: int) -> Value:
     """Load `lanes` elements of a cached head, from element `at` on, as floats; dequantize int8.
 
     Args:
@@ -407,8 +408,8 @@ def kept(isa: ISA, kind: CacheKind, dim: int, row: Value, at: int, lanes: int) -
     return row.load(vector("i8", lanes), at).to("i32").to("float") * scale.splat(lanes)
 
 
-def keep(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
-    """Store a head in the cache, rounded or quantized to its element type: the inverse of `kept`.
+def store_head(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
+    """Store a head in the cache, rounded or quantized to its element type: the inverse of `load_head`.
 
     Args:
         isa: Converts to bfloat16 and float16.
@@ -438,7 +439,7 @@ def keep(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> None:
             row.store(rounded.to("i8"), at * lanes)
 
 
-def _sums(parts: list[Value]) -> Value:
+def _sums_over_lanes(parts: list[Value]) -> Value:
     """Return the vector of the sums over lanes of n vectors of n lanes: element i is the sum of parts[i].
 
     Each round halves the number of vectors: half of the lanes of two vectors are exchanged, as in a transposition, and added.

@@ -35,8 +35,8 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
-from halfbyte.kernels.cpu.linear.linear import thread as thread_memory
-from halfbyte.kernels.cpu.transformer.attend import CacheKind, capped, kept
+from halfbyte.kernels.cpu.plan_cache import PLANS
+from halfbyte.kernels.cpu.transformer.attend import LEAST_SCORE, CacheKind, capped, load_head
 from halfbyte.layouts.base import round_up
 
 WHOLE = Block(
@@ -58,7 +58,6 @@ WHOLE = Block(
 _pack = WHOLE.struct().pack
 MOST_AT_ONCE = 512
 _ROWS, _VECTORS = 6, 2  # a tile of accumulators
-_LEAST = -3.0e38  # what scores are compared with at first: finite, so that exp(-inf - it) is 0
 _WORK_A_THREAD = 1 << 17  # multiplications
 
 
@@ -92,6 +91,20 @@ def build(spec: WholeSpec, isa: ISA, f: Function) -> None:
 
 
 class _Whole(Emitter):
+    """Emits the kernel.
+
+    A work item is a part of the query rows of one key-value head of one sequence: rows are its tokens times the query heads that share
+    the head (GQA), `_ROWS` of them a tile. A block of at most MOST_AT_ONCE keys and values is laid out in the thread's scratch memory, and
+    all tiles of the item go over it, with online softmax from block to block.
+
+    Scratch memory of a thread, float32:
+
+        keys    [padded, D]       transposed in groups of _VECTORS vectors of keys
+        values  [padded, D]
+        scores  [_ROWS, padded]   of a tile; `_exponentiate` replaces them by exp(score - largest)
+        sums    [rows, 2]         the running maximum of each row, and the sum of its exponentials
+    """
+
     block = WHOLE
     spec: WholeSpec
 
@@ -104,9 +117,10 @@ class _Whole(Emitter):
         self.keys = self.pointer("scratch") + self.thread * self.get("thread_bytes")
         self.values = self.keys + self.padded * (4 * spec.dim)
         self.scores = self.values + self.padded * (4 * spec.dim)
-        self.sums = self.scores + self.padded * (4 * _ROWS)  # of each row: the largest score so far, and the sum of exponentials
+        self.sums = self.scores + self.padded * (4 * _ROWS)
 
     def emit(self) -> None:
+        """Emit the loops over work items, blocks of keys and tiles of rows."""
         f, heads, parts, group = self.f, self.get("heads"), self.get("parts"), self.spec.group
         tiles = (self.rows + (_ROWS - 1)) // _ROWS
         for item in f.draw_items(self.args + WHOLE.offset("counter"), self.get("batch") * heads * parts):
@@ -114,75 +128,80 @@ class _Whole(Emitter):
             b, h = head // heads, head % heads
             k, v = (self.pointer(x) + b * self.get(f"{x}_batch") + h * self.get(f"{x}_head") for x in "kv")
             first, stop = part * tiles // parts, (part + 1) * tiles // parts
-            seen = self._seen(f.umin(stop * _ROWS, self.rows) - 1)
-            for start in f.loop((seen + (self.padded - 1)) // self.padded):
+            visible = self._visible_keys(f.umin(stop * _ROWS, self.rows) - 1)
+            for start in f.loop((visible + (self.padded - 1)) // self.padded):
                 start = start * self.padded
-                count = f.umin(seen - start, self.padded)
+                count = f.umin(visible - start, self.padded)
                 self._transpose(k + start * self.get("k_token"), count)
                 for j in f.loop(count):
                     for at in range(0, self.spec.dim, self.lanes):
-                        value = self._loaded(v + (start + j) * self.get("v_token"), at)
+                        value = self._load(v + (start + j) * self.get("v_token"), at)
                         self.values.store(value, j * (4 * self.spec.dim) + 4 * at, self.bytes)
                 begin = first
-                if self.spec.causal:  # rows that see none of these keys
+                if self.spec.causal:  # skips rows that see none of these keys
                     first_key = start - self.get("before")
                     begin = (first_key > 0).select(first_key, 0) * group // _ROWS
                     begin = (begin < first).select(first, begin)
                 for tile in f.loop(stop, begin):
-                    # Behind the last row it comes again: the same is computed and written more than once.
+                    # Rows after the last are the last again, computed and written more than once.
                     self._tile(b, h, [f.umin(tile * _ROWS + i, self.rows - 1) for i in range(_ROWS)], start, count)
 
-    def _seen(self, row: Value) -> Value:
-        """How many keys this row may see, and those before it."""
+    def _visible_keys(self, row: Value) -> Value:
+        """Return how many keys this row, and those before it, may attend to."""
         return self.get("before") + row // self.spec.group + 1 if self.spec.causal else self.get("length")
 
     def _tile(self, b: Value, h: Value, rows: list[Value], start: Value, count: Value) -> None:
-        """Rows that meet `count` keys from `start` on."""
+        """Attend from a tile of rows to the block of `count` keys from `start` on: online softmax's step, and the output so far."""
         group, dim = self.spec.group, self.spec.dim
         places = [(row // group, h * group + row % group) for row in rows]
-        columns = self.f.umin(self._seen(rows[-1]) - start, count)
-        new = start.equals(0)
-        begin, kept = [self._begin(head) for _, head in places], [self.sums + row * 8 for row in rows]
-        before = [new.select(most, at.load("float", 0, 4)) for (most, _), at in zip(begin, kept, strict=True)]
-        before_sums = [new.select(total, at.load("float", 4, 4)) for (_, total), at in zip(begin, kept, strict=True)]
-        queries = [self._query((b, head, token), start, self._seen(row) - start) for (token, head), row in zip(places, rows, strict=True)]
-        largest = self._score(queries, columns, before)
-        weighed = [
+        columns = self.f.umin(self._visible_keys(rows[-1]) - start, count)
+        is_first = start.equals(0)
+        initial, states = [self._initial_state(head) for _, head in places], [self.sums + row * 8 for row in rows]
+        before = [is_first.select(largest, at.load("float", 0, 4)) for (largest, _), at in zip(initial, states, strict=True)]
+        before_sums = [is_first.select(total, at.load("float", 4, 4)) for (_, total), at in zip(initial, states, strict=True)]
+        queries = [
+            self._query((b, head, token), start, self._visible_keys(row) - start) for (token, head), row in zip(places, rows, strict=True)
+        ]
+        largest = self._write_scores(queries, columns, before)
+        sums = [
             self._exponentiate(i, columns, now, so_far, total)
             for i, (now, so_far, total) in enumerate(zip(largest, before, before_sums, strict=True))
         ]
-        for at, now, (total, _) in zip(kept, largest, weighed, strict=True):
+        for at, now, (total, _) in zip(states, largest, sums, strict=True):
             at.store(now, 0, 4)
             at.store(total, 4, 4)
         heads = self.get("heads") * group
         outputs = [((b * self.get("tokens") + token) * heads + head) * (4 * dim) for token, head in places]
-        self._write(outputs, weighed, columns, new)
+        self._write_output(outputs, sums, columns, is_first)
 
-    def _begin(self, head: Value) -> tuple[Value, Value]:
-        """The largest score and the sum of exponentials of a head of queries, before any key."""
+    def _initial_state(self, head: Value) -> tuple[Value, Value]:
+        """Return the running maximum and the sum of exponentials of a query head before any key: the sink's alone, where there is one."""
         f = self.f
         if not self.spec.sinks:
-            return f.value("float", _LEAST), f.value("float", 0.0)
+            return f.value("float", LEAST_SCORE), f.value("float", 0.0)
         sink = (self.pointer("sinks") + head * 4).load("float", 0, 4)
-        largest = sink.max_or(_LEAST)
+        largest = sink.max_or(LEAST_SCORE)
         return largest, exp(f, sink - largest)
 
-    def _of(self, name: str, b: Value, head: Value) -> Value:
+    def _head_pointer(self, name: str, b: Value, head: Value) -> Value:
         return self.pointer(name) + b * self.get(f"{name}_batch") + head * self.get(f"{name}_head")
 
-    def _loaded(self, row: Value, at: int) -> Value:
-        return kept(self.isa, self.spec.kind, self.spec.dim, row, at, self.lanes)
+    def _load(self, row: Value, at: int) -> Value:
+        """Load a vector of a cached head, from element `at` on, as floats."""
+        return load_head(self.isa, self.spec.kind, self.spec.dim, row, at, self.lanes)
 
     def _transpose(self, k: Value, count: Value) -> None:
-        """So many keys, `lanes` of them and of their elements at a time; behind the last token it comes again. Those that are multiplied
-        together lie together, element by element."""
+        """Lay out `count` keys so that the vectors that are multiplied together are contiguous for each element.
+
+        `lanes` keys by `lanes` elements are transposed in registers at a time; keys after the last are the last again.
+        """
         f, n = self.f, self.lanes
         step = _VECTORS * n
         for block in f.loop((count + (step - 1)) // step * _VECTORS):
             rows = [k + f.umin(block * n + i, count - 1) * self.get("k_token") for i in range(n)]
             place = self.keys + block // _VECTORS * (4 * step * self.spec.dim) + block % _VECTORS * self.bytes
             for d in range(0, self.spec.dim, n):
-                square = [self._loaded(row, d) for row in rows]
+                square = [self._load(row, d) for row in rows]
                 half = n // 2
                 while half:  # swap the halves of squares of 2 * half that lie off their diagonals
                     for i in range(n):
@@ -195,15 +214,15 @@ class _Whole(Emitter):
                     place.store(column, (d + i) * (4 * step), self.bytes)
 
     def _query(self, place: tuple[Value, Value, Value], start: Value, limit: Value) -> _Query:
-        """The row of a (sequence, head, token), which attends to keys start … limit - 1."""
+        """Return the addresses of the row of a (sequence, head, token), which attends to keys start … limit - 1."""
         b, head, token = place
         mask = self.pointer("mask") + b * self.get("mask_batch") + token * self.get("mask_token") + start
-        bias = self._of("bias", b, head) + token * self.get("bias_token") + start * 4
+        bias = self._head_pointer("bias", b, head) + token * self.get("bias_token") + start * 4
         limits = limit.to("i32").splat(self.lanes)
-        return _Query(self._of("q", b, head) + token * self.get("q_token"), limits, mask, bias)
+        return _Query(self._head_pointer("q", b, head) + token * self.get("q_token"), limits, mask, bias)
 
-    def _score(self, queries: list[_Query], columns: Value, before: list[Value]) -> list[Value]:
-        """Scores of so many keys or a few more, -inf of those that may not be seen. The largest of each query, and of those before."""
+    def _write_scores(self, queries: list[_Query], columns: Value, before: list[Value]) -> list[Value]:
+        """Write the scores of at least `columns` keys, -inf where masked; return the new maximum of each query, from the one `before`."""
         f, step = self.f, _VECTORS * self.lanes
         largest = [f.variable(so_far.splat(self.lanes)) for so_far in before]
         vectors = (columns + (self.lanes - 1)) // self.lanes
@@ -216,7 +235,7 @@ class _Whole(Emitter):
     def _score_vectors(self, queries: list[_Query], first: Value, vectors: int, largest: list[Variable]) -> None:
         """Store the scores of so many vectors of keys from key `first` on, where a group of contiguous keys begins."""
         f, n, step = self.f, self.lanes, _VECTORS * self.lanes
-        totals, column, ints = self._totals(vectors), self.keys + first * (4 * self.spec.dim), vector("i32", self.lanes)
+        totals, column, ints = self._accumulators(vectors), self.keys + first * (4 * self.spec.dim), vector("i32", self.lanes)
         for d in f.loop(self.spec.dim):
             self._multiply_add(totals, [query.x + d * 4 for query in queries], column + d * (4 * step))
         scale, cap = WHOLE.load_floats(self.args, "scale")
@@ -224,21 +243,21 @@ class _Whole(Emitter):
         for i, query in enumerate(queries):
             for v in range(vectors):
                 at, score = first + v * n, totals[i * vectors + v].value
-                seen = at.to("i32").splat(n) + f.constant(ints, range(n)) < query.limits
+                visible = at.to("i32").splat(n) + f.constant(ints, range(n)) < query.limits
                 if self.spec.masked:
-                    seen = seen & ((query.mask + at).load(vector("i8", n)).to("i32").equals(0).select(f.value(ints, 0), 1) > 0)
+                    visible = visible & ((query.mask + at).load(vector("i8", n)).to("i32").equals(0).select(f.value(ints, 0), 1) > 0)
                 score = f.fma(score, scale, (query.bias + at * 4).load(self.floats, 0, 4)) if self.spec.biased else score * scale
                 if self.spec.capped:
                     score = capped(f, score, cap)
-                score = seen.select(score, float("-inf"))
+                score = visible.select(score, float("-inf"))
                 self.scores.store(score, (self.padded * i + at) * 4, self.bytes)
                 largest[i].value = score.max_or(largest[i].value)
 
-    def _totals(self, vectors: int) -> list[Variable]:
+    def _accumulators(self, vectors: int) -> list[Variable]:
         return [self.f.variable(self.f.value(self.floats, 0.0)) for _ in range(_ROWS * vectors)]
 
     def _multiply_add(self, totals: list[Variable], factors: list[Value], vectors: Value) -> None:
-        """Adds each row's factor times the same vectors."""
+        """Add each row's factor times the same vectors to the row's totals."""
         count = len(totals) // _ROWS
         loaded = [vectors.load(self.floats, v * self.bytes, self.bytes) for v in range(count)]
         for i, factor in enumerate(factors):
@@ -247,10 +266,13 @@ class _Whole(Emitter):
                 total.value = self.f.fma(w, x, total.value)
 
     def _exponentiate(self, i: int, columns: Value, now: Value, before: Value, sum_before: Value) -> tuple[Value, Value]:
-        """Scores to exponentials. The sum of exponentials so far, and what of it was there before.
+        """Replace the scores of row `i` by exponentials; return their sum over all blocks so far, and the part of it of earlier blocks.
 
-        now, before  the largest score so far, and without these
-        sum_before   the sum of exponentials without these
+        Args:
+            i: The row of the tile.
+            columns: Keys of this block that the row may attend to.
+            now, before: The running maximum with and without this block.
+            sum_before: The sum of exponentials of earlier blocks, relative to `before`; it is rescaled to `now`.
         """
         f, row, top = self.f, self.scores + self.padded * (4 * i), now.splat(self.lanes)
         total = f.variable(f.value(self.floats, 0.0))
@@ -259,21 +281,28 @@ class _Whole(Emitter):
             weight = exp(f, at.load(self.floats, 0, self.bytes) - top)
             at.store(weight, 0, self.bytes)
             total.value = total.value + weight
-        kept = exp(f, before.splat(self.lanes) - top).shuffle((0, 1)).fold(lambda x, _: x) * sum_before
-        return total.value.fold(lambda x, y: x + y) + kept, kept
+        rescaled = exp(f, before.splat(self.lanes) - top).shuffle((0, 1)).fold(lambda x, _: x) * sum_before
+        return total.value.fold(lambda x, y: x + y) + rescaled, rescaled
 
-    def _write(self, places: list[Value], sums: list[tuple[Value, Value]], columns: Value, new: Value) -> None:
-        """sums: of exponentials, and what of it is that of outputs that are there already, where these are not `new`."""
+    def _write_output(self, places: list[Value], sums: list[tuple[Value, Value]], columns: Value, is_first: Value) -> None:
+        """Write the softmax-weighted sums of the values of all blocks so far.
+
+        Args:
+            places: Offsets of the rows in the output.
+            sums: Of exponentials: over all blocks so far, and over the earlier ones, by which what the output has is weighted.
+            columns: Keys of this block.
+            is_first: Whether it is the first block, so that the output is undefined yet.
+        """
         f, out, vectors = self.f, self.pointer("out"), self.spec.dim // self.lanes
         inverse = [s.equals(0.0).select(f.value("float", 0.0), f.value("float", 1.0) / s).splat(self.lanes) for s, _ in sums]
-        kept = [part.splat(self.lanes) for _, part in sums]
+        earlier = [part.splat(self.lanes) for _, part in sums]
         for first in range(0, vectors, _VECTORS):
             some = range(first, min(first + _VECTORS, vectors))
             totals = []
-            for place, part in zip(places, kept, strict=True):
+            for place, part in zip(places, earlier, strict=True):
                 for v in some:
-                    there = (out + place).load(self.floats, v * self.bytes, 4) * part
-                    totals.append(f.variable(new.select(f.value(self.floats, 0.0), there)))
+                    so_far = (out + place).load(self.floats, v * self.bytes, 4) * part
+                    totals.append(f.variable(is_first.select(f.value(self.floats, 0.0), so_far)))
             for j in f.loop(columns):
                 weights = [self.scores + (self.padded * i + j) * 4 for i in range(_ROWS)]
                 self._multiply_add(totals, weights, self.values + j * (4 * self.spec.dim) + first * self.bytes)
@@ -340,7 +369,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     threads = max(1, min(runtime.threads(), work // _WORK_A_THREAD))
     mask, bias = (None if scores is None else readable(scores) for scores in (mask, bias))
     q, k, v = ((x.data_ptr(), *(4 * s for s in x.stride()[:3])) for x in (query, key, value))
-    _memory, scratch = thread_memory.memory(threads * thread_bytes)
+    _memory, scratch = PLANS.memory(threads * thread_bytes)
     numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
     function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)

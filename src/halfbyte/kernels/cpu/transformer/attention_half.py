@@ -1,12 +1,14 @@
-"""The attention half of a decoder layer: x [m, K] -> h [m, K], float32.
+"""The attention half of a decoder layer on a CPU: x [m, K] -> h [m, K], float32.
 
-    qkv = norm(x) · Wqkvᵀ + bias             each is a product of `linear.py`: activations are laid out, and quantized, once; where formats
-                                             differ, queries, keys and values are up to three products
-    q, k = norm(q), norm(k)                  where whole rows of queries and of keys have norms (OLMo 2); those of heads are `attend`'s
-    a   = attend(qkv)                        positions, the cache's new entries, attention (`attend.py`; of many tokens `attend_whole.py`)
-    h   = x + factor * norm(a · Woᵀ + bias)
+    qkv = norm(x) · Wqkvᵀ + bias             products of `linear.py`: activations are laid out, and quantized, once; where formats differ,
+                                             queries, keys and values are up to three products
+    q, k = norm(q), norm(k)                  where whole rows of queries and of keys have norms (OLMo 2); norms of heads are `attend.py`'s
+    a   = attend(qkv)                        rope, the KV cache's new entries, attention: `attend.py`; for more than FEW tokens of a
+                                             sequence that only fills the cache, and `attend_whole.py` attends
+    h   = x + residual_multiplier * norm(a · Woᵀ + bias)
 
-Either norm may be missing.
+Either norm may be missing. `decoder.py` plans both halves of a layer once for each size of a call (`AttentionPlan`): a list of steps whose
+arguments are filled in but for addresses that change from call to call, which `point` writes.
 """
 
 from __future__ import annotations
@@ -29,14 +31,21 @@ from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved
 
 _X = LINEAR.offset("x")
 _pack_one = struct.Struct("<q").pack_into
-_pack_cache = ATTEND.struct("cos", "length").pack_into
-_CACHE = ATTEND.offset("cos")
-_pack_seen = WHOLE.struct("before", "mask_token").pack_into
-_SEEN = WHOLE.offset("before")
+# The arguments that change from call to call: of attend.py from `cos` to `length`, of attend_whole.py from `before` to `mask_token`.
+_pack_attend, _ATTEND_CALL = ATTEND.struct("cos", "length").pack_into, ATTEND.offset("cos")
+_pack_whole, _WHOLE_CALL = WHOLE.struct("before", "mask_token").pack_into, WHOLE.offset("before")
+_ROPE_ARGUMENTS = 4  # that only attend.py has: cos, sin and their strides
 
 
 class Size(NamedTuple):
-    """The sizes of a call. kind: of the cache."""
+    """The sizes of a call, for which a plan is made.
+
+    Attributes:
+        batch, tokens: Sequences, and new tokens of each.
+        kind: Element type of the KV cache.
+        masked: Whether there is a mask in addition to the causal one.
+        threads: That compute the call.
+    """
 
     batch: int
     tokens: int
@@ -67,9 +76,10 @@ class Heads(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Attention:
     """The attention half of a layer, as `ops.transformer.decoder.Attention` has it, by the addresses of its tensors, which the caller must
-    keep alive.
+    keep alive. Tensors that are not packed are float32.
 
-    What is not packed is float32. `qkv`: one product, or several whose outputs stand side by side.
+    Attributes:
+        qkv: One product, or several whose outputs are adjacent columns of one matrix.
     """
 
     qkv: tuple[Product, ...]
@@ -80,64 +90,89 @@ class Attention:
     heads: Heads
 
     @property
-    def both(self) -> int:
-        """Outputs of qkv."""
+    def qkv_width(self) -> int:
+        """Columns of qkv: (H + 2 Hkv) * D, or of the projections that the layer has."""
         return sum(product.n for product in self.qkv)
 
 
 class AttentionPlan:
-    """steps: those of attention itself, which change with the cache."""
+    """The steps of the attention half for calls of one size.
+
+    Attributes:
+        blocks: The arguments of all steps, in order; `StepSequence` runs them.
+        steps: Those of attention among them, one or two, whose arguments depend on the KV cache.
+    """
 
     def __init__(self, half: Attention, size: Size) -> None:
+        """Lay out memory, which all layers of one size share, and fill in all arguments that do not change from call to call."""
         m, threads = size.batch * size.tokens, size.threads
         self._tokens, products = size.tokens, (*half.qkv, half.o_proj)
-        scratch = threads * _sizes(half, room(m))[1] if size.tokens > FEW else 0
-        widths = half.both, half.o_proj.k, half.o_proj.n if needs_sums(half.post_norm, half.residual_multiplier) else 0
+        scratch = threads * _whole_sizes(half, room(m))[1] if size.tokens > FEW else 0  # bytes
+        widths = half.qkv_width, half.o_proj.k, half.o_proj.n if needs_sums(half.post_norm, half.residual_multiplier) else 0
         memory = shared("attention", (*Laid.sizes(products, m, threads), *(room(m) * n * 4 for n in widths), scratch))
         laid, (qkv, attended, sums, scratch) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = []
+        qkv_steps = []
         for product, column in zip(half.qkv, accumulate((4 * p.n for p in half.qkv[:-1]), initial=qkv), strict=True):
-            first.append(laid.steps(product, 0, column, norm=half.pre_norm))
-            _pack_one(first[-1].linear, OUT_STRIDE, 4 * half.both)
+            qkv_steps.append(laid.steps(product, 0, column, norm=half.pre_norm))
+            _pack_one(qkv_steps[-1].linear, OUT_STRIDE, 4 * half.qkv_width)
         self.steps = _steps(half, size, (qkv, attended, scratch))
-        self._last = Added(laid, half.o_proj, attended, 4 * half.o_proj.k, sums, half.post_norm, half.residual_multiplier)
-        self._first = [steps.linear for steps in first]
-        self._kept = memory, first
-        products_of_x = [block for steps in first for block in steps.blocks]
-        self.blocks: list[Buffer] = [*products_of_x, *_norms_of_rows(half, laid, qkv), *self.steps, *self._last.blocks]
+        self._o_proj = Added(laid, half.o_proj, attended, 4 * half.o_proj.k, sums, half.post_norm, half.residual_multiplier)
+        self._qkv_linears = [steps.linear for steps in qkv_steps]
+        self._alive = memory, qkv_steps  # what the addresses in arguments belong to
+        qkv_blocks = [block for steps in qkv_steps for block in steps.blocks]
+        self.blocks: list[Buffer] = [*qkv_blocks, *_norms_of_rows(half, laid, qkv), *self.steps, *self._o_proj.blocks]
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
-        """Fills in what changes: where x is and h goes, and the arguments of ATTEND from `cos` to `length`."""
-        for linear in self._first:
+        """Fill in the arguments of a call.
+
+        Args:
+            x, out: Addresses of x and of h.
+            cache: The arguments of ATTEND from `cos` to `length`: rope, the KV cache and the mask.
+        """
+        for linear in self._qkv_linears:
             _pack_one(linear, _X, x)
-        self._last.point(out, x)
-        _pack_cache(self.steps[0], _CACHE, *cache)
+        self._o_proj.point(out, x)
+        _pack_attend(self.steps[0], _ATTEND_CALL, *cache)
         if len(self.steps) > 1:
-            *seen, length = cache[4:]
-            _pack_seen(self.steps[1], _SEEN, length, length + self._tokens, *seen)
+            *keys_values_mask, length = cache[_ROPE_ARGUMENTS:]
+            _pack_whole(self.steps[1], _WHOLE_CALL, length, length + self._tokens, *keys_values_mask)
 
 
 def _norms_of_rows(half: Attention, laid: Laid, qkv: int) -> list[Buffer]:
+    """Return the steps that apply norms to whole rows of queries and of keys, in place at the address `qkv`; none if heads have norms."""
     heads = half.heads
     if heads.qk_norm is None or not heads.qk_norm_whole:
         return []
     widths = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     places = qkv, qkv + 4 * widths[0]
-    return [laid.norm(norm, at, at, 4 * half.both, width) for norm, at, width in zip(heads.qk_norm, places, widths, strict=True)]
+    return [laid.norm(norm, at, at, 4 * half.qkv_width, width) for norm, at, width in zip(heads.qk_norm, places, widths, strict=True)]
 
 
 def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[Buffer, ...]:
-    """One step, or for many tokens two: they enter the cache, and attend to it. memory: qkv, what is attended, and of threads."""
+    """Return the step of attention, or, for more than FEW tokens, two: keys and values enter the cache, then queries attend.
+
+    Args:
+        half: The weights and sizes.
+        size: Of the calls.
+        memory: Addresses of qkv, of a, and of the threads' scratch memory.
+    """
     qkv, attended, scratch = memory
     heads, many = half.heads, size.tokens > FEW
     group = heads.num_heads // heads.num_kv_heads
     norms = None if heads.qk_norm_whole else heads.qk_norm
     capped, sinks, unit_offset = heads.softcap is not None, heads.sinks != 0, norms is not None and norms[0].unit_offset
     rotary_dim = None if heads.rotary_dim == heads.head_dim else heads.rotary_dim
-    masked = size.masked and not many
-    of_scores = capped and not many, sinks and not many
     spec = AttendSpec(
-        *(heads.head_dim, group, size.kind, norms is not None, masked, many, rotary_dim, unit_offset, *of_scores),
+        heads.head_dim,
+        group,
+        size.kind,
+        normed=norms is not None,
+        masked=size.masked and not many,
+        enters=many,
+        rotary_dim=rotary_dim,
+        unit_offset=unit_offset,
+        capped=capped and not many,
+        sinks=sinks and not many,
         rope_interleaved=heads.rope_interleaved,
         norm_after_rope=heads.norm_after_rope,
         projections=heads.projections,
@@ -148,7 +183,7 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     fields: Fields = {
         **sizes,
         "qkv": qkv,
-        "qkv_stride": 4 * half.both,
+        "qkv_stride": 4 * half.qkv_width,
         "out": attended,
         "out_stride": 4 * half.o_proj.k,
         "kv_heads": heads.num_kv_heads,
@@ -161,13 +196,13 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     first = arguments(ATTEND, compiled(attend.build, spec, current()), fields)
     if not many:
         return (first,)
-    padded, thread_bytes = _sizes(half, size.tokens)
+    padded, thread_bytes = _whole_sizes(half, size.tokens)
     fields = {
         **sizes,
         "q": qkv,
-        "q_batch": 4 * half.both * size.tokens,
+        "q_batch": 4 * half.qkv_width * size.tokens,
         "q_head": 4 * heads.head_dim,
-        "q_token": 4 * half.both,
+        "q_token": 4 * half.qkv_width,
         "out": attended,
         "heads": heads.num_kv_heads,
         "padded": padded,
@@ -181,6 +216,7 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     return first, arguments(WHOLE, compiled(attend_whole.build, whole, current()), fields)
 
 
-def _sizes(half: Attention, tokens: int) -> tuple[int, int]:
+def _whole_sizes(half: Attention, tokens: int) -> tuple[int, int]:
+    """Return `attend_whole.sizes` for so many tokens, whatever the length of the cache."""
     heads = half.heads
     return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * heads.num_heads // heads.num_kv_heads, heads.head_dim, current())

@@ -46,7 +46,7 @@ class Layer:
     @property
     def work(self) -> int:
         """Multiplications for a row, or nearly."""
-        return self.attention.both * self.k if self.feed_forward is None else self.feed_forward.work
+        return self.attention.qkv_width * self.k if self.feed_forward is None else self.feed_forward.work
 
     @property
     def rotary(self) -> int:

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,12 +28,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear import driver
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, PlanCache
 from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepSequence, phase, run_lanes
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
@@ -48,8 +46,7 @@ _INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
 _NORMED, _MASK = PRODUCT.offset("normed"), WHOLE.offset("mask")
 _pack_one, _pack_two, _pack_seven = (struct.Struct(f"<{n}q").pack_into for n in (1, 2, 7))
-_Buffer = ctypes.Array[ctypes.c_char]
-_Places = list[tuple[_Buffer, int, int, int]]
+_Places = list[tuple[Buffer, int, int, int]]
 
 
 class Norm(NamedTuple):
@@ -98,30 +95,6 @@ class Layer:
         return laid_out + 4 * (self.qkv.n + self.o.k + 2 * self.o.n + self.up.n)
 
 
-class _Room:
-    """What lies between the steps of a lane's calls. It grows, and moves then."""
-
-    def __init__(self) -> None:
-        self.block = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.start = 0  # a multiple of 64
-
-    def of(self, size: int) -> int:
-        if self.start + size > self.block.data_ptr() + self.block.numel():
-            self.block = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
-            self.start = self.block.data_ptr() + 63 & ~63
-        return self.start
-
-
-class _Memory(threading.local):
-    """Each Python thread has its own."""
-
-    def __init__(self) -> None:
-        self.lanes = defaultdict[int, _Room](_Room)
-
-
-_memory = _Memory()
-
-
 class _Plan:
     """The steps of layers for so many tokens, with all arguments but those that change from call to call."""
 
@@ -134,12 +107,12 @@ class _Plan:
         widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n
         sizes = laid_out, size.threads * thread_bytes, size.threads * 4 * first.o.n, *(4 * self._m * n for n in widths)
         *starts, end = accumulate((n + 63 & ~63 for n in sizes), initial=0)
-        self.base = _memory.lanes[size.lane].of(end)
+        self.base = PLANS.lanes[size.lane].of(end)
         self._laid_out, scratch, rows, *between = (self.base + start for start in starts)
         self._private, self._between = (rows, 4 * first.o.n, 0), tuple(between)
         self._panels = driver.phases(current())["panels"]
         self._attend = _attention(first, size, (between[0], between[1], scratch), padded, thread_bytes)
-        self._blocks: list[_Buffer] = []
+        self._blocks: list[Buffer] = []
         # For x and what each layer gives: (block, offset, sign, summand) wherever sign * its address + summand is an argument.
         self._places: list[_Places] = [[] for _ in range(len(layers) + 1)]
         before: Layer | None = None
@@ -186,7 +159,7 @@ class _Plan:
 
     def _product(
         self, product: Product, x: int, out: int, norm: Norm | None = None, normed: tuple[int, int, int] = (0, 0, 0)
-    ) -> tuple[_Buffer, _Buffer]:
+    ) -> tuple[Buffer, Buffer]:
         """Two steps: the one that lays out rows, normed rows first, and the one that multiplies them."""
         linear, _ = product.kernel.arguments(self._m, self._threads)
         pack_call(linear, CALL, 0, x, 4 * product.k, self._laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
@@ -208,7 +181,7 @@ class _Plan:
         return self._sequence
 
 
-def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
+def _norm(norm: Norm, x: int, rows: int, k: int) -> Buffer:
     fields: dict[str, int | tuple[float, float]] = {
         "x": x,
         "x_stride": 4 * k,
@@ -222,7 +195,7 @@ def _norm(norm: Norm, x: int, rows: int, k: int) -> _Buffer:
     return arguments(NORM, phase(Step("norm", layer_norm=True)), fields)
 
 
-def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> _Buffer:
+def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> Buffer:
     """memory: queries, keys and values; what is attended; memory of the threads."""
     qkv, attended, scratch = memory
     head, row = 4 * layer.dim, 4 * layer.qkv.n
@@ -270,7 +243,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
                 continue
             size = _Size(stop - start, tokens, mask is not None, bias is not None, threads // lanes, lane)
             plan: _Plan | None = first.plans.entries.get(size)
-            if plan is None or plan.layers != key or plan.base != _memory.lanes[lane].start:
+            if plan is None or plan.layers != key or plan.base != PLANS.lanes[lane].start:
                 plan = first.plans.entries[size] = _Plan(key, size)
             at = 4 * start * tokens * width
             scores = ((fields[0] + start * fields[1], *fields[1:]) for fields in (seen, added))

@@ -194,13 +194,13 @@ class _Experts(Emitter):
             if self.spec.normalized:
                 total = self._sum(self.chosen, lambda j: _score_of(logits, ids, j)) + _LEAST
             for j in f.loop(self.chosen):
-                self._weigh(weights + j * 4, _score_of(logits, ids, j) / total)
+                self._store_weight(weights + j * 4, _score_of(logits, ids, j) / total)
         else:
             most, (values, count) = weights.load("float", 0, 4), (weights, self.chosen) if self.spec.normalized else (logits, self.experts)
             total = self._sum(count, lambda j: exp(f, (values + j * 4).load("float", 0, 4) - most))
             for j in f.loop(self.chosen):
                 at = weights + j * 4
-                self._weigh(at, exp(f, at.load("float", 0, 4) - most) / total)
+                self._store_weight(at, exp(f, at.load("float", 0, 4) - most) / total)
         gate, gated = logits + self.experts * 4, f.variable(one)
         with f.when(self.pointer("shared_gate").is_null().equals(0)):
             gated.value = self._sigmoid(gate.load("float", 0, 4))
@@ -242,7 +242,8 @@ class _Experts(Emitter):
         f = self.f
         return f.value("float", 1.0) / (exp(f, f.value("float", -0.0) - x) + 1.0)
 
-    def _weigh(self, at: Value, share: Value) -> None:
+    def _store_weight(self, at: Value, share: Value) -> None:
+        """Store the weight of a chosen expert: its share of the scores, times `factor`."""
         factor, _ = EXPERTS.load_floats(self.args, "factor")
         at.store(share * factor, 0, 4)
 

@@ -14,12 +14,11 @@ from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.kernel import arguments
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
-from halfbyte.kernels.cpu.plan_cache import PlanCache
+from halfbyte.kernels.cpu.plan_cache import PLANS, Memory
 from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepKind, phase, shares
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.layouts.base import round_up
@@ -74,19 +73,12 @@ class HalfPlan(Protocol):
         """From now on y, contiguous float32, goes to that address, and what the layer reads, as long, lies at x."""
 
 
-class Memory(NamedTuple):
-    """Addresses in one block of memory."""
-
-    block: Tensor
-    starts: tuple[int, ...]
-
-
-_memories: PlanCache[Memory] = PlanCache()
-
-
 def shared(name: str, sizes: tuple[int, ...]) -> Memory:
     """Memory of so many bytes each, all at multiples of 64: the same for all calls in a thread with this name and these sizes."""
-    return _memories.get((name, sizes), lambda: _allocated(sizes))
+    memory = PLANS.shared.get((name, sizes))
+    if memory is None:
+        memory = PLANS.shared[name, sizes] = _allocated(sizes)
+    return memory
 
 
 def _allocated(sizes: tuple[int, ...]) -> Memory:

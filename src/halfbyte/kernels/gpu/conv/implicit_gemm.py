@@ -1,19 +1,20 @@
-"""y = x * W, a convolution, as a product of patches that are never written out (implicit GEMM).
+"""Convolution on a GPU as implicit GEMM: y = x * W as a product of patches that are never written out.
 
     y[m, n] = sum over tap, c of  w[n, tap, c] * x[pixel(m) + tap, c]        m = (image, row, column) of y; x and y channels_last
 
 W is the matrix of `layouts/convolution.py` in the order of `layouts/gpu_tiles.py`, one for each group. K runs over (tap, channel):
-columns k of patches are gathered by pointers, 16 bytes at a time, asynchronously and several steps ahead. Where a step lies inside
-one tap its place is a number, otherwise a vector. Yᵀ = W · Xᵀ, so that weights may be made in registers, where tensor cores take them.
+columns k of patches are gathered by pointers, 16 bytes at a time, asynchronously and several pipeline stages ahead (`tile.py`, `patches`).
+A program computes a tile of Yᵀ = W · Xᵀ: so weights are the A operand, which tensor cores take from the registers that codes are decoded
+in.
 
-    float    x float16, bfloat16 or float32; weights are made in x's type (for float32: in float32). What lies outside of the image is 0
-    int8     x int8, `table` of `ops.conv.cuda`: exact sums, requantized as `qlinear.py` has it. Outside of the image lies in_zero, which
-             is read from the table, so that no correction is needed
-    image    x int8 of images that have a scale each (`image.py`), y floating point: exact sums, times both scales. Outside is 0
+    float    x float16, bfloat16 or float32; weights are dequantized to x's dtype. Padding outside of the image is 0
+    int8     x int8, `table` of `ops.conv.cuda`: exact sums, requantized as `qlinear.py` has it. Padding is in_zero, which is read from the
+             table, so that no correction is needed
+    image    x int8 of images that have a scale each (`image.py`), y floating point: exact sums, times both scales. Padding is 0
 
-Arithmetic: one scale per channel: the matrix unit sums (q - point) * x in float32, and the sum is multiplied by the scale. Otherwise a
-weight is rounded to x's type (the scale, then the product or the fused multiply-add). K may be split over programs: the last to arrive
-adds up in order, so that results do not vary.
+Arithmetic: with one scale per channel the matrix unit sums (q - point) * x in float32, and the sum is multiplied by the scale. Otherwise a
+weight is rounded to x's dtype: the scale, then the product or the fused multiply-add. K may be split over programs (split-K): the last to
+arrive adds the partial sums in order, so that results do not vary.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
-_LARGEST = 1 << 31
+_MOST_ELEMENTS = 1 << 31  # of an image, whose offsets are int32
 
 
 def supports(problem: Convolution, gpu: Gpu) -> str | None:
@@ -56,7 +57,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
         return "there is nothing to multiply"
-    if problem.image[0] * problem.image[1] * sizes.channels * sizes.groups >= _LARGEST:
+    if problem.image[0] * problem.image[1] * sizes.channels * sizes.groups >= _MOST_ELEMENTS:
         return f"an image of {problem.image[0]} x {problem.image[1]} x {sizes.channels * sizes.groups} has 2^31 elements or more"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
         return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
@@ -66,48 +67,72 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
-    """Return configs, the best guess first."""
-    geo, bits = convolution.gpu_geometry(problem.sizes), problem.sizes.format.bits
-    integer, wide = problem.dtype == torch.int8, problem.dtype == torch.float32
-    whole = geo.block_rows == 1
-    largest = 32 if wide else 128 if integer else 64
-    step = 128 if bits == 4 else largest if whole else min(largest, geo.padded)
-    channels = padded_channels(problem.sizes)
-    while bits == 8 and step > 32 and channels % step and (channels >= 32 or problem.sizes.taps == 1):
-        step //= 2
-    few = channels < 16  # in pieces of less than 16 bytes, which takes registers
-    if few and bits == 8:
-        step = 32
-    n, m = problem.n, problem.m
-    block_n = 64 if n <= 64 or wide else 128
-    block_m = 128 if block_n * m > 64 * 128 * gpu.sms and not wide else 64
-    if few:
-        block_m = 64
-    if wide or (few and bits == 4):
+    """Return the config to launch with: a tuple of one, as tuning may try several. Its numbers were measured on an H100."""
+    bits, integer, float32 = problem.sizes.format.bits, problem.dtype == torch.int8, problem.dtype == torch.float32
+    step = _k_step(problem)
+    block_n, block_m = _block(problem, gpu)
+    if -(-problem.n // 64) * -(-problem.m // 64) * problem.sizes.groups <= gpu.sms:  # fewer tiles of 64 x 64 than multiprocessors
         block_n, block_m = 64, 32
-    elif bits == 4 and not integer and gpu.capability < (9, 0):
-        block_n = 64
-    if -(-n // 64) * -(-m // 64) * problem.sizes.groups <= gpu.sms:  # few tiles: as small as they can be
-        block_n, block_m = 64, 32
-        thin = -(-n // 64) * -(-m // 16) * problem.sizes.groups
-        if bits == 8 and not wide and not few and gpu.sms < 2 * thin <= 2 * gpu.sms:  # as many as fit at once: no programs share K
-            block_m, step = 16, 128 if whole and channels % 128 == 0 else step
-    tiles = -(-n // block_n) * -(-m // block_m) * problem.sizes.groups
-    # Split-K takes time of its own; 4 bits, dequantized in registers, are worth more of it.
-    slow = bits == 4 and not integer
-    steps, least, most = geo.k_padded // step, 6 if slow else 16, 2 * gpu.sms if slow else gpu.sms
-    split = 1
-    while 2 * tiles * split <= most and steps >= least * split and split < 16:
-        split *= 2
+        thin_tiles = -(-problem.n // 64) * -(-problem.m // 16) * problem.sizes.groups
+        # Tiles of 16 where they take two waves at most: then no programs share K.
+        if bits == 8 and not float32 and not _has_few_channels(problem) and gpu.sms < 2 * thin_tiles <= 2 * gpu.sms:
+            per_channel = convolution.gpu_geometry(problem.sizes).block_rows == 1
+            block_m, step = 16, 128 if per_channel and padded_channels(problem.sizes) % 128 == 0 else step
+    tiles = -(-problem.n // block_n) * -(-problem.m // block_m) * problem.sizes.groups
+    split = _split(problem, gpu, tiles, step)
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
-    stages = 1 if gpu.backend == "hip" else 2 if wide else 4 if gpu.shared > 120 << 10 else 3
+    stages = 1 if gpu.backend == "hip" else 2 if float32 else 4 if gpu.shared > 120 << 10 else 3
     warps = 8 if block_n * block_m >= 128 * 128 else 4
-    # Floats took longer so, and integers whose blocks are more (H100).
+    # To start early took longer with floats, and with integers in more blocks (H100).
     early = integer and 2 * tiles * split <= gpu.sms and launcher.starts_early(gpu)
     return (Config(block_n, block_m, step, stages, warps, split, ptx, gpu.backend == "cuda", early),)
 
 
+def _has_few_channels(problem: Convolution) -> bool:
+    """Return whether patches are gathered in pieces of less than 16 bytes, which takes registers."""
+    return padded_channels(problem.sizes) < 16
+
+
+def _k_step(problem: Convolution) -> int:
+    """Return the columns of K that a step of the loop multiplies."""
+    geo, bits = convolution.gpu_geometry(problem.sizes), problem.sizes.format.bits
+    channels, largest = padded_channels(problem.sizes), 32 if problem.dtype == torch.float32 else 128 if problem.dtype == torch.int8 else 64
+    if bits == 4:
+        return 128
+    if _has_few_channels(problem):
+        return 32
+    step = largest if geo.block_rows == 1 else min(largest, geo.padded)
+    while step > 32 and channels % step and (channels >= 32 or problem.sizes.taps == 1):  # so that a step is inside of one tap
+        step //= 2
+    return step
+
+
+def _block(problem: Convolution, gpu: Gpu) -> tuple[int, int]:
+    """Return the outputs and pixels of a tile (block_n, block_m) for problems with enough tiles to fill the GPU."""
+    bits, float32, few_channels = problem.sizes.format.bits, problem.dtype == torch.float32, _has_few_channels(problem)
+    if float32 or (few_channels and bits == 4):
+        return 64, 32
+    block_n = 64 if problem.n <= 64 else 128
+    block_m = 128 if block_n * problem.m > 64 * 128 * gpu.sms and not few_channels else 64
+    if bits == 4 and problem.dtype != torch.int8 and gpu.capability < (9, 0):
+        block_n = 64
+    return block_n, block_m
+
+
+def _split(problem: Convolution, gpu: Gpu, tiles: int, step: int) -> int:
+    """Return the number of programs that share the K of a tile. Split-K takes time, which pays off sooner where 4-bit weights are
+    dequantized."""
+    steps = convolution.gpu_geometry(problem.sizes).k_padded // step
+    dequantizes = problem.sizes.format.bits == 4 and problem.dtype != torch.int8
+    least_steps, most_programs = (6, 2 * gpu.sms) if dequantizes else (16, gpu.sms)
+    split = 1
+    while 2 * tiles * split <= most_programs and steps >= least_steps * split and split < 16:
+        split *= 2
+    return split
+
+
 def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Mode:
+    """Return the arithmetic of floating-point x, see `Mode`."""
     if geo.block_rows == 1 and geo.format.zero != "offset":
         return "sums"
     return "exact" if dtype == torch.float32 or (dtype == torch.float16 and geo.format.scale != dtype) else "weights"
@@ -200,7 +225,7 @@ def _start(
     )
 
 
-# The kernel. `S` is a Static.
+# The kernel. `S` is a Static, all that it is compiled for.
 
 
 @triton.jit
@@ -276,6 +301,11 @@ def _spread(values, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, rows, S: tl.constexpr):
+    """Compute a tile [BN outputs, BM pixels] of a group, or a part of its K: program ids are (tile, part of K, group).
+
+    added: bias and residual; scratch: partial sums and locks of split-K; packed: (n_padded, k_padded, group_bytes, steps); rows: strides of
+    `table`.
+    """
     BN: tl.constexpr = S.block_n
     BM: tl.constexpr = S.block_m
     tl.static_assert(S.integer or S.scaled or S.mode == "sums", "a mode that has no code")

@@ -34,62 +34,93 @@ _MOST_GRAPH_BYTES = 1 << 27  # double buffers for the graphs of one device
 Owner = tuple[int, int, int]  # device, stream, and the id of the CUDA graph or 0
 
 _Free = TypeVar("_Free")
-_workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
-_codes_workspaces: dict[tuple[int, int], Tensor] = {}
-_locks: dict[tuple[int, int], Tensor] = {}
-_graph_locks: dict[Owner, Tensor] = {}
-_free_locks: dict[int, list[Tensor]] = {}  # of graphs that are gone, by device
-_lock_arenas: dict[int, Tensor] = {}  # locks that no graph has had, by device
-_double_buffers: dict[Owner, list[Tensor]] = {}  # two buffers, the one that was returned last behind
-_free_double_buffers: dict[int, list[list[Tensor]]] = {}  # of graphs that are gone, by device
-_buffer_arenas: dict[int, Tensor] = {}  # memory for double buffers that no graph has had, by device
-_arena_bytes: dict[int, int] = {}  # all that there was of it, by device
+
+
+class _DeviceScratch:
+    """The scratch buffers of one device, by the stream that launches or by (stream, CUDA graph).
+
+    Attributes:
+        workspaces, codes_workspaces: The largest one of at most _MOST_CACHED_BYTES that each stream has asked for.
+        locks: All 0 between launches, of each stream.
+        graph_locks: Of each graph.
+        free_locks: Of graphs that were released.
+        lock_arena: Locks that no graph has had.
+        double_buffers: Two buffers of a stream or graph, the one that was returned last at the end.
+        free_double_buffers: Of graphs that were released.
+        buffer_arena: Memory for double buffers that no graph has had.
+        arena_bytes: All that `buffer_arena` has had, at most _MOST_GRAPH_BYTES.
+    """
+
+    def __init__(self) -> None:
+        self.workspaces: dict[int, Tensor] = {}
+        self.codes_workspaces: dict[int, Tensor] = {}
+        self.locks: dict[int, Tensor] = {}
+        self.graph_locks: dict[tuple[int, int], Tensor] = {}
+        self.free_locks: list[Tensor] = []
+        self.lock_arena: Tensor | None = None
+        self.double_buffers: dict[tuple[int, int], list[Tensor]] = {}
+        self.free_double_buffers: list[list[Tensor]] = []
+        self.buffer_arena: Tensor | None = None
+        self.arena_bytes = 0
+
+
+# Scratch buffers by the index of the device (-1: the CPU), until the process ends: each stream, of which torch has a fixed number, and each
+# live graph has one of each kind. Nothing invalidates them: their content is unknown to each launch, and locks are 0 between launches.
+# Threads that launch on one stream at the same time would share buffers, as they would on any other memory: they must synchronize.
+_devices: dict[int, _DeviceScratch] = {}
+
+
+def _scratch_of(index: int) -> _DeviceScratch:
+    scratch = _devices.get(index)
+    return _devices.setdefault(index, _DeviceScratch()) if scratch is None else scratch
 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
     """uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
-    return _workspace_of(_workspaces, device, nbytes)
+    index, stream, graph = _where(device)
+    return _workspace_of(_scratch_of(index).workspaces, stream, graph, device, nbytes)
 
 
 def codes_workspace(device: torch.device, nbytes: int) -> Tensor:
     """A second workspace, for the codes of a sparse weight with its zeros: the launch that reads them may need a workspace itself."""
-    return _workspace_of(_codes_workspaces, device, nbytes)
-
-
-def _workspace_of(by_stream: dict[tuple[int, int], Tensor], device: torch.device, nbytes: int) -> Tensor:
     index, stream, graph = _where(device)
+    return _workspace_of(_scratch_of(index).codes_workspaces, stream, graph, device, nbytes)
+
+
+def _workspace_of(by_stream: dict[int, Tensor], stream: int, graph: int, device: torch.device, nbytes: int) -> Tensor:
     if graph or nbytes > _MOST_CACHED_BYTES:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    buffer = by_stream.get((index, stream))
+    buffer = by_stream.get(stream)
     if buffer is None or buffer.numel() < nbytes:
-        buffer = by_stream[index, stream] = _lasting(torch.uint8, max(_LEAST_BYTES, _power_of_two(nbytes)), device)
+        buffer = by_stream[stream] = _lasting(torch.uint8, max(_LEAST_BYTES, _power_of_two(nbytes)), device)
     return buffer
 
 
 def locks(device: torch.device, n: int) -> Tensor:
     """int32 [at least n], all 0. Kernels that change them leave 0 behind. Some are sums that a program waits for (`skinny_hopper.py`)."""
     index, stream, graph = _where(device)
+    scratch = _scratch_of(index)
     if graph:
-        return _locks_of_graph(device, n, (index, stream, graph))
-    buffer = _locks.get((index, stream))
+        return _locks_of_graph(scratch, device, n, (stream, graph))
+    buffer = scratch.locks.get(stream)
     if buffer is None or buffer.numel() < n:
-        buffer = _locks[index, stream] = _lasting(torch.int32, max(_LEAST_LOCKS, _power_of_two(n)), device)
-    if index >= 0 and (index not in _lock_arenas or _lock_arenas[index].numel() < _ARENA_LOCKS // 2):
-        _lock_arenas[index] = _lasting(torch.int32, _ARENA_LOCKS, device)
+        buffer = scratch.locks[stream] = _lasting(torch.int32, max(_LEAST_LOCKS, _power_of_two(n)), device)
+    if index >= 0 and (scratch.lock_arena is None or scratch.lock_arena.numel() < _ARENA_LOCKS // 2):
+        scratch.lock_arena = _lasting(torch.int32, _ARENA_LOCKS, device)
     return buffer
 
 
-def _locks_of_graph(device: torch.device, n: int, graph: Owner) -> Tensor:
-    buffer = _graph_locks.get(graph)
+def _locks_of_graph(scratch: _DeviceScratch, device: torch.device, n: int, graph: tuple[int, int]) -> Tensor:
+    buffer = scratch.graph_locks.get(graph)
     if buffer is None or buffer.numel() < n:
-        if (freed := _take(_free_locks.get(graph[0], []), lambda free: free.numel() >= n)) is not None:
-            _graph_locks[graph] = freed
+        if (freed := _take(scratch.free_locks, lambda free: free.numel() >= n)) is not None:
+            scratch.graph_locks[graph] = freed
             return freed
-        size, arena = max(_LEAST_GRAPH_LOCKS, _power_of_two(n)), _lock_arenas.get(graph[0])
+        size, arena = max(_LEAST_GRAPH_LOCKS, _power_of_two(n)), scratch.lock_arena
         if arena is None or arena.numel() < size:  # setting them to 0 becomes a step of the graph, each time
             return torch.zeros(n, dtype=torch.int32, device=device)
-        buffer, _lock_arenas[graph[0]] = arena[:size], arena[size:]
-        _graph_locks[graph] = buffer
+        buffer, scratch.lock_arena = arena[:size], arena[size:]
+        scratch.graph_locks[graph] = buffer
     return buffer
 
 
@@ -99,28 +130,30 @@ def double_buffer(device: torch.device, nbytes: int) -> Tensor:
     Kernel A writes to it and B reads that, C and D do so with the other buffer. C may write before B has ended: no kernel uses that buffer
     any more, if readers wait for the kernel before them before they let the next one start, and writers do before they end (gdc_wait).
     """
-    index, _, graph = owned = _where(device)
-    buffers = _double_buffers.get(owned)
+    index, stream, graph = _where(device)
+    scratch, key = _scratch_of(index), (stream, graph)
+    buffers = scratch.double_buffers.get(key)
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device=device) if buffers is None else buffers[1]
-    size = round_up(nbytes, _BUFFER_ALIGNMENT)
-    arena, allocated = _buffer_arenas.get(index), _arena_bytes.get(index, 0)
+    size, arena = round_up(nbytes, _BUFFER_ALIGNMENT), scratch.buffer_arena
     if buffers is None or buffers[0].numel() < nbytes:
-        if graph and (freed := _take(_free_double_buffers.get(index, []), lambda free: free[0].numel() >= nbytes)) is not None:
-            buffers = _double_buffers[owned] = freed
+        if graph and (freed := _take(scratch.free_double_buffers, lambda free: free[0].numel() >= nbytes)) is not None:
+            buffers = scratch.double_buffers[key] = freed
             buffers.reverse()
             return buffers[1]
         if graph and arena is not None and arena.numel() >= 2 * size:
-            memory, _buffer_arenas[index] = arena[: 2 * size], arena[2 * size :]
+            memory, scratch.buffer_arena = arena[: 2 * size], arena[2 * size :]
         elif graph or nbytes > _MOST_CACHED_BYTES:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             memory[:1].zero_()  # by a kernel that lets none start early: all kernels before it have ended then
             return memory
         else:
             memory = _lasting(torch.uint8, 2 * size, device)
-        buffers = _double_buffers[owned] = list(memory.view(2, size))
-    if index >= 0 and not graph and (arena is None or arena.numel() < 2 * size) and allocated + 4 * size <= _MOST_GRAPH_BYTES:
-        _arena_bytes[index], _buffer_arenas[index] = allocated + 4 * size, _lasting(torch.uint8, 4 * size, device)
+        buffers = scratch.double_buffers[key] = list(memory.view(2, size))
+    has_room = scratch.arena_bytes + 4 * size <= _MOST_GRAPH_BYTES
+    if index >= 0 and not graph and (arena is None or arena.numel() < 2 * size) and has_room:
+        scratch.arena_bytes += 4 * size
+        scratch.buffer_arena = _lasting(torch.uint8, 4 * size, device)
     buffers.reverse()
     return buffers[1]
 
@@ -132,10 +165,11 @@ def owner(device: torch.device) -> Owner:
 
 def release(graph: Owner) -> None:
     """Give the locks and double buffers of a graph to others. The graph is gone, and none of its kernels runs any more."""
-    if (locks := _graph_locks.pop(graph, None)) is not None:
-        _free_locks.setdefault(graph[0], []).append(locks)
-    if (buffers := _double_buffers.pop(graph, None)) is not None:
-        _free_double_buffers.setdefault(graph[0], []).append(buffers)
+    scratch, owner_key = _scratch_of(graph[0]), graph[1:]
+    if (locks := scratch.graph_locks.pop(owner_key, None)) is not None:
+        scratch.free_locks.append(locks)
+    if (buffers := scratch.double_buffers.pop(owner_key, None)) is not None:
+        scratch.free_double_buffers.append(buffers)
 
 
 def _take(free: list[_Free], fits: Callable[[_Free], bool]) -> _Free | None:

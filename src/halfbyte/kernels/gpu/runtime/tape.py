@@ -11,6 +11,7 @@ they have changed, kernels are launched by `kernel[grid]`, and `halfbyte doctor`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -266,15 +267,14 @@ def _add(pair, y, n, addend, BLOCK: tl.constexpr):
     tl.store(y + i, tl.load(pair[0] + i, mask=i < n) + addend, mask=i < n)
 
 
-_reasons: dict[int, str | None] = {}  # by device
-
-
 def why_not_replayed(device: torch.device) -> str | None:
     """The reason why launches can't be replayed on `device`; None if they can. Waits for the device the first time."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in _reasons:
-        _reasons[index] = why_untested("triton") or _try(device)
-    return _reasons[index]
+    return _why_not_replayed(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _why_not_replayed(index: int) -> str | None:
+    return why_untested("triton") or _try(torch.device("cuda", index))
 
 
 def _try(device: torch.device) -> str | None:
