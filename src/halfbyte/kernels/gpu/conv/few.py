@@ -85,7 +85,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
     product = Problem("linear", problem.m, problem.n, geo.k, geo.format, problem.dtype)
     static, per = skinny_config.compiled_for(product, config, clamps=epilogue.clamps)
     of_patches = Static(
-        **{**vars(static), "taps": sizes.taps, "early": True, "once": per == config.records},
+        **{**vars(static), "taps": sizes.taps, "early": True, "single_step": per == config.records},
         kernel_w=sizes.kernel[1],
         channels=sizes.channels,
         bounded=any(problem.window.padding),
