@@ -16,7 +16,7 @@ from halfbyte.kernels.gpu.conv import hopper as conv_hopper
 from halfbyte.kernels.gpu.conv import implicit_gemm as conv
 from halfbyte.kernels.gpu.conv import library as conv_library
 from halfbyte.kernels.gpu.conv import teams as conv_teams
-from halfbyte.kernels.gpu.conv.tile import Convolution
+from halfbyte.kernels.problem import ConvProblem
 from halfbyte.machine import Gpu
 
 _LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays
@@ -33,7 +33,7 @@ class ConvChoice(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
+def choose_gpu_conv(problem: ConvProblem, gpu: Gpu) -> ConvChoice:
     """The kernel for `problem` on `gpu`. Raises UnsupportedError where none can solve it."""
     rejected: list[tuple[str, str]] = []
     overlap = "its pixels overlap" if problem.overlap else None
@@ -53,7 +53,7 @@ def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
 
 
 @lru_cache(maxsize=4096)
-def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
+def beats_linear(problem: ConvProblem, gpu: Gpu) -> bool:
     """Whether a kernel of one tap, which is a linear layer of pixels, takes less time as a convolution in floating point."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -67,14 +67,14 @@ def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
     return fmt.bits == 8 and not isinstance(fmt.block, int) and problem.m <= _LEAST_WRITTEN
 
 
-def _against_teams(problem: Convolution, gpu: Gpu) -> str | None:
+def _against_teams(problem: ConvProblem, gpu: Gpu) -> str | None:
     if reason := conv_teams.supports(problem, gpu):
         return reason
     tiles = conv_teams.tiles(problem, conv_teams.configs(problem, gpu)[0])
     return None if tiles <= gpu.sms else f"its {tiles} tiles are more than {gpu.sms} multiprocessors compute at once"
 
 
-def _against_few(problem: Convolution, gpu: Gpu) -> str | None:
+def _against_few(problem: ConvProblem, gpu: Gpu) -> str | None:
     if reason := conv_few.supports(problem, gpu):
         return reason
     if not conv_few.wins(problem, gpu):
@@ -82,7 +82,7 @@ def _against_few(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
+def _against_hopper(problem: ConvProblem, gpu: Gpu) -> str | None:
     if reason := conv_hopper.supports(problem, gpu):
         return reason
     if problem.dtype == torch.int8 and problem.sizes.taps > 1 and problem.window.stride != (1, 1):
@@ -93,7 +93,7 @@ def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
     return None if 2 * tiles >= gpu.sms else f"its {tiles} tiles leave most of {gpu.sms} multiprocessors idle"
 
 
-def _against_library(problem: Convolution, gpu: Gpu) -> str | None:
+def _against_library(problem: ConvProblem, gpu: Gpu) -> str | None:
     if reason := conv_library.supports(problem, gpu):
         return reason
     if problem.m < _LEAST_WRITTEN:

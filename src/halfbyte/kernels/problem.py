@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, lookup
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.layer_kinds import GateFunction
+from halfbyte.layouts.convolution import Filter
 
 Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
@@ -128,6 +129,56 @@ class Window:
                 f"with padding {self.padding}"
             )
         return room[0] // self.stride[0] + 1, room[1] // self.stride[1] + 1
+
+
+ConvActivation = Literal[Activation, "image"]
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """The convolution of images [batch, channels, *image].
+
+    dtype       of images and of the result; int8: codes, which are requantized
+    compute     as of Problem; depthwise convolutions are computed in floating point, whatever it says
+    activation  as of Problem, or "image": a scale for each image
+    outside     the code of what lies outside of an image of codes, where a choice depends on it
+    """
+
+    sizes: Filter
+    window: Window
+    batch: int
+    image: Pair
+    dtype: torch.dtype
+    compute: AskedCompute = "float"
+    activation: ConvActivation = "block"
+    outside: int = 0
+
+    @property
+    def out(self) -> Pair:
+        """(Ho, Wo)"""
+        return self.window.out_size(self.image, self.sizes.kernel)
+
+    @property
+    def m(self) -> int:
+        """Patches: outputs of a channel."""
+        return self.batch * self.out[0] * self.out[1]
+
+    @property
+    def overlap(self) -> int:
+        """Elements from one pixel to the next, where pixels overlap (`gpu/conv/stem.py`); otherwise 0."""
+        return 0
+
+    @property
+    def n(self) -> int:
+        """Outputs of one group."""
+        return self.sizes.out // self.sizes.groups
+
+    @property
+    def flat(self) -> ConvProblem:
+        """The same problem with each pixel as an image, if pixels are multiplied one by one: no pixel's position is computed then."""
+        if self.sizes.taps > 1 or self.window != Window():
+            return self
+        return replace(self, batch=self.m, image=(1, 1))
 
 
 class Combination(NamedTuple):

@@ -289,10 +289,10 @@ def test_no_gpu() -> None:
 def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken: str) -> None:
     pytest.importorskip("triton", exc_type=ImportError)
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
-    from halfbyte.kernels.gpu.conv.tile import Convolution
+    from halfbyte.kernels.problem import ConvProblem
 
     sizes = Filter(as_format("int8_channel" if dtype == torch.int8 else "int4_g32"), 128, channels, (3, 3))
-    choice = choose_gpu_conv(Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
+    choice = choose_gpu_conv(ConvProblem(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
     assert choice.name == taken, choice.rejected
     assert len(choice.rejected) == ("conv_teams", "conv_few", "conv_hopper", "conv_library", "conv").index(taken)
 
@@ -312,10 +312,10 @@ def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken:
 def test_choice_of_pixels(outputs: int, channels: int, kernel: int, batch: int, taken: str, beats: bool) -> None:
     pytest.importorskip("triton", exc_type=ImportError)
     from halfbyte.dispatch.gpu_conv import beats_linear, choose_gpu_conv
-    from halfbyte.kernels.gpu.conv.tile import Convolution
+    from halfbyte.kernels.problem import ConvProblem
 
     sizes, window = Filter(as_format("int4_g32"), outputs, channels, (kernel, kernel)), Window((1, 1), (kernel // 2,) * 4)
-    problem = Convolution(sizes, window, batch, (14, 14), torch.float16)
+    problem = ConvProblem(sizes, window, batch, (14, 14), torch.float16)
     assert choose_gpu_conv(problem.flat, GPUS["sm_90"]).name == taken
     assert beats_linear(problem.flat, GPUS["sm_90"]) == beats
     assert problem.flat.m == problem.m

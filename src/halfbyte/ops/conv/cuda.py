@@ -44,7 +44,7 @@ from halfbyte.ops.replay import key_of, replayed, tapes
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.gpu.conv.tile import Convolution
+    from halfbyte.kernels.problem import ConvProblem
 
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
 
@@ -197,9 +197,9 @@ def _beats_linear(plan: _Plan, x: Tensor) -> bool:
     if why_no_triton() is not None:
         return False
     from halfbyte.dispatch.gpu_conv import beats_linear
-    from halfbyte.kernels.gpu.conv.tile import Convolution
+    from halfbyte.kernels.problem import ConvProblem
 
-    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
+    problem = ConvProblem(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
     return beats_linear(problem.flat, gpu(x.get_device()))
 
 
@@ -209,11 +209,11 @@ def _multiply(given: _Operands, plan: _Plan, epilogue: Epilogue, compute: str, a
     from halfbyte.kernels.gpu.conv import dynamic as conv_dynamic
     from halfbyte.kernels.gpu.conv import image as conv_image
     from halfbyte.kernels.gpu.conv import library as conv_library
-    from halfbyte.kernels.gpu.conv.tile import Convolution
+    from halfbyte.kernels.problem import ConvProblem
 
     x, weight = given[:2]
     here, added = gpu(x.get_device()), (epilogue.bias, epilogue.residual)
-    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
+    problem = ConvProblem(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
     settings = "conv2d", compute, activation, epilogue.low, epilogue.high
     if plan.way == "depthwise":
         image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=False)
@@ -250,14 +250,14 @@ class _Read(NamedTuple):
         image: Returns the image, [B, H, W, C]; may write it.
     """
 
-    problem: Convolution
+    problem: ConvProblem
     x: Tensor
     weight: Tensor
     derived: bool
     image: Callable[[], Tensor]
 
 
-def _read(x: Tensor, weight: Tensor, problem: Convolution, outside: int) -> _Read:
+def _read(x: Tensor, weight: Tensor, problem: ConvProblem, outside: int) -> _Read:
     from halfbyte.kernels.gpu.conv import stem as conv_stem
 
     stem = conv_stem.stem_of(problem)
@@ -360,9 +360,9 @@ def _qconv2d(
         raise UnsupportedError(f"qconv2d needs Triton: {reason}, or use the CPU")
     from halfbyte.dispatch.gpu_conv import choose_gpu_conv
     from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
-    from halfbyte.kernels.gpu.conv.tile import Convolution
+    from halfbyte.kernels.problem import ConvProblem
 
-    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
+    problem = ConvProblem(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
     clamp, settings = (low, high), ("qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.leads)
     given: _Operands = (x, weight, table, None if addition is None else addition.other)
     if addition is not None:

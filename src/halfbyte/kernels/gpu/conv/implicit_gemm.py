@@ -29,7 +29,7 @@ from halfbyte.kernels.gpu.arithmetic import added as add_codes
 from halfbyte.kernels.gpu.arithmetic import dot, requantization, requantized, store_partial, sum_partials
 from halfbyte.kernels.gpu.conv.tile import (
     Config,
-    Convolution,
+    ConvProblem,
     Mode,
     distance,
     finish,
@@ -51,7 +51,7 @@ from halfbyte.machine import Gpu
 _LARGEST = 1 << 31
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
@@ -65,7 +65,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return configs, the best guess first."""
     geo, bits = convolution.gpu_geometry(problem.sizes), problem.sizes.format.bits
     integer, wide = problem.dtype == torch.int8, problem.dtype == torch.float32
@@ -113,14 +113,14 @@ def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Mode:
     return "exact" if dtype == torch.float32 or (dtype == torch.float16 and geo.format.scale != dtype) else "weights"
 
 
-def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     _start(problem, config, x, weight, out, epilogue, None, 0)
 
 
 def launch_integer(
-    problem: Convolution,
+    problem: ConvProblem,
     config: Config,
     x: Tensor,
     weight: Tensor,
@@ -135,25 +135,25 @@ def launch_integer(
 
 
 def launch_images(
-    problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
+    problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
 ) -> None:
     """Launch the convolution of x int8 [B, H, W, C] of images with scales float32 [B], with floating-point out and
     `workspace_bytes(problem, config)` of memory."""
     _start(problem, config, x, weight, out, epilogue, scales, 0, memory)
 
 
-def workspace_bytes(problem: Convolution, config: Config) -> int:
+def workspace_bytes(problem: ConvProblem, config: Config) -> int:
     """Return the bytes for partial sums of programs that share K."""
     return 4 * config.split * _tiles(problem, config) * problem.sizes.groups * config.block_n * config.block_m if config.split > 1 else 0
 
 
-def _tiles(problem: Convolution, config: Config) -> int:
+def _tiles(problem: ConvProblem, config: Config) -> int:
     """Return the tiles of one group."""
     return -(-problem.n // config.block_n) * -(-problem.m // config.block_m)
 
 
 def _start(
-    problem: Convolution,
+    problem: ConvProblem,
     config: Config,
     x: Tensor,
     weight: Tensor,
