@@ -177,8 +177,8 @@ def test_what_is_fused(device: str, case: str, kernels: dict[str, str], tmp_path
 def test_experts_have_as_many_rows_as_the_router_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     asked: set[tuple[str, int]] = set()
-    real = kernels_gpu.choose_gpu
-    monkeypatch.setattr(kernels_gpu, "choose_gpu", lambda problem, here: (asked.add((problem.op, problem.m)), real(problem, here))[1])
+    real = kernels_gpu.choose
+    monkeypatch.setattr(kernels_gpu, "choose", lambda problem, here: (asked.add((problem.op, problem.m)), real(problem, here))[1])
     explain_decoder(spec_of("Qwen3MoeDecoderLayer", tmp_path / "m"), "sm_90", rows=5)
     assert asked == {("linear", 5), ("grouped_linear", 15)}
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
-from halfbyte.dispatch.gpu import choose_gpu, compute_of, packs_code_pairs, why_no_triton
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import compute_of, packs_code_pairs, why_no_triton
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
@@ -95,7 +96,7 @@ class _Scope:
         plan = self._plan(op)
         if isinstance(plan, NormedPlan) and plan.config is not None:
             return plan.kernel
-        taken = choose_gpu(self._problem(op), self._here).taken
+        taken = choose(self._problem(op), self._here).taken
         return TORCH if taken is None else taken.candidate.name
 
     def _plan(self, op: Op) -> NormedPlan | str | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.cpu import choose_linear
+from halfbyte.dispatch.cpu import choose_product
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned, winograd
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.conv.planned import RearrangedWeights
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import Problem, Window
 from halfbyte.layouts.convolution import Filter
 
 
@@ -34,7 +34,10 @@ class CpuConvChoice(NamedTuple):
 def multiplied(sizes: Filter, dtype: torch.dtype, compute: str, activation: str) -> Inner:
     """What products are made of. A scale for each image asks for integers. Raises ArgumentError for an unknown compute."""
     wanted = "int8" if activation == "image" and compute == "auto" else compute
-    return "int8" if dtype == torch.int8 else choose_linear(sizes.matrix_format, dtype, wanted, current()).taken.inner
+    if dtype == torch.int8:
+        return "int8"
+    problem = Problem("linear", 1, sizes.out, sizes.k, sizes.matrix_format, dtype, wanted)  # type: ignore[arg-type]
+    return choose_product(problem, current()).options[0].candidate.inner
 
 
 def choose_cpu_conv(

@@ -10,7 +10,9 @@ from typing import Any, get_args
 
 import torch
 
-from halfbyte.dispatch.cpu import Choice, choose_linear
+from halfbyte.dispatch.candidate import Choice
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.cpu import CpuCandidate
 from halfbyte.dispatch.explain_gpu import EXPERTS_HAVE_ZEROS, GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
@@ -22,7 +24,6 @@ from halfbyte.kernels.cpu.codegen.elements import KINDS
 from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
 from halfbyte.kernels.cpu.codegen.isas import current, native
 from halfbyte.kernels.cpu.linear import grouped
-from halfbyte.kernels.cpu.linear.linear import linear_kernel
 from halfbyte.kernels.cpu.linear.sparse import pack as pack_sparse
 from halfbyte.kernels.cpu.linear.sparse import why_no_layout
 from halfbyte.kernels.cpu.quantize.quantize import quantize
@@ -47,12 +48,21 @@ class Explanation:
     problem: Problem
     isa: ISA
     threads: int
-    choice: Choice
-    tile: Tiling
+    choice: Choice[Problem, CpuCandidate]
     weight_bytes: int
     sparsity: str | None
     roofline: Roofline | None
     measured: float | None
+
+    @property
+    def taken(self) -> CpuCandidate:
+        """The kernel."""
+        return self.choice.options[0].candidate
+
+    @property
+    def tile(self) -> Tiling:
+        """How it cuts outputs into tiles."""
+        return self.choice.options[0].config  # type: ignore[no-any-return]
 
     def to_json(self) -> dict[str, Any]:
         problem, roof = self.problem, self.roofline
@@ -63,9 +73,9 @@ class Explanation:
             "isa": self.isa.name,
             "isas_rejected": {isa.name: isa.missing() for isa in native() if isa.missing()},
             "threads": self.threads,
-            "kernel": self.choice.taken.inner,
+            "kernel": self.taken.name,
             "tile": {"rows": self.tile.rows, "vectors": self.tile.vectors},
-            "rejected": {candidate.inner: reason for candidate, reason in self.choice.rejected},
+            "rejected": self.choice.reasons,
             "weight_bytes": self.weight_bytes,
             "sparsity": self.sparsity,
             "roofline": None if roof is None else {**roof._asdict(), "bound": roof.bound},
@@ -74,15 +84,15 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        problem, roof, taken = self.problem, self.roofline, self.choice.taken
-        scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if taken.inner == "int8" else ""
+        problem, roof, taken, tile = self.problem, self.roofline, self.taken, self.tile
+        scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if taken.compute == "int8" else ""
         lines = [
             shape_text(problem),
             f"machine  {machine().cpu}: {self.isa.name}, {self.threads} thread{'s' if self.threads > 1 else ''} ({runtime.name()})",
-            f"kernel  {taken.inner}: {taken.summary}{scheme}",
-            f"tiles  up to {self.tile.rows} rows x {self.tile.vectors * self.isa.lanes} outputs{' of expanded codes' * self.tile.expanded}",
+            f"kernel  {taken.name}: {taken.summary}{scheme}",
+            f"tiles  up to {tile.rows} rows x {tile.vectors * self.isa.lanes} outputs{' of expanded codes' * tile.expanded}",
         ]
-        lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
+        lines += [f"  not {name}: {reason}" for name, reason in self.choice.reasons.items()]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in native() if isa.missing()]
         lines += weight_text(problem, self.weight_bytes, self.sparsity)
         if roof is not None:
@@ -144,9 +154,9 @@ def explain(
     if not on_cpu:
         return explain_gpu(replace(problem, sparse=sparse), str(device), compute, measured=measured)
     isa, threads = current(), runtime.threads()
-    choice = choose_linear(fmt, dtype, compute, isa)
-    problem = replace(problem, compute=choice.taken.compute)  # type: ignore[arg-type]
     sparsity = (_why_dense(problem, isa) or SPARSITY) if sparse else None
+    choice = choose(replace(problem, compute=compute, sparse=sparsity == SPARSITY), isa)  # type: ignore[arg-type]
+    problem = choice.problem
     geo = cpu_tiles.geometry(fmt, (n, k), sparse=sparsity == SPARSITY)
     roof, seconds = None, None
     if measured and m and n and k:
@@ -155,9 +165,7 @@ def explain(
         # Shared machines drift by the second: what it could do is the best of just before and just after.
         ceilings = Ceilings(*(max(pair) for pair in zip(before, _ceilings(choice, threads), strict=True)))
         roof = roofline(problem, geo.nbytes, ceilings)
-    rows = -(-m // problem.experts)  # of one expert, the first of those with the most
-    tile = isa.taking(rows, choice.taken.inner).tile(max(1, rows), choice.taken.inner, geo)
-    return Explanation(problem, isa, threads, choice, tile, problem.experts * geo.nbytes, sparsity, roof, seconds)
+    return Explanation(problem, isa, threads, choice, problem.experts * geo.nbytes, sparsity, roof, seconds)
 
 
 def _why_dense(problem: Problem, isa: ISA) -> str | None:
@@ -167,12 +175,12 @@ def _why_dense(problem: Problem, isa: ISA) -> str | None:
     return why_no_layout(problem.format, problem.n, problem.k, isa)
 
 
-def _ceilings(choice: Choice, threads: int) -> Ceilings:
-    peak = probe.dot_peak if choice.taken.inner == "int8" else probe.fma_peak
+def _ceilings(choice: Choice[Problem, CpuCandidate], threads: int) -> Ceilings:
+    peak = probe.dot_peak if choice.problem.compute == "int8" else probe.fma_peak
     return Ceilings(probe.read_bandwidth(threads), peak(threads))
 
 
-def _time(problem: Problem, choice: Choice, geo: cpu_tiles.Geometry) -> float:
+def _time(problem: Problem, choice: Choice[Problem, CpuCandidate], geo: cpu_tiles.Geometry) -> float:
     """Median seconds of a call, over copies of the weight that together exceed the last-level cache."""
     weight = torch.randn(problem.n, problem.k, dtype=torch.float32, device="cpu")
     weight = prune(weight, as_sparsity(SPARSITY), "magnitude") if geo.sparse else weight
@@ -183,8 +191,7 @@ def _time(problem: Problem, choice: Choice, geo: cpu_tiles.Geometry) -> float:
     first.view(problem.experts, -1)[:] = matrix
     cache = machine().caches.l3 or 1 << 25
     copies = [first, *(first.clone() for _ in range(min(4 * cache, _MOST_BYTES) // max(1, first.nbytes)))]
-    sizes = problem.format, problem.n, problem.k, problem.dtype
-    kernel = linear_kernel(*sizes, choice.taken.inner, problem.activation, sparse=geo.sparse)
+    kernel = choice.options[0].candidate.kernel(problem)
     x = torch.randn(problem.m, problem.k, dtype=torch.float32, device="cpu").to(problem.dtype)
     call_index = 0
 

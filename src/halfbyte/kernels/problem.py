@@ -59,7 +59,8 @@ class Problem:
     op          "linear": x [m, k] -> [m, n];  "qlinear": int8 x -> int8, requantized;  "embedding": m rows of the weight;
                 "dequantize": all of them;  "grouped_linear": m rows, each times one of `experts` weights [n, k]
     dtype       of the activations and of the result: float32, bfloat16 or float16; int8 for "qlinear"
-    compute     "float": the weight is dequantized in registers;  "int8": activations are quantized on the fly
+    compute     "float": the weight is dequantized in registers;  "int8": activations are quantized on the fly;  "auto": what `dispatch`
+                prefers on a machine
     sparse      the weight is 2:4 sparse and packed as such
     paired      the bytes of the weight are in pairs (`layouts/gpu_tiles.py`)
     activation  how, for "int8": a scale for each block of the weight along K or for the row; symmetric or with an offset
@@ -71,7 +72,7 @@ class Problem:
     k: int
     format: Format
     dtype: torch.dtype
-    compute: Compute = "float"
+    compute: AskedCompute = "float"
     activation: Activation = "block"
     experts: int = 1
     sparse: bool = False

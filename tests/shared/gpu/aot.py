@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from halfbyte.dispatch.gpu import choose_gpu
+from halfbyte.dispatch.choose import choose
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.kernels.problem import Problem
@@ -96,7 +96,7 @@ def launch_linear(
     kind = as_format(format), getattr(torch, dtype), compute, activation
     problem = Problem("linear", m, n, k, *kind, sparse=sparse, paired=paired)  # type: ignore[arg-type]
     if module is None:
-        taken = choose_gpu(problem, gpu).taken
+        taken = choose(problem, gpu).taken
         assert taken is not None, f"nothing is taken for {problem} on {gpu.arch}"
         file, found = taken.candidate.module, (taken.config,)
     else:
@@ -153,7 +153,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
 
     def added(n: int, k: int) -> None:
         problem = Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16)
-        option = choose_gpu(problem, gpu).taken
+        option = choose(problem, gpu).taken
         assert option is not None
         module, config = option.candidate.module, option.config
         module.launch(problem, config, empty(rows, k), *views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))

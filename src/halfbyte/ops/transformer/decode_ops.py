@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, why_no_triton
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
@@ -277,7 +278,7 @@ def _plan(problem: Problem, normed: bool, gated: bool, biased: bool, here: Gpu) 
     rows, n, dtype = problem.m, problem.n, problem.dtype
     if not n or not rows:
         return f"{rows} rows of {n} outputs are nothing to compute"
-    choice = choose_gpu(problem, here)
+    choice = choose(problem, here)
     if choice.taken is None:
         return "no kernel solves this product"
     # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.dispatch.gpu import choose_gpu
+from halfbyte.dispatch.choose import choose
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
@@ -242,7 +242,7 @@ def _gated(problem: Problem, here: Gpu) -> Any:
     """The config of the product with gates; None where they have a kernel of their own."""
     from halfbyte.kernels.gpu.experts import grouped
 
-    taken = choose_gpu(problem, here).taken
+    taken = choose(problem, here).taken
     return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(problem, taken.config)
 
 

@@ -13,7 +13,7 @@ from float_support import launched
 from samples import same_codes, sparse_codes
 
 import halfbyte as hb
-from halfbyte.dispatch.gpu import choose_gpu, report_failure
+from halfbyte.dispatch.choose import choose, report_failure
 from halfbyte.errors import FormatError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
@@ -106,13 +106,13 @@ def test_what_is_chosen() -> None:
     """Few rows are multiplied by what is kept, many by all codes; a kernel that fails with these is not asked again with zeros put back."""
     gpu, asked = GPUS["sm_90"], Problem("linear", 1, 8192, 8192, as_format("int4_g128"), B, sparse=True)
     for m, compute, name in ((1, "float", "sparse"), (64, "float", "sparse"), (8, "int8", "sparse_rounded"), (512, "float", "gemm_hopper")):
-        taken = choose_gpu(replace(asked, m=m, compute=compute), gpu).taken  # type: ignore[arg-type]
+        taken = choose(replace(asked, m=m, compute=compute), gpu).taken  # type: ignore[arg-type]
         assert taken is not None
         assert taken.candidate.name == name
-    dense = choose_gpu(replace(asked, m=512, sparse=False), gpu)
+    dense = choose(replace(asked, m=512, sparse=False), gpu)
     assert taken.seconds > dense.options[0].seconds
-    report_failure(replace(asked, m=512), gpu, choose_gpu(replace(asked, m=512), gpu).options[0], "a test")
-    assert choose_gpu(replace(asked, m=512, sparse=False), gpu).options[0].config != dense.options[0].config
+    report_failure(replace(asked, m=512), gpu, choose(replace(asked, m=512), gpu).options[0], "a test")
+    assert choose(replace(asked, m=512, sparse=False), gpu).options[0].config != dense.options[0].config
     plan = normed_plan(replace(asked, m=4, n=28672, k=4096), gpu, gated=True)
     assert not isinstance(plan, str)
     assert (plan.kernel, plan.problem.sparse, plan.config is None) == ("skinny_hopper", True, False)
