@@ -6,22 +6,29 @@ The lists are in one file for each kind and machine; this one knows which.
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from halfbyte.dispatch import gpu as gpu_products
 from halfbyte.dispatch.candidate import Choice, Option
 from halfbyte.dispatch.gpu import GpuCandidate
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import ConvProblem, Problem
 from halfbyte.machine import Gpu
 
 if TYPE_CHECKING:
     from halfbyte.dispatch.cpu import CpuCandidate
+    from halfbyte.dispatch.cpu_conv import CpuConvCandidate
+    from halfbyte.dispatch.gpu_conv import GpuConvCandidate
     from halfbyte.kernels.cpu.codegen.isa import ISA
     from halfbyte.kernels.cpu.linear.linear import LinearKernel
 
 
 @overload
 def choose(problem: Problem, machine: Gpu) -> Choice[Problem, GpuCandidate]: ...
+@overload
+def choose(problem: ConvProblem, machine: Gpu) -> Choice[ConvProblem, GpuConvCandidate]: ...
+@overload
+def choose(problem: ConvProblem, machine: ISA) -> Choice[ConvProblem, CpuConvCandidate]: ...
 @overload
 def choose(problem: Problem, machine: ISA) -> Choice[Problem, CpuCandidate]: ...
 def choose(problem: Any, machine: Any) -> Any:
@@ -42,12 +49,17 @@ def choose(problem: Any, machine: Any) -> Any:
 
 
 def _home(problem: Any, machine: Any) -> Any:
-    """The function that chooses for this kind of problem and machine. Those of CPUs import llvmlite."""
-    if isinstance(machine, Gpu):
-        return gpu_products.choose_product
-    from halfbyte.dispatch import cpu as cpu_products
+    """The function that chooses for this kind of problem and machine."""
+    home = next(home for kind, home in _HOMES if isinstance(problem, kind))
+    module, name = home[0 if isinstance(machine, Gpu) else 1].split(":")
+    return getattr(import_module(f"halfbyte.dispatch.{module}"), name)
 
-    return cpu_products.choose_product
+
+# The functions that choose on GPUs and on CPUs, by the kind of problem. Those of CPUs import llvmlite: they are imported when needed.
+_HOMES: tuple[tuple[type, tuple[str, str]], ...] = (
+    (Problem, ("gpu:choose_product", "cpu:choose_product")),
+    (ConvProblem, ("gpu_conv:choose_conv", "cpu_conv:choose_conv")),
+)
 
 
 @lru_cache(maxsize=4096)

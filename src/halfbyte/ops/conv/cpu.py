@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.bounded import Bounded, version_of
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import ConvProblem, Window
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -131,19 +131,24 @@ def _plan(
 def _new_plan(
     x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str, in_zero: int
 ) -> _Plan:
-    from halfbyte.dispatch.cpu_conv import choose_cpu_conv, multiplied
+    from halfbyte.dispatch.choose import choose
+    from halfbyte.dispatch.cpu_conv import quantizes_images, settled
+    from halfbyte.kernels.cpu.codegen.isas import current
 
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
     shape = out_shape(x, sizes, window)
     check_activation(activation, ACTIVATIONS)
     _, c, h, w = x.shape
-    inner = multiplied(sizes, x.dtype, compute, activation)
-    by_image = activation == "image" and inner == "int8" and not sizes.depthwise
-    if by_image:
+    how: Any = {"compute": compute, "activation": activation, "outside": in_zero}
+    problem = settled(ConvProblem(sizes, window, x.shape[0], (h, w), x.dtype, **how), current())
+    if quantizes_images(problem) and not sizes.depthwise:
         check_one_scale(sizes)
     kernel, other = None, None
     if 0 not in shape and x.numel() > 0:
-        kernel, other = choose_cpu_conv(sizes, window, (shape[0], shape[2], shape[3]), x.dtype, inner, activation, in_zero)
+        choice = choose(problem, current())
+        first, as_packed = choice.options[0], next(option for option in choice.options if not option.candidate.rearranges)
+        kernel = as_packed.candidate.kernel(problem, current(), as_packed.config)
+        other = first.candidate.kernel(problem, current(), first.config) if first.candidate.rearranges else None
     strides = h * w * c, 1, w * c, c
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), kernel, other)
 

@@ -13,7 +13,7 @@ from float_support import UNIT, launched
 from samples import random_codes
 from torch import Tensor
 
-from halfbyte.dispatch.gpu_conv import choose_gpu_conv
+from halfbyte.dispatch.choose import choose
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
@@ -324,7 +324,7 @@ def test_stem(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, in
     problem = ConvProblem(sizes, window, batch, (height, width), dtype)
     stem = conv_stem.stem_of(problem)
     assert stem is not None
-    assert choose_gpu_conv(stem, gpu).name == "conv"
+    assert choose(problem, gpu).options[0].candidate.name == "conv"
     assert stem.m == problem.m
     x, bias = image(batch, channels, height, width, dtype).to(device), torch.randn(outputs)
     weight = conv_stem.weight_of(convolution.pack_gpu(codes, sizes).data.to(device), stem)
