@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, overload
 from halfbyte.dispatch import gpu as gpu_products
 from halfbyte.dispatch.candidate import Choice, Option
 from halfbyte.dispatch.gpu import GpuCandidate
-from halfbyte.kernels.problem import ConvProblem, Problem
+from halfbyte.kernels.problem import AttentionProblem, ConvProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.machine import Gpu
 
 if TYPE_CHECKING:
     from halfbyte.dispatch.cpu import CpuCandidate
     from halfbyte.dispatch.cpu_conv import CpuConvCandidate
     from halfbyte.dispatch.gpu_conv import GpuConvCandidate
+    from halfbyte.dispatch.layers import AttentionCandidate, ExpertsCandidate, NormedCandidate
     from halfbyte.kernels.cpu.codegen.isa import ISA
     from halfbyte.kernels.cpu.linear.linear import LinearKernel
 
@@ -29,6 +30,12 @@ def choose(problem: Problem, machine: Gpu) -> Choice[Problem, GpuCandidate]: ...
 def choose(problem: ConvProblem, machine: Gpu) -> Choice[ConvProblem, GpuConvCandidate]: ...
 @overload
 def choose(problem: ConvProblem, machine: ISA) -> Choice[ConvProblem, CpuConvCandidate]: ...
+@overload
+def choose(problem: AttentionProblem, machine: Gpu | ISA) -> Choice[AttentionProblem, AttentionCandidate]: ...
+@overload
+def choose(problem: ExpertsProblem, machine: Gpu | ISA) -> Choice[ExpertsProblem, ExpertsCandidate]: ...
+@overload
+def choose(problem: NormedProblem, machine: Gpu) -> Choice[NormedProblem, NormedCandidate]: ...
 @overload
 def choose(problem: Problem, machine: ISA) -> Choice[Problem, CpuCandidate]: ...
 def choose(problem: Any, machine: Any) -> Any:
@@ -59,6 +66,9 @@ def _home(problem: Any, machine: Any) -> Any:
 _HOMES: tuple[tuple[type, tuple[str, str]], ...] = (
     (Problem, ("gpu:choose_product", "cpu:choose_product")),
     (ConvProblem, ("gpu_conv:choose_conv", "cpu_conv:choose_conv")),
+    (AttentionProblem, ("layers:choose_attention", "layers:choose_cpu_attention")),
+    (ExpertsProblem, ("layers:choose_experts", "layers:choose_cpu_experts")),
+    (NormedProblem, ("layers:choose_normed", "")),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from halfbyte.dispatch.candidate import Candidate, Choice, decide
-from halfbyte.dispatch.cpu import choose_product
+from halfbyte.dispatch.choose import choose
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned, winograd
@@ -64,7 +64,7 @@ def inner_of(problem: ConvProblem, isa: ISA) -> Inner:
     sizes = problem.sizes
     wanted = "int8" if problem.activation == "image" and problem.compute == "auto" else problem.compute
     product = Problem("linear", 1, sizes.out, sizes.k, sizes.matrix_format, problem.dtype, wanted)
-    return choose_product(product, isa).options[0].candidate.inner
+    return choose(product, isa).options[0].candidate.inner
 
 
 def quantizes_images(problem: ConvProblem) -> bool:

@@ -182,6 +182,95 @@ class ConvProblem:
         return replace(self, batch=self.m, image=(1, 1))
 
 
+AttentionKind = Literal["decode", "prefill", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """The attention of `heads` queries to `kv_heads` keys and values, of `head_dim` numbers each.
+
+    kind        "decode": one new token of each sequence and a cache of fixed size, to which it is added;  "prefill": tokens of prompts;
+                "encode": all tokens see each other, without a cache
+    batch, tokens   sequences, and new tokens of each
+    dtype       of queries
+    cache       "float": keys and values in the same type;  "int8": codes (`layouts/records.py`)
+    rotary_dim  numbers of a head that have positions; None: all
+    norm_width  numbers that a norm of all heads together covers; None: there is none
+    softcap     whether scores have a soft cap
+    """
+
+    kind: AttentionKind
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    cache: Literal["float", "int8"] = "float"
+    rotary_dim: int | None = None
+    norm_width: int | None = None
+    softcap: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.tokens, self.heads, self.kv_heads, self.head_dim) < 1:
+            got = f"{self.batch} x {self.tokens} tokens, {self.heads} and {self.kv_heads} heads of {self.head_dim}"
+            raise ArgumentError(f"attention has sizes of at least 1, got {got}: pass those of the model")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsProblem:
+    """A mixture of experts: `rows` tokens of `hidden` numbers go to `top_k` of `experts`, each with `inner` gated numbers.
+
+    gate_up, down  formats of the stacks [experts, 2 * inner, hidden] and [experts, hidden, inner]
+    compute        as of Problem
+    clamped        whether gates are those of gpt-oss
+    biased         whether gate_up has a bias
+    """
+
+    rows: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    gate_up: Format
+    down: Format
+    dtype: torch.dtype
+    compute: AskedCompute = "auto"
+    activation: Activation = "block"
+    clamped: bool = False
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.experts, self.top_k, self.hidden, self.inner) < 1 or self.top_k > self.experts:
+            got = f"{self.rows} rows, {self.top_k} of {self.experts} experts, {self.hidden} and {self.inner}"
+            raise ArgumentError(f"a mixture has sizes of at least 1, and at least top_k experts, got {got}: pass those of the model")
+
+    @property
+    def first(self) -> Problem:
+        """The product with gate_up."""
+        rows, how = self.rows * self.top_k, (self.compute, self.activation)
+        return Problem("grouped_linear", rows, 2 * self.inner, self.hidden, self.gate_up, self.dtype, *how, experts=self.experts)
+
+    @property
+    def second(self) -> Problem:
+        """The product with down."""
+        rows, how = self.rows * self.top_k, (self.compute, self.activation)
+        return Problem("grouped_linear", rows, self.hidden, self.inner, self.down, self.dtype, *how, experts=self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedProblem:
+    """A linear layer with what is around it: an RMS norm of x before, gates among its outputs after.
+
+    normed, gated, biased  whether there are such a norm, gates and a bias
+    """
+
+    product: Problem
+    normed: bool = True
+    gated: bool = False
+    biased: bool = False
+
+
 class Combination(NamedTuple):
     """y = clamp(b * scale_b + (a * scale_a + offset)) of one or two tensors, element by element.
 
