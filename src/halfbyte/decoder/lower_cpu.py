@@ -18,7 +18,7 @@ from halfbyte.decoder.program import ALL_HEADS, TORCH, Lowered, Op, Program, rea
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.layer_kinds import logits_in_torch
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Problem, check_compute
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
@@ -334,8 +334,8 @@ def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
         if table is not None and isinstance(table.part, Tensor):
             yield Lowered(op, TORCH, reason=f"{table.name} is {table.format}, not quantized")
         elif isinstance(op.part, Weight):
-            packed = op.part.packed
-            problem = Problem("linear", 1, *packed.shape[-2:], packed.format, torch.float32, op.part.compute, op.part.activation)
+            (n, k), compute = op.part.packed.shape[-2:], check_compute(op.part.compute)
+            problem = Problem("linear", 1, n, k, op.part.packed.format, torch.float32, compute, op.part.activation)
             yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=_STEP)
         else:
             yield Lowered(op, _step_kernel(op) if home is None else "", home, _STEP)

@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.dispatch.candidate import Candidate, Choice, decide
 from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu_conv import long_sum
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned, winograd
@@ -25,7 +26,7 @@ from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, Imag
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.kernels.problem import ConvProblem, Problem
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, ConvProblem, Problem, check_one_scale
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,12 @@ def settled(problem: ConvProblem, isa: ISA) -> ConvProblem:
 def choose_conv(problem: ConvProblem, isa: ISA) -> Choice[ConvProblem, CpuConvCandidate]:
     """The kernel for `problem`, of which there are outputs: the first of the list that may be taken. Among the others is one that takes any
     weights, where that one may not. Raises ArgumentError for an unknown compute."""
-    choice = decide(CPU_CONV, settled(problem, isa), isa)
+    problem = settled(problem, isa)
+    if problem.dtype == torch.int8 and problem.sizes.k > LONGEST_INTEGER_SUM:
+        return Choice(problem, None, (), tuple((candidate, long_sum(problem)) for candidate in CPU_CONV))
+    if quantizes_images(problem):
+        check_one_scale(problem.sizes)
+    choice = decide(CPU_CONV, problem, isa)
     if choice.taken is None:  # the last ones refuse nothing
         raise UnsupportedError(f"{problem} has no kernel on a CPU: this is a fault in halfbyte, please report it")
     return choice

@@ -6,7 +6,7 @@ Experts are linear layers that run together on a CPU, in one parallel region: th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import torch
 
@@ -14,6 +14,7 @@ from halfbyte.dispatch.candidate import Choice
 from halfbyte.dispatch.choose import choose
 from halfbyte.dispatch.cpu import CpuCandidate
 from halfbyte.dispatch.explain_gpu import EXPERTS_HAVE_ZEROS, GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
+from halfbyte.dispatch.explain_shapes import AttentionShape, ConvShape, ExpertsShape, Shape, ShapeExplanation, explain_shape
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.errors import ArgumentError
@@ -103,11 +104,37 @@ class Explanation:
         return "\n".join(lines)
 
 
+@overload
 def explain(
     m: int,
     n: int,
     k: int,
     format: str | Format,
+    *,
+    dtype: torch.dtype = ...,
+    compute: str = ...,
+    activation: str = ...,
+    experts: int | None = ...,
+    sparse: bool = ...,
+    device: torch.device | str = ...,
+    measured: bool = ...,
+) -> Explanation | GpuExplanation: ...
+@overload
+def explain(
+    m: Shape,
+    *,
+    format: str | Format | None = ...,
+    dtype: torch.dtype = ...,
+    compute: str = ...,
+    activation: str = ...,
+    device: torch.device | str = ...,
+    measured: bool = ...,
+) -> ShapeExplanation: ...
+def explain(
+    m: int | Shape,
+    n: int | None = None,
+    k: int | None = None,
+    format: str | Format | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     compute: str = "auto",
@@ -116,15 +143,16 @@ def explain(
     sparse: bool = False,
     device: torch.device | str = "cpu",
     measured: bool = True,
-) -> Explanation | GpuExplanation:
+) -> Explanation | GpuExplanation | ShapeExplanation:
     """Say which kernel `linear` takes for x [m, k] and a weight [n, k], and time it on random weights that no cache holds.
 
     Args:
-        m: Rows of activations.
+        m: Rows of activations. Or a `ConvShape`, an `AttentionShape` or an `ExpertsShape`, without n and k: which kernels compute that;
+            nothing is timed.
         n: Outputs.
         k: Inputs.
         format: Of the weight.
-        dtype: Of the activations.
+        dtype: Of the activations; of a convolution also int8, which is `qconv2d`.
         compute: As in `linear`.
         activation: As in `linear`.
         experts: instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
@@ -140,11 +168,18 @@ def explain(
         >>> print(hb.explain(1, 64, 64, "q4_0", measured=False) is not None)
         True
     """
-    if dtype not in KINDS or not dtype.is_floating_point:
+    if dtype not in KINDS or not (dtype.is_floating_point or (isinstance(m, ConvShape) and dtype == torch.int8)):
         raise ArgumentError(f"linear takes activations of float32, bfloat16 or float16, got {dtype}")
+    scalings = (*get_args(Activation), *(["image"] if isinstance(m, ConvShape) else []))
+    if activation not in scalings:
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(scalings)}")
+    if isinstance(m, ConvShape | AttentionShape | ExpertsShape):
+        if n is not None or k is not None or experts is not None or sparse:
+            raise ArgumentError(f"{type(m).__name__} has all sizes itself, got n, k, experts or sparse besides: leave them out")
+        return explain_shape(m, None if format is None else as_format(format), dtype, compute, activation, device)
+    if n is None or k is None or format is None:
+        raise ArgumentError(f"explain takes m, n, k and a format, got {m}, {n}, {k} and {format}: pass all four, or a ConvShape")
     fmt = as_format(format)
-    if activation not in get_args(Activation):
-        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(get_args(Activation))}")
     if experts is not None and experts < 1:
         raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}: leave them out for linear")
     asked = named_device(device)

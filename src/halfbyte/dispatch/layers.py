@@ -90,8 +90,6 @@ def _against_attend_many(problem: AttentionProblem, gpu: Gpu) -> str | None:
         return SOFTCAP
     if (reason := why_no_early_start(gpu)) is not None:
         return reason
-    if problem.cache == "int8":
-        return "prompts attend to floating-point keys and values, which are quantized afterwards"
     from halfbyte.kernels.gpu.transformer import attend_many
 
     sizes = problem.heads, problem.kv_heads, problem.head_dim, problem.dtype
@@ -143,7 +141,7 @@ CPU_ATTENTION = (
         home="cpu.transformer.attend", against=_against_cpu_attend,
     ),
     AttentionCandidate(
-        "attend_whole", "keys and values of a head copied for vectors, whole rows of scores, float32",
+        "attend_whole", "all queries of a head pass over blocks of its keys and values, float32",
         home="cpu.transformer.attend_whole", against=_against_attend_whole,
     ),
 )  # fmt: skip
@@ -220,7 +218,7 @@ GPU_EXPERTS = (
         against=_against_routing, gates=_gates_inside,
     ),
 )  # fmt: skip
-CPU_EXPERTS = (ExpertsCandidate("one call", "router, products, gates and the weighted sum in one native call", against=_against_one_call),)
+CPU_EXPERTS = (ExpertsCandidate("one_call", "router, products, gates and the weighted sum in one native call", against=_against_one_call),)
 
 
 def choose_experts(problem: ExpertsProblem, gpu: Gpu) -> Choice[ExpertsProblem, ExpertsCandidate]:

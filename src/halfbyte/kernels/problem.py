@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, lookup
+from halfbyte.errors import ArgumentError, UnsupportedError, lookup
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 
 Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
@@ -132,6 +133,52 @@ class Window:
         return room[0] // self.stride[0] + 1, room[1] // self.stride[1] + 1
 
 
+Sizes = int | Sequence[int]
+Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
+
+
+def window_of(kernel: Pair, stride: Sizes, padding: Padding, dilation: Sizes) -> Window:
+    """The window of a caller's stride, padding and dilation. Raises ArgumentError where they are none."""
+    strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
+    if padding == "same":
+        if strides != (1, 1):
+            raise ArgumentError(f'padding "same" takes stride 1, got {stride}')
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+        sides = reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2
+    elif padding == "valid":
+        sides = 0, 0, 0, 0
+    elif isinstance(padding, str):
+        raise ArgumentError(f'padding is "same", "valid" or whole numbers, got {padding!r}: write padding=0')
+    else:
+        given = flat(padding) if isinstance(padding, Sequence) else [padding] * 2
+        sizes = [n for n in map(_whole, given) if n is not None]
+        if len(given) not in (2, 4) or len(sizes) != len(given):
+            allowed = "one whole number, (height, width) or ((top, bottom), (left, right))"
+            raise ArgumentError(f"padding is {allowed}, got {padding!r}: write padding=0")
+        sides = (sizes[0], sizes[0], sizes[1], sizes[1]) if len(sizes) == 2 else (sizes[0], sizes[1], sizes[2], sizes[3])
+    return Window(strides, sides, dilations)
+
+
+def _pair(value: Sizes, what: str) -> tuple[int, int]:
+    sizes = [_whole(n) for n in value] if isinstance(value, Sequence) else [_whole(value)] * 2
+    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
+        raise ArgumentError(f"{what} is one whole number or (height, width), got {value!r}: write {what}=1 or {what}=(1, 1)")
+    return sizes[0], sizes[1]
+
+
+def _whole(value: Any) -> int | None:
+    """None where it is no whole number. 1.0 is one, as a cache takes them for the same key."""
+    try:
+        return int(value) if not isinstance(value, str) and value == int(value) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def flat(value: object) -> list[Any]:
+    """The numbers of nested sequences."""
+    return [n for item in value for n in flat(item)] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
 ConvActivation = Literal[Activation, "image"]
 
 
@@ -193,7 +240,7 @@ class AttentionProblem:
                 "encode": all tokens see each other, without a cache
     batch, tokens   sequences, and new tokens of each
     dtype       of queries
-    cache       "float": keys and values in the same type;  "int8": codes (`layouts/records.py`)
+    cache       "float": keys and values in the same type;  "int8": codes (`layouts/records.py`), which a prefill reads dequantized
     rotary_dim  numbers of a head that have positions; None: all
     norm_width  numbers that a norm of all heads together covers; None: there is none
     softcap     whether scores have a soft cap
@@ -269,6 +316,17 @@ class NormedProblem:
     normed: bool = True
     gated: bool = False
     biased: bool = False
+
+
+def check_one_scale(sizes: Filter) -> None:
+    """Raises UnsupportedError for a weight that `activation="image"` does not support."""
+    fmt = sizes.format
+    if fmt.zero != "none" or isinstance(fmt.block, int):
+        raise UnsupportedError(
+            f"activation='image' takes weights with a scale per channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
+        )
+    if sizes.k > LONGEST_BLOCK:
+        raise UnsupportedError(f"activation='image' takes patches of at most {LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
 
 
 class Combination(NamedTuple):

@@ -107,7 +107,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
         packed = Packed(as_format(format), (n, k), cpu_tiles.SPARSE if sparse else cpu_tiles.NAME, weight)
         return long_sums.qlinear(x, cpu_tiles.unpack(packed), table, low, high)
     kernel = _qlinear_kernel(as_format(format), n, k, sparse)
-    return kernel(flat, aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
+    return kernel(flat, aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=1024)

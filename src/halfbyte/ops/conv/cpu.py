@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.bounded import Bounded, version_of
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.problem import ConvProblem, Window
+from halfbyte.kernels.problem import ConvProblem, Window, check_one_scale
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -25,7 +25,6 @@ from halfbyte.ops.conv.images import (
     channels_last,
     check_codes,
     check_conv2d,
-    check_one_scale,
     empty_result,
     from_numbers,
     out_shape,
@@ -105,7 +104,7 @@ class _Plan(NamedTuple):
     strides: Shape
     weight_bytes: int
     table_shape: tuple[int, int, int]
-    kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply
+    kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply, or sums are too long
     other: RearrangedWeights | None  # where that is faster
 
 
@@ -144,7 +143,8 @@ def _new_plan(
     if quantizes_images(problem) and not sizes.depthwise:
         check_one_scale(sizes)
     kernel, other = None, None
-    if 0 not in shape and x.numel() > 0:
+    long = x.dtype == torch.int8 and long_sums.overflows(sizes.k)
+    if 0 not in shape and x.numel() > 0 and not long:
         choice = choose(problem, current())
         first, as_packed = choice.options[0], next(option for option in choice.options if not option.candidate.rearranges)
         kernel = as_packed.candidate.kernel(problem, current(), as_packed.config)
@@ -239,9 +239,9 @@ def qconv2d(
         plan = _plan(x, format, filter_numbers, window_numbers, in_zero=in_zero)
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
         _check_weight(weight, plan)
-        if plan.kernel is None:
+        if 0 in plan.out_shape or not x.numel():
             return channels_last(x.new_empty(plan.out_shape))
-        if long_sums.overflows(plan.sizes.k):
+        if plan.kernel is None:  # sums are too long
             codes = convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight))  # no depthwise one has so many taps
             return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high)
         ready = PLANS.qconv2d[key] = _prepared(x, weight, table, plan, in_zero)
@@ -267,7 +267,7 @@ def qconv2d_step(
     from halfbyte.kernels.cpu.steps import conv_step
 
     plan = _plan(x, packed.name, packed.numbers, window_numbers, in_zero=in_zero)
-    if plan.kernel is None or x.stride() != plan.strides or long_sums.overflows(plan.sizes.k):
+    if plan.kernel is None or x.stride() != plan.strides:
         return None
     kernel, weights = _kernel_of(packed.data, plan, integer=True)
     return conv_step(cast("PlannedConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))

@@ -20,7 +20,7 @@ from halfbyte.dispatch.gpu import compute_of
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.gpu.runtime.launch import current_recording, output
-from halfbyte.kernels.problem import Addition, ConvProblem, Epilogue, Window
+from halfbyte.kernels.problem import Addition, ConvProblem, Epilogue, Window, check_one_scale
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -35,7 +35,6 @@ from halfbyte.ops.conv.images import (
     channels_last,
     check_codes,
     check_conv2d,
-    check_one_scale,
     empty_result,
     from_numbers,
     out_shape,
@@ -315,17 +314,16 @@ def _qconv2d(
     if 0 in plan.shape:
         codes = _image(x.new_empty(0, plan.sizes.out), plan)
         return codes if addition is None else elementwise.combine(*addition.of(codes)), None
-    long = long_sums.overflows(plan.sizes.k)
-    choice = None if long else choose(_problem(x, plan, "int8", "block"), gpu(x.get_device()))
-    adds = choice is not None and choice.options[0].candidate.adds
+    choice = choose(_problem(x, plan, "int8", "block"), gpu(x.get_device()))
+    adds = choice.taken is not None and choice.taken.candidate.adds
     if addition is not None and (not adds or addition.other.shape != plan.shape):
         codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
         return elementwise.combine(*addition.of(codes)), None
-    if choice is None:
+    if choice.taken is None:
         layout = convolution.CANONICAL if plan.sizes.depthwise else gpu_tiles.NAME
         unpacked = convolution.unpack(PackedConv(plan.sizes, layout, weight))
         return long_sums.qconv2d(x, unpacked, plan.sizes, plan.window, table, in_zero, low, high), None
-    candidate, config = choice.options[0].candidate, choice.options[0].config
+    candidate, config = choice.taken.candidate, choice.taken.config
     if candidate.reads == "pixels":
         n, k = plan.sizes.out, plan.sizes.k
         rows = table[0, :3, : round_up(n, TABLE_PANEL)].contiguous()

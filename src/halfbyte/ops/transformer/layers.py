@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte.kernels.problem import Activation, Problem
+from halfbyte.kernels.problem import Activation, Problem, check_compute
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 
@@ -84,8 +84,8 @@ class Addresses:
 
         n, k = weight.packed.shape[-2:]
         sparse = weight.packed.layout == cpu_tiles.SPARSE
-        how = weight.compute, weight.activation
-        kernel = cpu_kernel(Problem("linear", 1, n, k, weight.packed.format, torch.float32, *how, sparse=sparse), gelu=gelu)
+        fmt, compute = weight.packed.format, check_compute(weight.compute)
+        kernel = cpu_kernel(Problem("linear", 1, n, k, fmt, torch.float32, compute, weight.activation, sparse=sparse), gelu=gelu)
         self._kept.append(weight.packed.data)
         bias = 0
         if weight.bias is not None:
