@@ -5,19 +5,19 @@ The lists are in one file for each kind and machine; this one knows which.
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from halfbyte.dispatch import gpu as gpu_products
 from halfbyte.dispatch.candidate import Choice, Option
-from halfbyte.dispatch.gpu import GpuCandidate
 from halfbyte.kernels.problem import AttentionProblem, ConvProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.machine import Gpu
 
 if TYPE_CHECKING:
     from halfbyte.dispatch.cpu import CpuCandidate
     from halfbyte.dispatch.cpu_conv import CpuConvCandidate
+    from halfbyte.dispatch.gpu import GpuCandidate
     from halfbyte.dispatch.gpu_conv import GpuConvCandidate
     from halfbyte.dispatch.layers import AttentionCandidate, ExpertsCandidate, NormedCandidate
     from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -90,9 +90,13 @@ def cpu_kernel(problem: Problem, *, gelu: bool = False) -> LinearKernel:
 def forget() -> None:
     """Choose anew from now on: other times are known."""
     _choose.cache_clear()
+    if (products := sys.modules.get("halfbyte.dispatch.gpu")) is not None:
+        products.choose_product.cache_clear()
 
 
 def report_failure(problem: Problem, gpu: Gpu, option: Option[GpuCandidate], reason: str) -> None:
     """`option` does not run here: it will not be chosen again for such a problem, and `explain` gives the reason."""
-    gpu_products.keep_failure(problem, gpu, option, reason)
+    from halfbyte.dispatch.gpu import keep_failure
+
+    keep_failure(problem, gpu, option, reason)
     forget()

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 
 from halfbyte.dispatch.candidate import Candidate, Choice, decide
-from halfbyte.dispatch.choose import choose
-from halfbyte.dispatch.gpu_conv import long_sum
+from halfbyte.dispatch.cpu import choose_product
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned, winograd
@@ -26,7 +25,7 @@ from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, Imag
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, ConvProblem, Problem, check_one_scale
+from halfbyte.kernels.problem import ConvProblem, Problem, check_one_scale
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def inner_of(problem: ConvProblem, isa: ISA) -> Inner:
     sizes = problem.sizes
     wanted = "int8" if problem.activation == "image" and problem.compute == "auto" else problem.compute
     product = Problem("linear", 1, sizes.out, sizes.k, sizes.matrix_format, problem.dtype, wanted)
-    return choose(product, isa).options[0].candidate.inner
+    return choose_product(product, isa).options[0].candidate.inner
 
 
 def quantizes_images(problem: ConvProblem) -> bool:
@@ -85,8 +84,8 @@ def choose_conv(problem: ConvProblem, isa: ISA) -> Choice[ConvProblem, CpuConvCa
     """The kernel for `problem`, of which there are outputs: the first of the list that may be taken. Among the others is one that takes any
     weights, where that one may not. Raises ArgumentError for an unknown compute."""
     problem = settled(problem, isa)
-    if problem.dtype == torch.int8 and problem.sizes.k > LONGEST_INTEGER_SUM:
-        return Choice(problem, None, (), tuple((candidate, long_sum(problem)) for candidate in CPU_CONV))
+    if (reason := problem.why_long()) is not None:
+        return Choice(problem, None, (), tuple((candidate, reason) for candidate in CPU_CONV))
     if quantizes_images(problem):
         check_one_scale(problem.sizes)
     choice = decide(CPU_CONV, problem, isa)

@@ -221,6 +221,7 @@ def _explain_conv(shape: ConvShape, fmt: Format, dtype: torch.dtype, how: tuple[
         raise ArgumentError(f"{what}, got an image with {channels}: the weight is [Co, C / groups, Kh, Kw]")
     sizes = Filter(fmt, out, group_channels, (kh, kw), shape.groups)
     window = window_of((kh, kw), shape.stride, shape.padding, shape.dilation)
+    window.out_size((height, width), (kh, kw))  # refuses a kernel that is larger than the image
     kinds: Any = {"compute": check_compute(how[0]), "activation": how[1]}
     choice = choose(ConvProblem(sizes, window, batch, (height, width), dtype, **kinds), here)
     op, name = ("qconv2d", "codes of int8") if dtype == torch.int8 else ("conv2d", f"{str(dtype).removeprefix('torch.')} activations")

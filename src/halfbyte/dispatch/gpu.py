@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -268,6 +268,7 @@ def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: An
     return gpu.name, tune.kind(replace(problem, sparse=False)), tune.rows_class(problem.m), candidate.name, str(config)
 
 
+@lru_cache(maxsize=4096)
 def choose_product(problem: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
     """The kernel for `problem` (no size 0) on `gpu`: of linear layers the fastest, of experts and codes the first that can.
 

@@ -15,7 +15,7 @@ import torch
 from halfbyte.dispatch.candidate import Candidate, Choice, decide
 from halfbyte.dispatch.gpu import compute_of, why_no_triton
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, ConvProblem, check_one_scale
+from halfbyte.kernels.problem import Addition, ConvProblem, check_one_scale
 from halfbyte.machine import Gpu
 
 _LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays
@@ -104,8 +104,8 @@ def choose_conv(problem: ConvProblem, gpu: Gpu) -> Choice[ConvProblem, GpuConvCa
 
     Raises UnsupportedError where none can solve it, and torch's operations do not, either."""
     problem = replace(problem, compute=_compute_of(problem))
-    if problem.dtype == torch.int8 and problem.sizes.k > LONGEST_INTEGER_SUM:
-        return Choice(problem, None, (), tuple((candidate, long_sum(problem)) for candidate in GPU_CONV))
+    if (reason := problem.why_long()) is not None:
+        return Choice(problem, None, (), tuple((candidate, reason) for candidate in GPU_CONV))
     if problem.activation == "image" and problem.compute == "int8" and problem.dtype != torch.int8:
         check_one_scale(problem.sizes)
     choice = decide(GPU_CONV, problem, gpu)
@@ -127,11 +127,6 @@ def _compute_of(problem: ConvProblem) -> Literal["float", "int8"]:
         return "int8"
     wanted = compute_of("int8" if problem.activation == "image" and problem.compute == "auto" else problem.compute)
     return "float" if problem.sizes.depthwise else wanted
-
-
-def long_sum(problem: ConvProblem) -> str:
-    """Why no kernel has sums of so many products of codes."""
-    return f"sums of {problem.sizes.k} products may overflow an int32: torch adds them up in float64"
 
 
 # The reasons

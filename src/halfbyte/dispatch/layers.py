@@ -1,7 +1,7 @@
 """Which kernels compute what is between the products of a transformer's layers: norms, attention, routers and gates of experts; and linear
 layers with a norm before them and gates among their outputs.
 
-Where no kernel does, torch's operations do: the choice has nothing taken, or a reason.
+Where no kernel does, torch's operations do: the choice has nothing taken, or a reason. A program on a CPU does not import `gpu.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
-from halfbyte.dispatch.choose import choose
-from halfbyte.dispatch.gpu import GpuCandidate, compute_of, why_no_triton
 from halfbyte.kernels.problem import AttentionProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.machine import Gpu
 
 if TYPE_CHECKING:
+    from halfbyte.dispatch.gpu import GpuCandidate
     from halfbyte.kernels.cpu.codegen.isa import ISA
 
 SOFTCAP = "the kernels have no soft cap of scores"
@@ -29,6 +28,8 @@ _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 
 def why_no_early_start(gpu: Gpu) -> str | None:
     """Why a GPU has no kernels that start while the one before is running, which those of layers are; None if it has."""
+    from halfbyte.dispatch.gpu import why_no_triton
+
     if (reason := why_no_triton()) is not None:
         return reason
     return None if gpu.backend == "cuda" else f"the kernels start early on NVIDIA GPUs only, not on {gpu.name}"
@@ -49,6 +50,12 @@ def why_not_router(experts: int, k: int, gpu: Gpu) -> str | None:
         return reason
     most: int = import_module("halfbyte.kernels.gpu.experts.routing").MOST_EXPERTS
     return None if experts <= most else f"{experts} experts are more than the {most} whose logits a warp's registers hold"
+
+
+def _chosen(product: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
+    from halfbyte.dispatch.gpu import choose_product
+
+    return choose_product(product, gpu)
 
 
 # Attention
@@ -196,7 +203,7 @@ def gated_experts(product: Problem, gpu: Gpu) -> Any:
     """The config in which the product of experts computes silu(gate) * up, too; None where these have a kernel of their own."""
     from halfbyte.kernels.gpu.experts import grouped
 
-    taken = choose(product, gpu).taken
+    taken = _chosen(product, gpu).taken
     return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(product, taken.config)
 
 
@@ -223,6 +230,8 @@ CPU_EXPERTS = (ExpertsCandidate("one_call", "router, products, gates and the wei
 
 def choose_experts(problem: ExpertsProblem, gpu: Gpu) -> Choice[ExpertsProblem, ExpertsCandidate]:
     """What computes a mixture on a GPU; nothing taken: torch's operations, around products by kernels."""
+    from halfbyte.dispatch.gpu import compute_of
+
     return decide(GPU_EXPERTS, replace(problem, compute=compute_of(problem.compute)), gpu)
 
 
@@ -274,7 +283,7 @@ def _skinny() -> Any:
 def _fast_enough(problem: NormedProblem, gpu: Gpu) -> tuple[Option[GpuCandidate], list[Option[GpuCandidate]]] | None:
     """The option that is taken for the product alone, and those that take no longer than it and separate kernels for what is around it."""
     product = problem.product
-    choice = choose(product, gpu)
+    choice = _chosen(product, gpu)
     if choice.taken is None:
         return None
     # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
@@ -328,7 +337,7 @@ def choose_normed(problem: NormedProblem, gpu: Gpu) -> Choice[NormedProblem, Nor
     reason = why_not_norm(product.k, gpu)
     if reason is None and not (product.n and product.m):
         reason = f"{product.m} rows of {product.n} outputs are nothing to compute"
-    if reason is None and choose(product, gpu).taken is None:
+    if reason is None and _chosen(product, gpu).taken is None:
         reason = "no kernel solves this product"
     if reason is not None:
         return Choice(problem, None, (), tuple((candidate, reason) for candidate in GPU_NORMED))

@@ -221,6 +221,12 @@ class ConvProblem:
         """Outputs of one group."""
         return self.sizes.out // self.sizes.groups
 
+    def why_long(self) -> str | None:
+        """Why no kernel has its sums, which are too long for int32; None if they are not."""
+        if self.dtype != torch.int8 or self.sizes.k <= LONGEST_INTEGER_SUM:
+            return None
+        return f"sums of {self.sizes.k} products may overflow an int32: torch adds them up in float64"
+
     @property
     def flat(self) -> ConvProblem:
         """The same problem with each pixel as an image, if pixels are multiplied one by one: no pixel's position is computed then."""
