@@ -23,7 +23,6 @@ from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_float
 from halfbyte.kernels.gpu.conv.tile import (
     Config,
-    ConvProblem,
     finish,
     padded_channels,
     patches,
@@ -35,7 +34,7 @@ from halfbyte.kernels.gpu.conv.tile import (
 )
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.problem import Activation, Epilogue, scaling_of
+from halfbyte.kernels.problem import Activation, ConvProblem, Epilogue, scaling_of
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.machine import Gpu

@@ -29,7 +29,6 @@ from halfbyte.kernels.gpu.arithmetic import added as add_codes
 from halfbyte.kernels.gpu.arithmetic import dot, requantization, requantized, store_partial, sum_partials
 from halfbyte.kernels.gpu.conv.tile import (
     Config,
-    ConvProblem,
     Mode,
     distance,
     finish,
@@ -44,7 +43,7 @@ from halfbyte.kernels.gpu.conv.tile import (
 )
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
-from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, Epilogue
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
