@@ -92,7 +92,8 @@ def _run_shape(args: argparse.Namespace) -> int:
             raise ArgumentError("--conv takes the shape of the weight, got none: add --weight CO CI KH KW")
         shape = ConvShape(args.conv, args.weight, args.stride, args.padding, args.dilation, args.groups)
     elif args.attention:
-        shape = AttentionShape(*args.attention, tokens=args.tokens, cache=None if args.cache == "none" else args.cache)
+        batch, heads, kv_heads, head_dim = args.attention
+        shape = AttentionShape(batch, heads, kv_heads, head_dim, args.tokens, None if args.cache == "none" else args.cache)
     else:
         shape = ExpertsShape(*args.mixture)
     dtype, how = getattr(torch, args.dtype or "float32"), {"compute": args.compute, "activation": args.activation}

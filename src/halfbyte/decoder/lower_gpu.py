@@ -489,7 +489,9 @@ def _notes(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
             "attention of one token": why_not_attend(heads, dtype, here, widest),
             "attention of prompts": SOFTCAP if heads.softcap is not None else why_not_many(heads, dtype, here),
             "norms": why_not_norm(spec.hidden_size, here),
-            "what is between products of experts": why_not_router(*mlp.router.shape, here) if isinstance(mlp, Experts) else None,
+            "what is between products of experts": why_not_router(mlp.router.shape[0], mlp.router.shape[1], here)
+            if isinstance(mlp, Experts)
+            else None,
         }
         for name, reason in reasons.items():
             if reason is not None and (name, reason) not in told:

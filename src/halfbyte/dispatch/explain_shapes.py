@@ -223,23 +223,22 @@ def _explain_conv(shape: ConvShape, fmt: Format, dtype: torch.dtype, how: tuple[
     window = window_of((kh, kw), shape.stride, shape.padding, shape.dilation)
     window.out_size((height, width), (kh, kw))  # refuses a kernel that is larger than the image
     kinds: Any = {"compute": check_compute(how[0]), "activation": how[1]}
-    choice = choose(ConvProblem(sizes, window, batch, (height, width), dtype, **kinds), here)
+    problem = ConvProblem(sizes, window, batch, (height, width), dtype, **kinds)
     op, name = ("qconv2d", "codes of int8") if dtype == torch.int8 else ("conv2d", f"{str(dtype).removeprefix('torch.')} activations")
     moves = f"stride {window.stride}, padding {window.padding}, dilation {window.dilation}"
     moves = moves if shape.groups == 1 else f"{moves}, {shape.groups} groups"
     text = f"{op}  {list(shape.image)} * {list(shape.weight)} {fmt}, {moves}, {name}"
-    fallback: str | None = None
-    products: tuple[tuple[str, Choice[Any, Any]], ...] = ()
-    if isinstance(here, ISA):
-        first, *others = choice.options or (None,)
-        if first is not None and first.candidate.rearranges:
-            fallback = next(option.candidate.name for option in others if not option.candidate.rearranges)
-    elif choice.taken is not None and choice.taken.candidate.reads == "pixels":
-        products = (("product", _product(_pixels(choice.problem, here), here)),)
-    return ShapeExplanation(text, here, choice, fallback, products)
+    if isinstance(here, Gpu):
+        on_gpu = choose(problem, here)
+        linear = on_gpu.taken is not None and on_gpu.taken.candidate.reads == "pixels"
+        return ShapeExplanation(text, here, on_gpu, products=(("product", choose(_pixels(on_gpu.problem), here)),) if linear else ())
+    choice = choose(problem, here)
+    rearranges = choice.taken is not None and choice.taken.candidate.rearranges
+    fallback = next((one.candidate.name for one in choice.others if not one.candidate.rearranges), None) if rearranges else None
+    return ShapeExplanation(text, here, choice, fallback)
 
 
-def _pixels(problem: ConvProblem, gpu: Gpu) -> Problem:
+def _pixels(problem: ConvProblem) -> Problem:
     """The linear layer of a convolution with a kernel of one tap, whose pixels are rows."""
     sizes, fmt = problem.sizes, problem.sizes.matrix_format
     if problem.dtype == torch.int8:

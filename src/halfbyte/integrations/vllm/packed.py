@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from halfbyte import ops
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import Problem, check_compute
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def describe(rows: PackedRows, dtype: torch.dtype) -> str:
     from halfbyte.kernels.cpu.codegen.isas import current
 
     n, k = rows.packed.shape
-    option = choose(Problem("linear", 1, n, k, rows.packed.format, dtype, rows.compute), current()).options[0]
+    option = choose(Problem("linear", 1, n, k, rows.packed.format, dtype, check_compute(rows.compute)), current()).options[0]
     return f"{rows.packed.codes_format} ({option.candidate.summary}; {current().name})"
 
 
