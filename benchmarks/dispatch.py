@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuOption, choose_gpu, packs_code_pairs, why_no_triton
+from halfbyte.dispatch.candidate import Option
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import GpuCandidate, packs_code_pairs, why_no_triton
 from halfbyte.dispatch.measure import compile_launches, linear_launches
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.spec import as_format
@@ -40,11 +42,11 @@ SIDES = {  # N: each K
 }
 
 
-def measure(problem: Problem, here: Gpu, most: int) -> tuple[GpuOption, dict[str, float]]:
+def measure(problem: Problem, here: Gpu, most: int) -> tuple[Option[GpuCandidate], dict[str, float]]:
     """What is taken, and the seconds of up to `most` configs of each kernel."""
     from halfbyte.kernels.gpu.runtime.clock import graph_times
 
-    taken, *others = choose_gpu(problem, here).options
+    taken, *others = choose(problem, here).options
     rope_cache, counts = [taken], {taken.candidate.name: 1}
     for option in others:
         counts[option.candidate.name] = counts.get(option.candidate.name, 0) + 1
@@ -56,7 +58,7 @@ def measure(problem: Problem, here: Gpu, most: int) -> tuple[GpuOption, dict[str
     return taken, {name: times.median for name, times in graph_times(launches, rounds=7).items()}
 
 
-def name_of(option: GpuOption) -> str:
+def name_of(option: Option[GpuCandidate]) -> str:
     return f"{option.candidate.name} {option.config}"
 
 

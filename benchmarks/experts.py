@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, why_no_triton
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import as_format
@@ -71,7 +72,7 @@ def measure(shape: str, format: str, ms: Sequence[int], *, every_config: bool = 
         out = torch.empty(m * top, n, dtype=torch.bfloat16, device="cuda")
         problem = Problem("grouped_linear", m * top, n, k, fmt, x.dtype, experts=experts)
         launches: dict[str, list[Callable[[], object]]] = {}
-        for i, option in enumerate(choose_gpu(problem, here).options[: None if every_config else 1]):
+        for i, option in enumerate(choose(problem, here).options[: None if every_config else 1]):
             kernel, run = option.candidate.name, partial(option.candidate.module.launch, problem, option.config, x, weight)
             name = f"halfbyte {i} {kernel} {option.config}" if every_config else f"halfbyte {kernel}"
             launches[name] = [partial(run, each.flatten(), out, None) for each in ids]

@@ -17,7 +17,7 @@ from torch import nn
 
 import halfbyte as hb
 from halfbyte import env, ops
-from halfbyte.dispatch.cpu import choose_linear
+from halfbyte.dispatch.choose import choose
 from halfbyte.dispatch.gpu import compute_of
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
@@ -32,6 +32,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.linear import activations, linear, tile
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.transformer import attend, experts
+from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.nn import config as configs
 from halfbyte.nn.parallel import parallelize as parallel
@@ -206,7 +207,7 @@ def test_a_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     unsupported(
         "'new'",
         lambda: ops.linear(x, ops.pack(codes), compute=NEW),
-        lambda: choose_linear(as_format("int4_g32"), torch.float32, NEW, ISA_AT_HAND),
+        lambda: choose(Problem("linear", 1, 32, 32, as_format("int4_g32"), torch.float32, NEW), ISA_AT_HAND),
         lambda: compute_of(NEW),
         lambda: reference.linear(x, codes, compute=NEW),
     )

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint import load_tensors as load_tensors
     from halfbyte.checkpoint import save as save
     from halfbyte.dispatch.explain import explain as explain
+    from halfbyte.dispatch.explain_shapes import AttentionShape as AttentionShape
+    from halfbyte.dispatch.explain_shapes import ConvShape as ConvShape
+    from halfbyte.dispatch.explain_shapes import ExpertsShape as ExpertsShape
     from halfbyte.errors import HalfbyteError as HalfbyteError
     from halfbyte.formats.codes import Codes as Codes
     from halfbyte.formats.sharding import shard as shard
@@ -111,6 +114,7 @@ _HOMES = {
     "halfbyte.nn.training.sparsity": ("prune_", "drop_zeros_"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
     "halfbyte.dispatch.explain": ("explain",),
+    "halfbyte.dispatch.explain_shapes": ("ConvShape", "AttentionShape", "ExpertsShape"),
     "halfbyte.integrations.transformers.gguf": ("load_gguf",),
     "halfbyte.integrations.transformers.cache.int8_cache": ("Int8Cache",),
     "halfbyte.integrations.transformers.optimize.optimizing": ("optimize_",),

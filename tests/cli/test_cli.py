@@ -504,6 +504,25 @@ def test_explain_for_a_gpu_that_is_not_here(run: Run) -> None:
     run("explain", "--device", "sm_90", "--m", 0).refuses("m=0")
 
 
+def test_explain_other_shapes(run: Run) -> None:
+    conv = ("--conv", 1, 64, 56, 56, "--weight", 64, 64, 3, 3, "--padding", 1, "--format", "int8_channel")
+    for device in ("cpu", "sm_90"):
+        found = run("explain", *conv, "--dtype", "int8", "--device", device, "--json").json
+        assert found["op"] == "qconv2d"
+        assert found["kernel"] not in found["rejected"]
+        text = run("explain", *conv, "--dtype", "int8", "--device", device).out
+        assert all(f"not {name}: {reason}" in text for name, reason in found["rejected"].items())
+    asked = ("--attention", 1, 32, 8, 128, "--cache", "int8", "--dtype", "bfloat16", "--device", "sm_90")
+    assert run("explain", *asked, "--json").json["kernel"] == "attend"
+    assert run("explain", *asked, "--tokens", 100, "--json").json["kernel"] == "attend_many"
+    assert run("explain", "--attention", 1, 4, 4, 64, "--tokens", 9, "--cache", "none", "--json").json["kernel"] == "attend_whole"
+    found = run("explain", "--mixture", 1, 8, 2, 4096, 14336, "--device", "sm_90", "--json").json
+    assert (found["kernel"], [*found["products"]]) == ("routing", ["gate_up", "down"])
+    run("explain", "--conv", 1, 64, 56, 56).refuses("add --weight CO CI KH KW")
+    run("explain", *conv, *asked).refuses("leave out the others")
+    run("explain", "--dtype", "int8").refuses("float32, bfloat16 or float16")
+
+
 def test_explain_takes_torchs_devices() -> None:
     assert halfbyte.explain(1, 64, 64, "q4_0", device=torch.device("cpu"), measured=False).to_json()["isa"]
     with pytest.raises(UnsupportedError, match="no kernels for device 'meta'"):

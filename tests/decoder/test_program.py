@@ -24,13 +24,13 @@ from halfbyte.decoder.explain import explain_decoder
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.program import TORCH, Program, program_of
 from halfbyte.decoder.spec import DecoderSpec
+from halfbyte.dispatch.choose import choose
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.step_sequence import StepSequence
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import AttentionProblem, NormedProblem, Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
-from halfbyte.machine import GPUS
-from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan
+from halfbyte.machine import GPUS, Gpu
 from halfbyte.ops.transformer.layers import Weight
 
 
@@ -115,7 +115,7 @@ def test_the_decode_step_is_one_native_call(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_gates_and_norms_within_products_on_a_gpu(tmp_path: Path) -> None:
-    """As `normed_plan` decides."""
+    """As `choose` decides."""
     pytest.importorskip("triton")
     here = GPUS["sm_80"]
     spec = spec_of("LlamaDecoderLayer", tmp_path / "m")
@@ -125,12 +125,13 @@ def test_gates_and_norms_within_products_on_a_gpu(tmp_path: Path) -> None:
             part = found[product].op.part
             assert isinstance(part, Weight)
             n, k = part.packed.shape
-            plan = normed_plan(Problem("linear", rows, n, k, part.packed.format, torch.bfloat16), here, gated=gate is not None)
-            assert isinstance(plan, NormedPlan)
-            assert (found[norm].fused_into == product) == plan.norm_inside
-            assert found[norm].kernel == ("" if plan.norm_inside else "norm")
+            asked = NormedProblem(Problem("linear", rows, n, k, part.packed.format, torch.bfloat16), gated=gate is not None)
+            taken = choose(asked, here).options[0]
+            inside = taken.candidate.takes_norm(asked, taken.config)
+            assert (found[norm].fused_into == product) == inside
+            assert found[norm].kernel == ("" if inside else "norm")
             if gate is not None:
-                assert (found[gate].fused_into == product) == (plan.config is not None)
+                assert (found[gate].fused_into == product) == (taken.candidate.home != "")
         assert [found[name].fused_into for name in ("rope", "attn_residual", "mlp_residual")] == ["attention", "o_proj", "down_proj"]
 
 
@@ -177,8 +178,15 @@ def test_what_is_fused(device: str, case: str, kernels: dict[str, str], tmp_path
 def test_experts_have_as_many_rows_as_the_router_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     asked: set[tuple[str, int]] = set()
-    real = kernels_gpu.choose_gpu
-    monkeypatch.setattr(kernels_gpu, "choose_gpu", lambda problem, here: (asked.add((problem.op, problem.m)), real(problem, here))[1])
+    real = kernels_gpu.choose
+
+    def noted(problem: Problem | NormedProblem | AttentionProblem, here: Gpu) -> object:
+        product = problem.product if isinstance(problem, NormedProblem) else problem
+        if isinstance(product, Problem):
+            asked.add((product.op, product.m))
+        return real(problem, here)
+
+    monkeypatch.setattr(kernels_gpu, "choose", noted)
     explain_decoder(spec_of("Qwen3MoeDecoderLayer", tmp_path / "m"), "sm_90", rows=5)
     assert asked == {("linear", 5), ("grouped_linear", 15)}
 

@@ -17,6 +17,7 @@ import torch
 from halfbyte import env
 from halfbyte.dispatch import explain_gpu, tune
 from halfbyte.dispatch import gpu as rules
+from halfbyte.dispatch.choose import choose, forget, report_failure
 from halfbyte.dispatch.explain import explain
 from halfbyte.dispatch.explain_gpu import GpuExplanation
 from halfbyte.dispatch.measure import compile_launches
@@ -58,7 +59,7 @@ def clear() -> None:
     tune._shipped.cache_clear()
     tune._unsaved.clear()
     rules._failures.clear()
-    rules.choose_gpu.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -67,7 +68,7 @@ def test_every_architecture_has_a_kernel_for_everything(arch: str, compute: str)
     for fmt in ("q4_0", "q4_1", "q8_0", "int4_g128", "int4_g48_offset", "int8_channel", "int8_g33_zp", "int4_tensor"):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             for m, n, k in ((1, 1, 1), (1, 4096, 4096), (7, 33, 100), (128, 512, 512), (129, 512, 512), (5000, 64, 640)):
-                choice = rules.choose_gpu(problem(m, n, k, fmt, compute, dtype), GPUS[arch])
+                choice = choose(problem(m, n, k, fmt, compute, dtype), GPUS[arch])
                 assert choice.taken is not None
                 assert choice.taken.candidate.compute == compute
                 names = {option.candidate.name for option in (choice.taken, *choice.others)} | {c.name for c, _ in choice.rejected}
@@ -76,7 +77,7 @@ def test_every_architecture_has_a_kernel_for_everything(arch: str, compute: str)
 
 def test_the_fastest_expected_is_taken_and_each_candidate_is_rated() -> None:
     assert {candidate.name for candidate in rules.GPU_LINEAR} == set(COST_MODELS)
-    choice = rules.choose_gpu(problem(64), GPUS["sm_90"])
+    choice = choose(problem(64), GPUS["sm_90"])
     assert choice.taken is not None
     assert all(choice.taken.seconds <= other.seconds for other in choice.others)
     assert all(reason for _, reason in choice.rejected)
@@ -97,7 +98,7 @@ def test_predictions_grow_with_the_work() -> None:
 def test_where_nothing_was_measured_the_choice_is_sound(arch: str, fmt: str) -> None:
     """More rows never look cheaper; few are read with the weight, many go to the library."""
     for n, k in ((4096, 4096), (28672, 8192), (151936, 896)):
-        taken = [rules.choose_gpu(problem(1 << i, n, k, fmt), GPUS[arch]).taken for i in range(14)]
+        taken = [choose(problem(1 << i, n, k, fmt), GPUS[arch]).taken for i in range(14)]
         assert all(option is not None and not option.measured for option in taken)
         seconds = [option.seconds for option in taken if option is not None]
         slack = 1.01 if GPUS[arch].backend == "cuda" else 1.6  # AMD's matrix units have 16 columns at least
@@ -110,7 +111,7 @@ def test_layers_of_models_are_multiplied_by_kernels_on_hopper(fmt: str) -> None:
     """What torch multiplied would keep the launches of a layer from being replayed together."""
     rows = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 96, 128, 129, 192, 256, 257, 300, 512, 513, 700, 1024, 2048, 4096]
     for n, k in ((1024, 4096), (2560, 9728), (3072, 8192), (5120, 2048), (6144, 2560), (28672, 4096)):
-        taken = [rules.choose_gpu(problem(m, n, k, fmt, dtype=torch.bfloat16), GPUS["sm_90"]).taken for m in rows]
+        taken = [choose(problem(m, n, k, fmt, dtype=torch.bfloat16), GPUS["sm_90"]).taken for m in rows]
         assert all(option is not None and option.candidate.replayable for option in taken)
         seconds = [option.seconds for option in taken if option is not None and not option.measured]
         assert all(later >= 0.97 * earlier for earlier, later in pairwise(seconds))
@@ -127,31 +128,31 @@ def test_ceilings_come_from_the_clocks_or_from_a_relative() -> None:
 
 def test_what_was_measured_decides() -> None:
     gpu, asked = GPUS["sm_90"], problem(100)
-    before = rules.choose_gpu(asked, gpu)
+    before = choose(asked, gpu)
     assert before.taken is not None
     assert not before.taken.measured
     [*_, last] = before.others or (before.taken,)
     config = str(last.candidate.module.configs(asked, gpu)[-1])
     tune.keep(gpu, problem(128), {last.candidate.name: {config: 1e-9}})
-    rules.choose_gpu.cache_clear()
-    after = rules.choose_gpu(asked, gpu).taken
+    forget()
+    after = choose(asked, gpu).taken
     assert after is not None
     assert (after.candidate.name, str(after.config), after.seconds, after.measured) == (last.candidate.name, config, 1e-9, gpu.name)
-    other = rules.choose_gpu(problem(300), gpu).taken
+    other = choose(problem(300), gpu).taken
     assert other is not None
     assert not other.measured
 
 
 def test_what_fails_here_is_passed_over_and_explained() -> None:
     gpu, asked = GPUS["sm_90"], problem(1)
-    first = rules.choose_gpu(asked, gpu).taken
+    first = choose(asked, gpu).taken
     assert first is not None
-    rules.report_failure(asked, gpu, first, "no room")
-    second = rules.choose_gpu(asked, gpu)
+    report_failure(asked, gpu, first, "no room")
+    second = choose(asked, gpu)
     assert second.taken is None or str(second.taken.config) != str(first.config)
     assert (first.candidate, f"{first.config} failed: no room") in second.rejected
     assert "no room" in str(explain(1, 4032, 4096, "int4_g128", dtype=torch.float16, device="sm_90"))
-    assert rules.choose_gpu(problem(1), GPUS["sm_80"]).taken is not None
+    assert choose(problem(1), GPUS["sm_80"]).taken is not None
 
 
 def test_a_table_is_readable_and_a_broken_one_is_passed_over(tmp_path: Path) -> None:
@@ -311,11 +312,11 @@ def test_rows_are_counted_in_powers_of_two() -> None:
 
 def test_no_triton_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "why_no_triton", lambda: "Triton is not installed: install triton>=3.6")
-    choice = rules.choose_gpu(problem(1), GPUS["sm_90"])
+    choice = choose(problem(1), GPUS["sm_90"])
     assert choice.taken is None
     assert {reason for _, reason in choice.rejected} == {"Triton is not installed: install triton>=3.6"}
     with pytest.raises(UnsupportedError, match="install triton"):
-        rules.choose_gpu(problem(1, compute="int8"), GPUS["sm_90"])
+        choose(problem(1, compute="int8"), GPUS["sm_90"])
     found = explain(1, 64, 64, "q4_0", device="sm_90")
     assert "torch dequantizes" in str(found)  # as on a machine with that GPU
     monkeypatch.setattr(explain_gpu, "why_no_triton", rules.why_no_triton)
@@ -386,7 +387,7 @@ def test_explain_experts(rows: int, taken: str) -> None:
 def test_predictions_of_experts(experts: int, n: int, k: int, rows: int, measured: float) -> None:
     """Of times of an H100, in µs: near enough to plan by."""
     asked = Problem("grouped_linear", rows, n, k, as_format("int4_g128"), torch.bfloat16, experts=experts)
-    choice = rules.choose_gpu(asked, GPUS["sm_90"])
+    choice = choose(asked, GPUS["sm_90"])
     assert choice.taken is not None
     assert measured / 1.5 < choice.taken.seconds * 1e6 < measured * 1.5
 
@@ -409,7 +410,7 @@ def test_explain_and_tune_here() -> None:
     asked = problem(3, 512, 512)
     times = tune_linear(asked, found.gpu)
     assert times == tune_linear(asked, found.gpu, anew=False)
-    taken = rules.choose_gpu(asked, found.gpu).taken
+    taken = choose(asked, found.gpu).taken
     assert taken is not None
     assert taken.measured
 

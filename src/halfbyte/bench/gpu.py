@@ -20,7 +20,8 @@ import torch
 import halfbyte
 from halfbyte.bench.gpu_contenders import GPU_PEERS, HALFBYTE, Absent, Bind, GpuContender, GpuWork
 from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, plot, read, select, text
-from halfbyte.dispatch.gpu import choose_gpu, compute_of
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import compute_of
 from halfbyte.errors import ArgumentError, HalfbyteError, check_counts
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.clock import copies, graph_times
@@ -118,7 +119,7 @@ def _rows(plan: GpuPlan, work: GpuWork, binds: dict[GpuContender, Bind], m: int,
         errors[contender.name] = None if y.dtype == torch.int32 else _error(y, x, work)
     times = graph_times(launches, rounds=plan.rounds)
     problem = Problem("linear", m, work.n, work.k, work.format, work.dtype, compute_of(work.compute), work.activation)  # type: ignore[arg-type]
-    taken = choose_gpu(problem, work.gpu).taken
+    taken = choose(problem, work.gpu).taken
     kernel = "torch" if taken is None else f"{taken.candidate.name} {taken.config}"
     return [
         GpuMeasurement(

@@ -26,13 +26,29 @@ def add(commands: Commands) -> None:
     parser.add_argument("--k", type=int, default=4096, help="inputs (default: %(default)s)")
     parser.add_argument("--format", help="format of the weight (default: q4_0, or what the model is in)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="activations (default: float32; a model on a GPU: bfloat16)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "int8"),
+        help="activations (default: float32; a model on a GPU: bfloat16); int8: the codes of a convolution",
     )
     parser.add_argument("--compute", default="auto", help="auto, int8 or float (default: %(default)s)")
     parser.add_argument("--activation", default="block", help="scales of int8 activations (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … or the architecture of a GPU that is not here, such as sm_90")
     parser.add_argument("--experts", type=int, help="number of experts of a mixture; M then counts (token, expert) pairs")
     parser.add_argument("--sparse", action="store_true", help="for a 2:4 sparse weight")
+    shapes = parser.add_argument_group("shapes other than of linear layers, which are not timed")
+    shapes.add_argument("--conv", nargs=4, type=int, metavar=("B", "C", "H", "W"), help="a convolution of images of this shape")
+    shapes.add_argument("--weight", nargs=4, type=int, metavar=("CO", "CI", "KH", "KW"), help="its weight; CI are channels of one group")
+    shapes.add_argument("--stride", type=int, default=1, help="its stride (default: %(default)s)")
+    shapes.add_argument("--padding", type=int, default=0, help="its padding (default: %(default)s)")
+    shapes.add_argument("--dilation", type=int, default=1, help="its dilation (default: %(default)s)")
+    shapes.add_argument("--groups", type=int, default=1, help="its groups (default: %(default)s)")
+    heads = ("BATCH", "HEADS", "KV_HEADS", "HEAD_DIM")
+    shapes.add_argument("--attention", nargs=4, type=int, metavar=heads, help="the attention of new tokens of so many sequences")
+    shapes.add_argument("--tokens", type=int, default=1, help="new tokens of each; more than 1: a prompt (default: %(default)s)")
+    cache = "KV cache; none: all tokens see each other, as in an encoder (default: %(default)s)"
+    shapes.add_argument("--cache", choices=("float", "int8", "none"), default="float", help=cache)
+    sizes = ("ROWS", "EXPERTS", "TOP_K", "HIDDEN", "INNER")
+    shapes.add_argument("--mixture", nargs=5, type=int, metavar=sizes, help="a mixture of experts: router, products, gates and their sum")
     parser.add_argument("--no-measure", action="store_true", help="show the choice without timing it")
 
 
@@ -46,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or args.named
     if args.model is not None:
         return _run_model(args)
+    if args.conv or args.attention or args.mixture:
+        return _run_shape(args)
     check_fits(args.n * max(1, args.experts or 1), args.k)
     check_fits(args.m, max(args.n, args.k), "activations")
     settings = {
@@ -60,12 +78,37 @@ def run(args: argparse.Namespace) -> int:
     return show(args, explanation.to_json(), str(explanation))
 
 
+def _run_shape(args: argparse.Namespace) -> int:
+    import torch
+
+    from halfbyte.dispatch.explain import explain
+    from halfbyte.dispatch.explain_shapes import AttentionShape, ConvShape, ExpertsShape, Shape
+
+    if sum(asked is not None for asked in (args.conv, args.attention, args.mixture)) > 1:
+        raise ArgumentError("one shape is explained at a time, got several of --conv, --attention and --mixture: leave out the others")
+    shape: Shape
+    if args.conv:
+        if args.weight is None:
+            raise ArgumentError("--conv takes the shape of the weight, got none: add --weight CO CI KH KW")
+        shape = ConvShape(args.conv, args.weight, args.stride, args.padding, args.dilation, args.groups)
+    elif args.attention:
+        batch, heads, kv_heads, head_dim = args.attention
+        shape = AttentionShape(batch, heads, kv_heads, head_dim, args.tokens, None if args.cache == "none" else args.cache)
+    else:
+        shape = ExpertsShape(*args.mixture)
+    dtype, how = getattr(torch, args.dtype or "float32"), {"compute": args.compute, "activation": args.activation}
+    explanation = explain(shape, format=args.format or "q4_0", dtype=dtype, **how, device=args.device)
+    return show(args, explanation.to_json(), str(explanation))
+
+
 def _run_model(args: argparse.Namespace) -> int:
     from halfbyte.dispatch.explain_gpu import described_gpu
     from halfbyte.errors import UnsupportedError
     from halfbyte.machine import named_device
     from halfbyte.nn.config import Config
 
+    if args.dtype == "int8":
+        raise ArgumentError("a model has activations of float32, bfloat16 or float16, got --dtype int8: leave it out")
     asked = named_device(args.device)
     if asked is None or asked.type != "cpu":
         described_gpu(args.device)  # refuses what is none

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
-from halfbyte.dispatch.gpu import choose_gpu, compute_of, packs_code_pairs, why_no_triton
+from halfbyte.dispatch.candidate import Choice
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import compute_of, packs_code_pairs, why_no_triton
+from halfbyte.dispatch.layers import NormedCandidate, gated_experts, why_not_norm, why_not_router
 from halfbyte.dispatch.packed import packed_format
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import AttentionProblem, NormedProblem, Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu
 from halfbyte.ops.functions import sparse_on
-from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan, why_not_attend
 from halfbyte.ops.transformer.decoder import Heads
 from halfbyte.ops.transformer.layers import Weight
-from halfbyte.ops.transformer.norms import why_not_norm
-from halfbyte.ops.transformer.routing import gates_inside, why_not_router
 
 _GATES = "gate", "activation", "shared_expert.gate"  # which a linear layer may compute, too
 _NORMS = "rms_norm", "layer_norm"
@@ -92,20 +92,19 @@ class _Scope:
     def _linear(self, op: Op) -> str:
         if not isinstance(op.part, Weight):
             return TORCH
-        plan = self._plan(op)
-        if isinstance(plan, NormedPlan) and plan.config is not None:
-            return plan.kernel
-        taken = choose_gpu(self._problem(op), self._here).taken
+        choice = self._choice(op)
+        if choice is not None and choice.taken is not None and choice.taken.candidate.home:
+            return choice.taken.candidate.name
+        taken = choose(self._problem(op), self._here).taken
         return TORCH if taken is None else taken.candidate.name
 
-    def _plan(self, op: Op) -> NormedPlan | str | None:
-        """How `decode_ops.normed_linear` computes a linear layer with its norm and its gate, or why torch computes these two;
-        None where there is neither, or in int8."""
+    def _choice(self, op: Op) -> Choice[NormedProblem, NormedCandidate] | None:
+        """How `decode_ops.normed_linear` computes a linear layer with its norm and its gate; None where there is neither, or in int8."""
         weight, norm, gate = op.part, self._norm_before(op), self._gate_after(op)
         if not isinstance(weight, Weight) or compute_of(weight.compute) != "float" or (norm is None and gate is None):
             return None
         gated = gate is not None and gate.kind == "gate"
-        return normed_plan(self._problem(op), self._here, normed=norm is not None, gated=gated, biased=weight.bias is not None)
+        return choose(NormedProblem(self._problem(op), norm is not None, gated, weight.bias is not None), self._here)
 
     def _norm_before(self, op: Op) -> Op | None:
         """The RMS norm that a linear layer may compute: one that it alone reads, or with other projections of attention."""
@@ -132,10 +131,12 @@ class _Scope:
         if computes is not None:
             return _fused(op, computes, self._why_not_routed() if computes.kind == "router" else why_not_norm(op.shape[-1], self._here))
         for reader in self._readers[op.name]:
-            plan = self._plan(reader) if self._norm_before(reader) is op else None
-            if isinstance(plan, str):
-                return Lowered(op, TORCH, reason=plan)
-            if plan is not None and plan.norm_inside:
+            choice = self._choice(reader) if self._norm_before(reader) is op else None
+            if choice is None:
+                continue
+            if choice.taken is None:
+                return Lowered(op, TORCH, reason=_why_torch(choice))
+            if choice.taken.candidate.takes_norm(choice.problem, choice.taken.config):
                 return _fused(op, reader)
         return _lowered(op, "norm", why_not_norm(op.shape[-1], self._here))
 
@@ -145,10 +146,8 @@ class _Scope:
         assert isinstance(heads, Heads)
         over_all = heads.qk_norm is not None and heads.qk_norm_whole
         widest = heads.num_heads * heads.head_dim if over_all else None
-        reason = why_not_attend(heads.num_heads, heads.num_kv_heads, heads.head_dim, self._dtype, self._here, widest)
-        if heads.softcap is not None:
-            reason = "the kernels have no soft cap of scores"
-        elif heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
+        reason = why_not_attend(heads, self._dtype, self._here, widest)
+        if heads.softcap is None and heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
             reason = "the norms of its heads are layer norms"
         if op.kind == "attention" or (op.kind == "qk_norm" and over_all):
             return _lowered(op, "attend" if op is attention else "norm", reason)
@@ -163,12 +162,12 @@ class _Scope:
                 return Lowered(op, TORCH, reason=reason)
             is_silu = op.setting("limit") is None
             assert isinstance(source.part, Weight)
-            inside = is_silu and gates_inside(self._problem(source), self._here, biased=source.part.bias is not None)
+            inside = is_silu and source.part.bias is None and gated_experts(self._problem(source), self._here) is not None
         else:
-            plan = self._plan(source)
-            if isinstance(plan, str):
-                return Lowered(op, TORCH, reason=plan)
-            inside = op.kind == "gate" and plan is not None and plan.config is not None
+            choice = self._choice(source)
+            if choice is not None and choice.taken is None:
+                return Lowered(op, TORCH, reason=_why_torch(choice))
+            inside = op.kind == "gate" and choice is not None and bool(choice.options[0].candidate.home)
         return _fused(op, source) if inside else _lowered(op, "gates", why_not_norm(1, self._here))
 
     def _residual(self, op: Op) -> Lowered:
@@ -192,6 +191,18 @@ class _Scope:
     @staticmethod
     def _is_float(op: Op) -> bool:
         return isinstance(op.part, Weight) and compute_of(op.part.compute) == "float"
+
+
+def why_not_attend(heads: Heads, dtype: torch.dtype, here: Gpu, norm_width: int | None) -> str | None:
+    """Why torch computes the attention of one new token on a GPU; None if a kernel does. norm_width: as in AttentionProblem."""
+    sizes = 1, 1, heads.num_heads, heads.num_kv_heads, heads.head_dim
+    choice = choose(AttentionProblem("decode", *sizes, dtype, norm_width=norm_width, softcap=heads.softcap is not None), here)
+    return None if choice.taken is not None else choice.reasons["attend"]
+
+
+def _why_torch(choice: Choice[NormedProblem, NormedCandidate]) -> str:
+    """Why torch's operations compute everything but the product: one reason for all candidates."""
+    return choice.rejected[0][1]
 
 
 def _lowered(op: Op, kernel: str, reason: str | None = None) -> Lowered:

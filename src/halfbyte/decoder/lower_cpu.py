@@ -18,6 +18,7 @@ from halfbyte.decoder.program import ALL_HEADS, TORCH, Lowered, Op, Program, rea
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.layer_kinds import logits_in_torch
+from halfbyte.kernels.problem import Problem, check_compute
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
@@ -323,7 +324,7 @@ def decode_kernels(program: Program) -> list[Lowered]:
 
 def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
     """Yield the kernel of each op of one layer, as `decode_kernels` does."""
-    from halfbyte.dispatch.cpu import choose_linear
+    from halfbyte.dispatch.choose import choose
     from halfbyte.kernels.cpu.codegen.isas import current
 
     readers, by_name = readers_of(ops), {op.name: op for op in ops}
@@ -333,7 +334,9 @@ def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
         if table is not None and isinstance(table.part, Tensor):
             yield Lowered(op, TORCH, reason=f"{table.name} is {table.format}, not quantized")
         elif isinstance(op.part, Weight):
-            yield Lowered(op, choose_linear(op.part.packed.format, torch.float32, op.part.compute, current()).taken.inner, call=_STEP)
+            (n, k), compute = op.part.packed.shape[-2:], check_compute(op.part.compute)
+            problem = Problem("linear", 1, n, k, op.part.packed.format, torch.float32, compute, op.part.activation)
+            yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=_STEP)
         else:
             yield Lowered(op, _step_kernel(op) if home is None else "", home, _STEP)
 

@@ -20,22 +20,22 @@ from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape
+from halfbyte.decoder.kernels_gpu import why_not_attend
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import why_no_triton
+from halfbyte.dispatch.layers import SOFTCAP, why_not_norm, why_not_router
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.functions import embedding
-from halfbyte.ops.transformer.decode_ops import SOFTCAP, why_not_attend
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
-from halfbyte.ops.transformer.norms import add_normed, normed, why_not_norm
+from halfbyte.ops.transformer.norms import add_normed, normed
 from halfbyte.ops.transformer.prefill_ops import why_not_many
-from halfbyte.ops.transformer.routing import why_not_experts
 from halfbyte.ops.transformer.whole_model_decode import Inputs as PerLayerInputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -458,12 +458,12 @@ def _notes(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
         heads, mlp = layer.attention.heads, layer.mlp
         widest = heads.num_heads * heads.head_dim if heads.qk_norm_whole else None
         reasons = {
-            "attention of one token": why_not_attend(
-                heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, here, widest, cap=heads.softcap
-            ),
+            "attention of one token": why_not_attend(heads, dtype, here, widest),
             "attention of prompts": SOFTCAP if heads.softcap is not None else why_not_many(heads, dtype, here),
             "norms": why_not_norm(spec.hidden_size, here),
-            "what is between products of experts": why_not_experts(mlp, here) if isinstance(mlp, Experts) else None,
+            "what is between products of experts": why_not_router(mlp.router.shape[0], mlp.router.shape[1], here)
+            if isinstance(mlp, Experts)
+            else None,
         }
         for name, reason in reasons.items():
             if reason is not None and (name, reason) not in told:

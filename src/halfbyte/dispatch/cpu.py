@@ -1,84 +1,99 @@
-"""Which kernel solves a linear layer on a CPU: the literal list of candidates, best first, and why each may not be taken."""
+"""Which kernel solves a linear layer on a CPU, or one of experts: the candidates, best first, and why each may not be taken.
+
+Experts are linear layers that run together, in one parallel region: the kernel is that of one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 
+from halfbyte.dispatch.candidate import Candidate, Choice, decide
 from halfbyte.errors import UnsupportedError
-from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
 from halfbyte.kernels.cpu.linear.linear import LinearKernel, linear_kernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.kernels.problem import check_compute
+from halfbyte.kernels.problem import Compute, Problem, check_compute
+from halfbyte.layouts import cpu_tiles
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to multiply. `refuses(format, dtype, isa)` says why it can't be taken, or None."""
+@dataclass(frozen=True)
+class CpuCandidate(Candidate[Problem, ISA]):
+    """A product on CPUs.
 
-    inner: Inner
-    compute: str
-    summary: str
-    refuses: Callable[[Format, torch.dtype, ISA], str | None]
+    Attributes:
+        compute: As in Problem.
+        refuses: Says why the products cannot be made of what the name says, or why that does not pay.
+    """
+
+    compute: Compute = field(kw_only=True)
+    refuses: Callable[[Problem, ISA], str | None] = field(kw_only=True)
+
+    @property
+    def inner(self) -> Inner:
+        """What products are made of."""
+        return cast(Inner, self.name)
+
+    def supports(self, problem: Problem, machine: ISA) -> str | None:
+        """Return the reason why it does not multiply `problem`, or None."""
+        if (reason := self.refuses(problem, machine)) is not None:
+            return reason
+        return None if problem.compute in ("auto", self.compute) else f"compute={problem.compute!r} was asked for"
+
+    def configs(self, problem: Problem, machine: ISA) -> Sequence[Tiling]:
+        """Return how the kernel cuts outputs into tiles: of experts, those of the first one, which has the most rows."""
+        rows = max(1, -(-problem.m // problem.experts))
+        geo = cpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse)
+        return (machine.taking(rows, self.inner).tile(rows, self.inner, geo, codes=problem.dtype == torch.int8),)
+
+    def kernel(self, problem: Problem, *, gelu: bool = False) -> LinearKernel:
+        """Return the compiled kernel, followed by GELU if `gelu`. It is one for all numbers of rows, and finds their tiles itself."""
+        sizes = problem.format, problem.n, problem.k, problem.dtype
+        return linear_kernel(*sizes, self.inner, problem.activation, gelu=gelu, sparse=problem.sparse)
+
+    def launch(self, problem: Problem, config: Any, *operands: Any) -> Any:
+        """Multiply: operands of `LinearKernel`."""
+        return self.kernel(problem)(*operands)
 
 
-class Choice(NamedTuple):
-    """The kernel taken, and the reason against each of the others."""
-
-    taken: Candidate
-    rejected: tuple[tuple[Candidate, str], ...]
-
-
-def _bf16_refuses(fmt: Format, dtype: torch.dtype, isa: ISA) -> str | None:
+def _bf16_refuses(problem: Problem, isa: ISA) -> str | None:
     if not isa.bf16_dot:
         return f"{isa.name} has no dot product of bfloat16"
     if not isa.bf16_pays:
         return "this CPU's dot products of bfloat16 take longer than float32 multiply-adds"
-    if dtype != torch.bfloat16:
-        return f"it would round {str(dtype).removeprefix('torch.')} activations to bfloat16"
-    if fmt.bits != 4:
+    if problem.dtype != torch.bfloat16:
+        return f"it would round {str(problem.dtype).removeprefix('torch.')} activations to bfloat16"
+    if problem.format.bits != 4:
         return "8-bit codes have no quick way to bfloat16"
     return None
 
 
+def _float_refuses(problem: Problem, isa: ISA) -> str | None:
+    return "it has no products of codes" if problem.dtype == torch.int8 else None
+
+
+_ADVANTAGE = "it does more products with one instruction"
 # In the order of preference. "auto" takes the first that does not refuse, "float" and "int8" the first of that compute.
 CPU_LINEAR = (
-    Candidate("int8", "int8", "activations quantized to int8 on the fly, integer dot products", lambda *_: None),
-    Candidate("bf16", "float", "weights dequantized in registers to bfloat16, bfloat16 dot products", _bf16_refuses),
-    Candidate("float", "float", "weights dequantized in registers, float32 fused multiply-adds", lambda *_: None),
-)
+    CpuCandidate(
+        "int8", "activations quantized to int8 on the fly, integer dot products", _ADVANTAGE, compute="int8", refuses=lambda *_: None
+    ),
+    CpuCandidate(
+        "bf16", "weights dequantized in registers to bfloat16, bfloat16 dot products", _ADVANTAGE, compute="float", refuses=_bf16_refuses
+    ),
+    CpuCandidate(
+        "float", "weights dequantized in registers, float32 fused multiply-adds", compute="float", refuses=_float_refuses
+    ),
+)  # fmt: skip
 
 
-def choose_linear(fmt: Format, dtype: torch.dtype, compute: str, isa: ISA) -> Choice:
-    """The kernel for a linear layer of `fmt` weights and `dtype` activations. Raises ArgumentError for an unknown compute."""
-    check_compute(compute)
-    taken, rejected = None, []
-    for candidate in CPU_LINEAR:
-        reason = candidate.refuses(fmt, dtype, isa)
-        if reason is None and compute not in ("auto", candidate.compute):
-            reason = f"compute={compute!r} was asked for"
-        elif reason is None and taken is not None:
-            reason = f"{taken.inner} comes first: it does more products with one instruction"
-        if reason is None:
-            taken = candidate
-        else:
-            rejected.append((candidate, reason))
-    if taken is None:  # the plain candidates of both computes refuse nothing
-        raise UnsupportedError(f"compute={compute!r} has no kernel on a CPU: this is a fault in halfbyte, please report it")
-    return Choice(taken, tuple(rejected))
-
-
-def kernel_for(
-    format: str, n: int, k: int, dtype: torch.dtype, compute: str, activation: str, *, gelu: bool = False, sparse: bool = False
-) -> LinearKernel:
-    """The kernel of a linear layer with a weight [n, k], packed as a 2:4 sparse one if `sparse`, on this CPU, followed by GELU if `gelu`.
-
-    Raises as `choose_linear`."""
-    fmt = as_format(format)
-    inner = choose_linear(fmt, dtype, compute, current()).taken.inner
-    return linear_kernel(fmt, n, k, dtype, inner, activation, gelu=gelu, sparse=sparse)
+def choose_product(problem: Problem, isa: ISA) -> Choice[Problem, CpuCandidate]:
+    """The kernel for `problem`. Raises ArgumentError for an unknown compute."""
+    check_compute(problem.compute)
+    choice = decide(CPU_LINEAR, problem, isa)
+    if choice.taken is None:  # the plain candidates of both computes refuse nothing
+        raise UnsupportedError(f"compute={problem.compute!r} has no kernel on a CPU: this is a fault in halfbyte, please report it")
+    return replace(choice, problem=replace(problem, compute=choice.taken.candidate.compute))

@@ -6,12 +6,15 @@ Experts are linear layers that run together on a CPU, in one parallel region: th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import torch
 
-from halfbyte.dispatch.cpu import Choice, choose_linear
+from halfbyte.dispatch.candidate import Choice
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.cpu import CpuCandidate
 from halfbyte.dispatch.explain_gpu import EXPERTS_HAVE_ZEROS, GpuExplanation, explain_gpu, shape_json, shape_text, weight_text
+from halfbyte.dispatch.explain_shapes import AttentionShape, ConvShape, ExpertsShape, Shape, ShapeExplanation, explain_shape
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
 from halfbyte.errors import ArgumentError
@@ -22,7 +25,6 @@ from halfbyte.kernels.cpu.codegen.elements import KINDS
 from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
 from halfbyte.kernels.cpu.codegen.isas import current, native
 from halfbyte.kernels.cpu.linear import grouped
-from halfbyte.kernels.cpu.linear.linear import linear_kernel
 from halfbyte.kernels.cpu.linear.sparse import pack as pack_sparse
 from halfbyte.kernels.cpu.linear.sparse import why_no_layout
 from halfbyte.kernels.cpu.quantize.quantize import quantize
@@ -47,12 +49,21 @@ class Explanation:
     problem: Problem
     isa: ISA
     threads: int
-    choice: Choice
-    tile: Tiling
+    choice: Choice[Problem, CpuCandidate]
     weight_bytes: int
     sparsity: str | None
     roofline: Roofline | None
     measured: float | None
+
+    @property
+    def taken(self) -> CpuCandidate:
+        """The kernel."""
+        return self.choice.options[0].candidate
+
+    @property
+    def tile(self) -> Tiling:
+        """How it cuts outputs into tiles."""
+        return self.choice.options[0].config  # type: ignore[no-any-return]
 
     def to_json(self) -> dict[str, Any]:
         problem, roof = self.problem, self.roofline
@@ -63,9 +74,9 @@ class Explanation:
             "isa": self.isa.name,
             "isas_rejected": {isa.name: isa.missing() for isa in native() if isa.missing()},
             "threads": self.threads,
-            "kernel": self.choice.taken.inner,
+            "kernel": self.taken.name,
             "tile": {"rows": self.tile.rows, "vectors": self.tile.vectors},
-            "rejected": {candidate.inner: reason for candidate, reason in self.choice.rejected},
+            "rejected": self.choice.reasons,
             "weight_bytes": self.weight_bytes,
             "sparsity": self.sparsity,
             "roofline": None if roof is None else {**roof._asdict(), "bound": roof.bound},
@@ -74,15 +85,15 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        problem, roof, taken = self.problem, self.roofline, self.choice.taken
-        scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if taken.inner == "int8" else ""
+        problem, roof, taken, tile = self.problem, self.roofline, self.taken, self.tile
+        scheme = f", activations scaled per {problem.activation.replace('_', ' with ')}" if taken.compute == "int8" else ""
         lines = [
             shape_text(problem),
             f"machine  {machine().cpu}: {self.isa.name}, {self.threads} thread{'s' if self.threads > 1 else ''} ({runtime.name()})",
-            f"kernel  {taken.inner}: {taken.summary}{scheme}",
-            f"tiles  up to {self.tile.rows} rows x {self.tile.vectors * self.isa.lanes} outputs{' of expanded codes' * self.tile.expanded}",
+            f"kernel  {taken.name}: {taken.summary}{scheme}",
+            f"tiles  up to {tile.rows} rows x {tile.vectors * self.isa.lanes} outputs{' of expanded codes' * tile.expanded}",
         ]
-        lines += [f"  not {candidate.inner}: {reason}" for candidate, reason in self.choice.rejected]
+        lines += [f"  not {name}: {reason}" for name, reason in self.choice.reasons.items()]
         lines += [f"  not {isa.name}: {isa.missing()}" for isa in native() if isa.missing()]
         lines += weight_text(problem, self.weight_bytes, self.sparsity)
         if roof is not None:
@@ -93,11 +104,37 @@ class Explanation:
         return "\n".join(lines)
 
 
+@overload
 def explain(
     m: int,
     n: int,
     k: int,
     format: str | Format,
+    *,
+    dtype: torch.dtype = ...,
+    compute: str = ...,
+    activation: str = ...,
+    experts: int | None = ...,
+    sparse: bool = ...,
+    device: torch.device | str = ...,
+    measured: bool = ...,
+) -> Explanation | GpuExplanation: ...
+@overload
+def explain(
+    m: Shape,
+    *,
+    format: str | Format | None = ...,
+    dtype: torch.dtype = ...,
+    compute: str = ...,
+    activation: str = ...,
+    device: torch.device | str = ...,
+    measured: bool = ...,
+) -> ShapeExplanation: ...
+def explain(
+    m: int | Shape,
+    n: int | None = None,
+    k: int | None = None,
+    format: str | Format | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     compute: str = "auto",
@@ -106,15 +143,16 @@ def explain(
     sparse: bool = False,
     device: torch.device | str = "cpu",
     measured: bool = True,
-) -> Explanation | GpuExplanation:
+) -> Explanation | GpuExplanation | ShapeExplanation:
     """Say which kernel `linear` takes for x [m, k] and a weight [n, k], and time it on random weights that no cache holds.
 
     Args:
-        m: Rows of activations.
+        m: Rows of activations. Or a `ConvShape`, an `AttentionShape` or an `ExpertsShape`, without n and k: which kernels compute that;
+            nothing is timed.
         n: Outputs.
         k: Inputs.
         format: Of the weight.
-        dtype: Of the activations.
+        dtype: Of the activations; of a convolution also int8, which is `qconv2d`.
         compute: As in `linear`.
         activation: As in `linear`.
         experts: instead, which one `grouped_linear` takes for m rows (a row is a token for one of its experts) and so many weights [n, k];
@@ -130,11 +168,18 @@ def explain(
         >>> print(hb.explain(1, 64, 64, "q4_0", measured=False) is not None)
         True
     """
-    if dtype not in KINDS or not dtype.is_floating_point:
+    if dtype not in KINDS or not (dtype.is_floating_point or (isinstance(m, ConvShape) and dtype == torch.int8)):
         raise ArgumentError(f"linear takes activations of float32, bfloat16 or float16, got {dtype}")
+    scalings = (*get_args(Activation), *(["image"] if isinstance(m, ConvShape) else []))
+    if activation not in scalings:
+        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(scalings)}")
+    if isinstance(m, ConvShape | AttentionShape | ExpertsShape):
+        if n is not None or k is not None or experts is not None or sparse:
+            raise ArgumentError(f"{type(m).__name__} has all sizes itself, got n, k, experts or sparse besides: leave them out")
+        return explain_shape(m, None if format is None else as_format(format), dtype, compute, activation, device)
+    if n is None or k is None or format is None:
+        raise ArgumentError(f"explain takes m, n, k and a format, got {m}, {n}, {k} and {format}: pass all four, or a ConvShape")
     fmt = as_format(format)
-    if activation not in get_args(Activation):
-        raise ArgumentError(f"unknown activation scaling {activation!r}: use one of {', '.join(get_args(Activation))}")
     if experts is not None and experts < 1:
         raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}: leave them out for linear")
     asked = named_device(device)
@@ -144,9 +189,9 @@ def explain(
     if not on_cpu:
         return explain_gpu(replace(problem, sparse=sparse), str(device), compute, measured=measured)
     isa, threads = current(), runtime.threads()
-    choice = choose_linear(fmt, dtype, compute, isa)
-    problem = replace(problem, compute=choice.taken.compute)  # type: ignore[arg-type]
     sparsity = (_why_dense(problem, isa) or SPARSITY) if sparse else None
+    choice = choose(replace(problem, compute=compute, sparse=sparsity == SPARSITY), isa)  # type: ignore[arg-type]
+    problem = choice.problem
     geo = cpu_tiles.geometry(fmt, (n, k), sparse=sparsity == SPARSITY)
     roof, seconds = None, None
     if measured and m and n and k:
@@ -155,9 +200,7 @@ def explain(
         # Shared machines drift by the second: what it could do is the best of just before and just after.
         ceilings = Ceilings(*(max(pair) for pair in zip(before, _ceilings(choice, threads), strict=True)))
         roof = roofline(problem, geo.nbytes, ceilings)
-    rows = -(-m // problem.experts)  # of one expert, the first of those with the most
-    tile = isa.taking(rows, choice.taken.inner).tile(max(1, rows), choice.taken.inner, geo)
-    return Explanation(problem, isa, threads, choice, tile, problem.experts * geo.nbytes, sparsity, roof, seconds)
+    return Explanation(problem, isa, threads, choice, problem.experts * geo.nbytes, sparsity, roof, seconds)
 
 
 def _why_dense(problem: Problem, isa: ISA) -> str | None:
@@ -167,12 +210,12 @@ def _why_dense(problem: Problem, isa: ISA) -> str | None:
     return why_no_layout(problem.format, problem.n, problem.k, isa)
 
 
-def _ceilings(choice: Choice, threads: int) -> Ceilings:
-    peak = probe.dot_peak if choice.taken.inner == "int8" else probe.fma_peak
+def _ceilings(choice: Choice[Problem, CpuCandidate], threads: int) -> Ceilings:
+    peak = probe.dot_peak if choice.problem.compute == "int8" else probe.fma_peak
     return Ceilings(probe.read_bandwidth(threads), peak(threads))
 
 
-def _time(problem: Problem, choice: Choice, geo: cpu_tiles.Geometry) -> float:
+def _time(problem: Problem, choice: Choice[Problem, CpuCandidate], geo: cpu_tiles.Geometry) -> float:
     """Median seconds of a call, over copies of the weight that together exceed the last-level cache."""
     weight = torch.randn(problem.n, problem.k, dtype=torch.float32, device="cpu")
     weight = prune(weight, as_sparsity(SPARSITY), "magnitude") if geo.sparse else weight
@@ -183,8 +226,7 @@ def _time(problem: Problem, choice: Choice, geo: cpu_tiles.Geometry) -> float:
     first.view(problem.experts, -1)[:] = matrix
     cache = machine().caches.l3 or 1 << 25
     copies = [first, *(first.clone() for _ in range(min(4 * cache, _MOST_BYTES) // max(1, first.nbytes)))]
-    sizes = problem.format, problem.n, problem.k, problem.dtype
-    kernel = linear_kernel(*sizes, choice.taken.inner, problem.activation, sparse=geo.sparse)
+    kernel = choice.options[0].candidate.kernel(problem)
     x = torch.randn(problem.m, problem.k, dtype=torch.float32, device="cpu").to(problem.dtype)
     call_index = 0
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.dispatch.gpu import GpuChoice, GpuOption, choose_gpu, compute_of, packs_code_pairs, why_no_sparse_layout, why_no_triton
+from halfbyte.dispatch.candidate import Choice, Option
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import GpuCandidate, compute_of, packs_code_pairs, why_no_sparse_layout, why_no_triton
 from halfbyte.dispatch.roofline import Ceilings, Roofline, gpu_ceilings, roofline
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Problem
@@ -51,19 +53,12 @@ class GpuExplanation:
 
     problem: Problem
     gpu: Gpu
-    choice: GpuChoice
+    choice: Choice[Problem, GpuCandidate]
     sparsity: str | None
     launcher: str
     weight_bytes: int
     roofline: Roofline
     measured: float | None
-
-    def _rejected(self) -> dict[str, str]:
-        found = {candidate.name: reason for candidate, reason in self.choice.rejected}
-        for option in self.choice.others:
-            if self.choice.taken is not None and option.candidate.name != self.choice.taken.candidate.name:
-                found.setdefault(option.candidate.name, _slower(option, self.choice.taken))
-        return found
 
     def to_json(self) -> dict[str, Any]:
         problem, taken, roof = self.problem, self.choice.taken, self.roofline
@@ -78,7 +73,7 @@ class GpuExplanation:
             "expected_seconds": None if taken is None else taken.seconds,
             "expected_from": None if taken is None else "measurement" if taken.measured else "prediction",
             "measured_on": (taken and taken.measured) or None,
-            "rejected": self._rejected(),
+            "rejected": self.choice.reasons,
             "launcher": self.launcher,
             "weight_bytes": self.weight_bytes,
             "sparsity": self.sparsity,
@@ -102,7 +97,7 @@ class GpuExplanation:
             lines.append(f"kernel  {taken.candidate.name}: {first}{taken.candidate.summary}{scheme}")
             lines.append(f"config  {taken.config}")
             lines.append(f"expected  {time_text(taken.seconds)}, {f'measured on {taken.measured}' if taken.measured else 'predicted'}")
-        lines += [f"  not {name}: {reason}" for name, reason in self._rejected().items()]
+        lines += [f"  not {name}: {reason}" for name, reason in self.choice.reasons.items()]
         lines.append(f"launcher  {self.launcher}")
         lines += weight_text(problem, self.weight_bytes, self.sparsity)
         parts = f"memory {time_text(roof.memory_seconds)}, arithmetic {time_text(roof.compute_seconds)}"
@@ -110,13 +105,6 @@ class GpuExplanation:
         if self.measured:
             lines.append(f"measured  {time_text(self.measured)}: {roof.seconds / self.measured:.0%} of the roofline")
         return "\n".join(lines)
-
-
-def _slower(option: GpuOption, taken: GpuOption) -> str:
-    took = f"{time_text(option.seconds)} {'measured' if option.measured else 'predicted'}"
-    if taken.measured and not option.measured:
-        return f"{took}; what was measured comes first"
-    return f"{took}, {option.seconds / taken.seconds:.2f} x as long"
 
 
 def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) -> GpuExplanation:
@@ -132,11 +120,11 @@ def explain_gpu(problem: Problem, device: str, compute: str, *, measured: bool) 
         problem = replace(problem, sparse=sparsity == SPARSITY)
     if problem.op == "linear" and not problem.sparse:
         problem = replace(problem, paired=packs_code_pairs(problem.format, (problem.n, problem.k), found))
-    choice = choose_gpu(problem, found)
+    choice = choose(problem, found)
     if compute == "auto":  # the caller asked for none in particular
         auto = f"compute='auto' is {problem.compute!r} on a GPU"
         told = ((candidate, auto if candidate.compute != problem.compute else reason) for candidate, reason in choice.rejected)
-        choice = choice._replace(rejected=tuple(told))
+        choice = replace(choice, rejected=tuple(told))
     nbytes = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse, paired=problem.paired).nbytes
     ceilings = gpu_ceilings(found)
     rate = ceilings.integer if problem.compute == "int8" else ceilings.half
@@ -175,7 +163,7 @@ def launcher(index: int) -> str:
     return "direct" if reason is None else f"Triton's own, which takes the host longer: {reason}"
 
 
-def _time(problem: Problem, gpu: Gpu, taken: GpuOption, device: torch.device) -> float:
+def _time(problem: Problem, gpu: Gpu, taken: Option[GpuCandidate], device: torch.device) -> float:
     from halfbyte.dispatch.measure import grouped_launches, linear_launches
     from halfbyte.kernels.gpu.runtime.clock import graph_times
 

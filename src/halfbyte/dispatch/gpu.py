@@ -8,19 +8,19 @@ says that they take is predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from math import inf, prod
-from typing import Any, NamedTuple
+from math import inf, nan, prod
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfbyte.dispatch import tune
+from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
 from halfbyte.dispatch.roofline import Tiles, predict, reading, spreading
 from halfbyte.errors import UnsupportedError, unreachable
 from halfbyte.formats.spec import Format
@@ -31,29 +31,76 @@ from halfbyte.machine import Gpu
 OLDEST_TRITON = (3, 6)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCandidate:
-    """One way to multiply. The module `home` of kernels/gpu has supports, configs and launch.
+@dataclass(frozen=True)
+class GpuCandidate(Candidate[Problem, Gpu]):
+    """A product on GPUs. The module `home` of kernels/gpu has supports, configs and launch.
 
-    tiles       of a config, for a problem
-    replayable  its launches can be replayed (`kernels/gpu/runtime/tape.py`): all are Triton's
-    floats      the candidate that multiplies for it, in floating point: its times tell which configs are good
-    sparse      it reads 2:4 sparse weights as they are packed, and no others
+    Attributes:
+        compute: As in Problem.
+        home: The module.
+        tiles: How a config cuts a problem.
+        replayable: Whether its launches can be replayed (`kernels/gpu/runtime/tape.py`): all are Triton's.
+        floats: The candidate that multiplies for it, in floating point: its times tell which configs are good.
+        sparse: Whether it reads 2:4 sparse weights as they are packed, and no others.
     """
 
-    name: str
-    compute: Compute
-    home: str
-    summary: str
-    tiles: Callable[[Any, Problem], Tiles]
+    compute: Compute = field(kw_only=True)
+    home: str = field(kw_only=True)
+    tiles: Callable[[Any, Problem], Tiles] = field(kw_only=True)
     replayable: bool = True
     floats: str = ""
     sparse: bool = False
 
-    def refuses(self, problem: Problem, gpu: Gpu) -> str | None:
+    def supports(self, problem: Problem, machine: Gpu) -> str | None:
+        """Return the reason why it does not multiply `problem`, or None."""
+        if self.compute != problem.compute and (problem.op == "linear" or self.compute == "int8"):
+            return f"compute={problem.compute!r} was asked for"
         if problem.format.codebook and self.compute == "int8" and not self.floats:
             return f"it multiplies integers of 4 or 8 bits, not {problem.format}"
-        return self.module.supports(self.multiplied(problem), gpu)  # type: ignore[no-any-return]
+        return self.module.supports(self.multiplied(problem), machine)  # type: ignore[no-any-return]
+
+    def configs(self, problem: Problem, machine: Gpu) -> Sequence[Any]:
+        """Return its configs, in its own order, which it knows better than a prediction; those of `floats` by what these took."""
+        configs: Sequence[Any] = self.module.configs(problem, machine)
+        if self.floats and not tune.measured(machine, problem).times.get(self.name):
+            float_times = tune.measured(machine, replace(problem, compute="float")).times.get(self.floats, {})
+            return sorted(configs, key=lambda config: float_times.get(str(config), inf))
+        return configs
+
+    def cost(self, problem: Problem, machine: Gpu, config: Any) -> float:
+        """Return the predicted seconds."""
+        estimate = self._estimate(problem, machine, config)
+        return predict(problem, machine, self.name, self.tiles(config, problem)) if estimate is None else estimate
+
+    def _estimate(self, problem: Problem, machine: Gpu, config: Any) -> float | None:
+        """The module's own prediction; None where it has none."""
+        known = getattr(self.module, "seconds", None)
+        seconds = None if known is None else known(problem, config)
+        return None if seconds is None else max(seconds, reading(problem, machine))
+
+    def options(self, problem: Problem, machine: Gpu) -> tuple[list[Option[Any]], list[str]]:
+        """Return its configs, those that were measured here or on a GPU like this with their times."""
+        times, where = tune.measured(machine, problem)
+        of_candidate = times.get(self.name, {})
+        found: list[Option[Any]] = []
+        failures: list[str] = []
+        if (multiplied := self.multiplied(problem)) is not problem:
+            options, failures = self.options(multiplied, machine)
+            longer = spreading(problem, machine)
+            for option in options:
+                seconds = of_candidate.get(str(option.config))
+                found.append(Option(self, option.config, seconds or option.seconds + longer, "" if seconds is None else where))
+            return found, failures
+        guess = None  # one for all configs without an estimate of their own: they keep their order
+        for config in self.configs(problem, machine):
+            if failure := _failures.get(_failure_key(problem, machine, self, config)):
+                failures.append(f"{config} failed: {failure}")
+                continue
+            seconds = of_candidate.get(str(config))
+            if seconds is None and ((estimate := self._estimate(problem, machine, config)) is not None or guess is None):
+                guess = self.cost(problem, machine, config) if estimate is None else estimate
+            found.append(Option(self, config, seconds or guess or 0.0, "" if seconds is None else where))
+        return found, failures
 
     @property
     def module(self) -> Any:
@@ -63,15 +110,24 @@ class GpuCandidate:
         """What the file is asked for: the weight with its zeros, where it reads no other."""
         return replace(problem, sparse=False) if problem.sparse and not self.sparse else problem
 
-    def launch(self, problem: Problem, config: Any, x: Tensor, *operands: Any) -> None:
-        """Multiplies. Of a linear layer the weight's sections are the first operands."""
+    def launch(self, problem: Problem, config: Any, *operands: Any) -> None:
+        """Multiply. Of a linear layer the first operands are x and the weight's sections."""
         multiplied = self.multiplied(problem)
         if multiplied is not problem:
             from halfbyte.kernels.gpu.quantize.spread import spread
 
             geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=True)
-            operands = *spread(gpu_tiles.Views(*operands[:3]), geo), *operands[3:]
-        self.module.launch(multiplied, config, x, *operands)
+            operands = operands[0], *spread(gpu_tiles.Views(*operands[1:4]), geo), *operands[4:]
+        self.module.launch(multiplied, config, *operands)
+
+
+@dataclass(frozen=True)
+class QlinearCandidate(GpuCandidate):
+    """A product of codes, requantized. Nothing is known of its times."""
+
+    def cost(self, problem: Problem, machine: Gpu, config: Any) -> float:
+        """Return NaN."""
+        return nan
 
 
 def _hopper_tiles(config: Any, problem: Problem) -> Tiles:
@@ -81,93 +137,79 @@ def _hopper_tiles(config: Any, problem: Problem) -> Tiles:
 
 GPU_LINEAR = (
     GpuCandidate(
-        "skinny", "float", "linear.skinny", "weights dequantized in registers, tensor cores, K shared by blocks",
-        lambda c, p: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
+        "skinny", "weights dequantized in registers, tensor cores, K shared by blocks",
+        compute="float", home="linear.skinny", tiles=lambda c, p: Tiles(c.columns, 16 * c.bands, c.split * c.slices),
     ),
     GpuCandidate(
-        "skinny_hopper", "float", "linear.skinny_hopper", "as skinny, fed by TMA, warps specialized, equal shares of all K",
-        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        "skinny_hopper", "as skinny, fed by TMA, warps specialized, equal shares of all K",
+        compute="float", home="linear.skinny_hopper", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
     ),
     GpuCandidate(
-        "gemm_hopper", "float", "linear.gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
-        _hopper_tiles,
+        "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
+        compute="float", home="linear.gemm_hopper", tiles=_hopper_tiles,
     ),
     GpuCandidate(
-        "dequantized", "float", "linear.dequantized", "the whole weight dequantized first, then torch's product",
-        lambda c, p: Tiles(128, 128, 4), replayable=False,
+        "dequantized", "the whole weight dequantized first, then torch's product",
+        compute="float", home="linear.dequantized", tiles=lambda c, p: Tiles(128, 128, 4), replayable=False,
     ),
     GpuCandidate(
-        "gemm_int8", "int8", "linear.gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
-        lambda c, p: Tiles(c.block_m, c.block_n, c.split),
+        "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
+        compute="int8", home="linear.gemm_int8", tiles=lambda c, p: Tiles(c.block_m, c.block_n, c.split),
     ),
     GpuCandidate(
-        "skinny_int8_hopper", "int8", "linear.skinny_int8_hopper", "activations quantized to int8 in a first pass, then as skinny_hopper",
-        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        "skinny_int8_hopper", "activations quantized to int8 in a first pass, then as skinny_hopper",
+        compute="int8", home="linear.skinny_int8_hopper", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
     ),
     GpuCandidate(
-        "gemm_int8_hopper", "int8", "linear.gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
-        lambda c, p: Tiles(c.block_m, 64 * c.panels, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (64 * c.panels))))),
+        "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
+        compute="int8", home="linear.gemm_int8_hopper",
+        tiles=lambda c, p: Tiles(c.block_m, 64 * c.panels, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (64 * c.panels))))),
     ),
     GpuCandidate(
-        "rounded", "int8", "linear.rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
-        _hopper_tiles, floats="gemm_hopper",
+        "rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
+        compute="int8", home="linear.rounded", tiles=_hopper_tiles, floats="gemm_hopper",
     ),
     GpuCandidate(
-        "skinny_rounded", "int8", "linear.skinny_rounded",
-        "activations quantized and made floats again in a first pass, then as skinny_hopper",
-        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), floats="skinny_hopper",
+        "skinny_rounded", "activations quantized and made floats again in a first pass, then as skinny_hopper",
+        compute="int8", home="linear.skinny_rounded", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        floats="skinny_hopper",
     ),
     GpuCandidate(
-        "sparse", "float", "linear.skinny_hopper", "as skinny_hopper, what is kept of a 2:4 sparse weight, sparse tensor cores",
-        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), sparse=True,
+        "sparse", "as skinny_hopper, what is kept of a 2:4 sparse weight, sparse tensor cores",
+        compute="float", home="linear.skinny_hopper", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), sparse=True,
     ),
     GpuCandidate(
-        "sparse_rounded", "int8", "linear.skinny_rounded", "activations quantized and made floats again in a first pass, then as sparse",
-        lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), floats="sparse", sparse=True,
+        "sparse_rounded", "activations quantized and made floats again in a first pass, then as sparse",
+        compute="int8", home="linear.skinny_rounded", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        floats="sparse", sparse=True,
     ),
 )  # fmt: skip
 GPU_GROUPED = (
     GpuCandidate(
-        "grouped_int8_hopper", "int8", "experts.grouped_int8_hopper", "one launch for all experts, made for Hopper: TMA, integers in wgmma",
-        lambda c, p: Tiles(c.block_m, 64 * c.panels, ordered=True),
+        "grouped_int8_hopper", "one launch for all experts, made for Hopper: TMA, integers in wgmma",
+        compute="int8", home="experts.grouped_int8_hopper", tiles=lambda c, p: Tiles(c.block_m, 64 * c.panels, ordered=True),
     ),
     GpuCandidate(
-        "grouped_hopper", "float", "experts.grouped_hopper",
-        "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
-        lambda c, p: Tiles(c.block_m, 128, ordered=True),
+        "grouped_hopper", "one launch for all experts, made for Hopper: TMA, weights from registers into wgmma",
+        compute="float", home="experts.grouped_hopper", tiles=lambda c, p: Tiles(c.block_m, 128, ordered=True),
     ),
     GpuCandidate(
-        "grouped_dequantized", "float", "experts.grouped_dequantized",
-        "all experts' weights dequantized first, then torch's grouped product",
-        lambda c, p: Tiles(128, 128, 4), replayable=False,
+        "grouped_dequantized", "all experts' weights dequantized first, then torch's grouped product",
+        compute="float", home="experts.grouped_dequantized", tiles=lambda c, p: Tiles(128, 128, 4), replayable=False,
     ),
     GpuCandidate(
-        "grouped", "float", "experts.grouped", "one launch for all experts: weights dequantized in registers, tensor cores",
-        lambda c, p: Tiles(c.tile.columns, 16 * c.tile.bands, ordered=c.sort),
+        "grouped", "one launch for all experts: weights dequantized in registers, tensor cores",
+        compute="float", home="experts.grouped", tiles=lambda c, p: Tiles(c.tile.columns, 16 * c.tile.bands, ordered=c.sort),
     ),
 )  # fmt: skip
 
 
-class GpuOption(NamedTuple):
-    """A kernel that could run, and the seconds that it takes: predicted, or measured on the GPU of that name."""
-
-    candidate: GpuCandidate
-    config: Any
-    seconds: float
-    measured: str = ""
-
-
-class GpuChoice(NamedTuple):
-    """The kernel taken (None: torch's own operations, for want of Triton), the next best, and the reasons against all others."""
-
-    taken: GpuOption | None
-    others: tuple[GpuOption, ...]
-    rejected: tuple[tuple[GpuCandidate, str], ...]
-
-    @property
-    def options(self) -> tuple[GpuOption, ...]:
-        """All that could run, the best first."""
-        return () if self.taken is None else (self.taken, *self.others)
+GPU_QLINEAR = (
+    QlinearCandidate(
+        "qlinear", "codes multiplied as integers, requantized in the same pass",
+        compute="int8", home="linear.qlinear", tiles=lambda c, p: Tiles(c.block_m, c.block_n),
+    ),
+)  # fmt: skip
 
 
 @cache
@@ -219,10 +261,9 @@ def packs_code_pairs(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> bool:
 _failures: dict[tuple[str, str, int, str, str], str] = {}
 
 
-def report_failure(problem: Problem, gpu: Gpu, option: GpuOption, reason: str) -> None:
-    """`option` does not run here: it will not be chosen again for such a problem, and `explain` gives the reason."""
+def keep_failure(problem: Problem, gpu: Gpu, option: Option[GpuCandidate], reason: str) -> None:
+    """`option` does not run here: `choose` passes over it."""
     _failures[_failure_key(problem, gpu, option.candidate, option.config)] = reason
-    choose_gpu.cache_clear()
 
 
 def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -> tuple[str, str, int, str, str]:
@@ -230,64 +271,30 @@ def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: An
 
 
 @lru_cache(maxsize=4096)
-def choose_gpu(problem: Problem, gpu: Gpu) -> GpuChoice:
-    """The kernel for `problem` (no size 0) on `gpu`. Raises UnsupportedError where none can solve it."""
+def choose_product(problem: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
+    """The kernel for `problem` (no size 0) on `gpu`: of linear layers the fastest, of experts and codes the first that can.
+
+    Raises UnsupportedError where none can solve it."""
+    problem = replace(problem, compute=compute_of(problem.compute))
     linear = problem.op == "linear"
-    candidates = [one for one in (GPU_LINEAR if linear else GPU_GROUPED) if problem.sparse or not one.sparse]
     by_torch = linear and problem.compute == "float"  # where there are no kernels
+    candidates = [one for one in _CANDIDATES[problem.op] if problem.sparse or not one.sparse]
     if (no_triton := why_no_triton()) is not None:
         if not by_torch:
-            what, instead = ("compute='int8'", "compute='float'") if linear else ("grouped_linear", "the CPU")
-            raise UnsupportedError(f"{what} needs Triton: {no_triton}, or use {instead}")
-        return GpuChoice(None, (), tuple((candidate, no_triton) for candidate in candidates))
-    options: list[GpuOption] = []
-    rejected = []
-    for candidate in candidates:
-        if candidate.compute != problem.compute and (linear or candidate.compute == "int8"):
-            rejected.append((candidate, f"compute={problem.compute!r} was asked for"))
-        elif reason := candidate.refuses(problem, gpu):
-            rejected.append((candidate, reason))
-        else:
-            found, failures = _options(candidate, problem, gpu)
-            options += found
-            rejected += [(candidate, failure) for failure in failures]
-    if not options and by_torch:
-        return GpuChoice(None, (), tuple(rejected))
-    if not options:
-        reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in rejected if candidate.compute == problem.compute)
+            raise UnsupportedError(_NEEDS_TRITON[problem.op].format(no_triton))
+        return Choice(problem, None, (), tuple((candidate, no_triton) for candidate in candidates))
+    choice = decide(candidates, problem, gpu, by_time=linear)
+    if choice.taken is None and not by_torch:
+        reasons = "; ".join(f"{one.name}: {reason}" for one, reason in choice.rejected if one.compute == problem.compute)
         what = f"{problem.op} of {problem.format} and {problem.dtype} with compute={problem.compute!r}"
         instead = "compute='float'" if linear else "the CPU"
         raise UnsupportedError(f"no kernel on {gpu.name} solves {what} ({reasons}): use {instead}")
-    if linear:  # what was measured comes before what was not, however good that looks
-        options.sort(key=lambda option: (not option.measured, option.seconds))
-    return GpuChoice(options[0], tuple(options[1:]), tuple(rejected))
+    return choice
 
 
-def _options(candidate: GpuCandidate, problem: Problem, gpu: Gpu) -> tuple[list[GpuOption], list[str]]:
-    """Its configs, in its own order where nothing was measured, which it knows better than a prediction; and why some do not run."""
-    found: list[GpuOption] = []
-    failures: list[str] = []
-    times, where = tune.measured(gpu, problem)
-    of_candidate = times.get(candidate.name, {})
-    if (multiplied := candidate.multiplied(problem)) is not problem:
-        options, failures = _options(candidate, multiplied, gpu)
-        longer = spreading(problem, gpu)
-        for option in options:
-            seconds = of_candidate.get(str(option.config))
-            found.append(option._replace(seconds=seconds or option.seconds + longer, measured="" if seconds is None else where))
-        return found, failures
-    guess, configs, known = None, candidate.module.configs(problem, gpu), getattr(candidate.module, "seconds", None)
-    if candidate.floats and not of_candidate:
-        float_times = tune.measured(gpu, replace(problem, compute="float")).times.get(candidate.floats, {})
-        configs = sorted(configs, key=lambda config: float_times.get(str(config), inf))
-    for config in configs:
-        if failure := _failures.get(_failure_key(problem, gpu, candidate, config)):
-            failures.append(f"{config} failed: {failure}")
-            continue
-        seconds = of_candidate.get(str(config))
-        if seconds is None and known is not None and (config_estimate := known(problem, config)) is not None:
-            guess = max(config_estimate, reading(problem, gpu))
-        elif seconds is None and guess is None:
-            guess = predict(problem, gpu, candidate.name, candidate.tiles(config, problem))
-        found.append(GpuOption(candidate, config, seconds or guess or 0.0, "" if seconds is None else where))
-    return found, failures
+_CANDIDATES: dict[str, tuple[GpuCandidate, ...]] = {"linear": GPU_LINEAR, "grouped_linear": GPU_GROUPED, "qlinear": GPU_QLINEAR}
+_NEEDS_TRITON = {
+    "linear": "compute='int8' needs Triton: {}, or use compute='float'",
+    "grouped_linear": "grouped_linear needs Triton: {}, or use the CPU",
+    "qlinear": "qlinear needs Triton: {}, or use the CPU",
+}

@@ -5,55 +5,191 @@ The rules follow what was measured on an H100 and an H200 (`benchmarks/conv.py -
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any, Literal
 
 import torch
 
+from halfbyte.dispatch.candidate import Candidate, Choice, decide
+from halfbyte.dispatch.gpu import compute_of, why_no_triton
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.gpu.conv import few as conv_few
-from halfbyte.kernels.gpu.conv import hopper as conv_hopper
-from halfbyte.kernels.gpu.conv import implicit_gemm as conv
-from halfbyte.kernels.gpu.conv import library as conv_library
-from halfbyte.kernels.gpu.conv import teams as conv_teams
-from halfbyte.kernels.gpu.conv.tile import Convolution
+from halfbyte.kernels.problem import Addition, ConvProblem, check_one_scale
 from halfbyte.machine import Gpu
 
 _LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays
 _FEW_ROWS = 64  # up to which linear layers have a kernel of their own
 
-
-class ConvChoice(NamedTuple):
-    """The kernel's file, its config (None: there is nothing to choose), and the reasons against the others, by their names."""
-
-    name: str
-    module: Any
-    config: Any
-    rejected: tuple[tuple[str, str], ...]
+# What a kernel is given: pixels as rows and the weight, of the op `linear`; the image and the taps of each channel; the image and the
+# weight, as they are; or what `as_read` makes of them.
+Reads = Literal["pixels", "taps", "image", "patches"]
 
 
-@lru_cache(maxsize=4096)
-def choose_gpu_conv(problem: Convolution, gpu: Gpu) -> ConvChoice:
-    """The kernel for `problem` on `gpu`. Raises UnsupportedError where none can solve it."""
-    rejected: list[tuple[str, str]] = []
-    overlap = "its pixels overlap" if problem.overlap else None
-    for name, reason, module in (
-        ("conv_teams", overlap or _against_teams(problem, gpu), conv_teams),
-        ("conv_few", overlap or _against_few(problem, gpu), conv_few),
-        ("conv_hopper", overlap or _against_hopper(problem, gpu), conv_hopper),
-        ("conv_library", overlap or _against_library(problem, gpu), conv_library),
-        ("conv", conv.supports(problem, gpu), conv),
-    ):
-        if reason is None:
-            config = None if module is conv_library else module.configs(problem, gpu)[0]
-            return ConvChoice(name, module, config, tuple(rejected))
-        rejected.append((name, reason))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+@dataclass(frozen=True)
+class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
+    """A convolution on GPUs. The module `home` of kernels/gpu has configs and launch; nothing is known of its times.
+
+    Attributes:
+        reads: Its operands.
+        against: The reason why it does not solve a problem, or should not.
+        home: The module; "": the op `linear` solves it, which chooses a kernel of its own.
+        replayable: Whether its launches can be replayed, and write to a given tensor; or torch's operations return one.
+        adds: Whether it computes an `Addition` to codes before it writes them.
+    """
+
+    reads: Reads = field(kw_only=True)
+    against: Callable[[ConvProblem, Gpu], str | None] = field(kw_only=True)
+    home: str = ""
+    replayable: bool = True
+    adds: bool = False
+
+    @property
+    def module(self) -> Any:
+        return import_module(f"halfbyte.kernels.gpu.{self.home}")
+
+    def supports(self, problem: ConvProblem, machine: Gpu) -> str | None:
+        """Return the reason why it does not solve `problem`, or should not; None if it may be taken."""
+        if self.home and (no_triton := why_no_triton()) is not None:
+            return no_triton
+        return self.against(self.solved(problem), machine)
+
+    def solved(self, problem: ConvProblem) -> ConvProblem:
+        """Return the problem as its file has it."""
+        return as_read(problem) if self.reads == "patches" else problem
+
+    def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[Any]:
+        """Return the best guess."""
+        if not self.home or not self.replayable:
+            return (None,)
+        return self.module.configs(self.solved(problem), machine)[:1]  # type: ignore[no-any-return]
+
+    def launch(self, problem: ConvProblem, config: Any, *operands: Any) -> Any:
+        """Convolve floating-point images.
+
+        Args:
+            problem: `solved`.
+            config: One of `configs`.
+            operands: The image in memory [B, H, W, C], the weight, the result [M, Co], an Epilogue. One that is not `replayable` is not
+                given a result, it returns it.
+        """
+        return self.module.launch(problem, config, *operands)
+
+    def launch_codes(self, problem: ConvProblem, config: Any, *operands: Any, addition: Addition | None = None) -> None:
+        """Convolve codes: the image, the weight, the table of requantization, the result, the code of what lies outside, a clamp."""
+        self.module.launch_integer(problem, config, *operands, *([addition] if self.adds else []))
+
+
+@dataclass(frozen=True)
+class _Dynamic(GpuConvCandidate):
+    """`dynamic.py`, which is also told how activations are quantized."""
+
+    def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[Any]:
+        return self.module.configs(problem, machine, problem.activation)  # type: ignore[no-any-return]
+
+    def launch(self, problem: ConvProblem, config: Any, *operands: Any) -> Any:
+        return self.module.launch(problem, problem.activation, config, *operands)
+
+
+def as_read(problem: ConvProblem) -> ConvProblem:
+    """Return the convolution as kernels of patches read it: of few channels with pieces of lines for taps, else of pixels, where each is
+    multiplied by itself."""
+    from halfbyte.kernels.gpu.conv import stem
+
+    return stem.stem_of(problem) or problem.flat
+
+
+def choose_conv(problem: ConvProblem, gpu: Gpu) -> Choice[ConvProblem, GpuConvCandidate]:
+    """The kernel for `problem`, the first of the list that may be taken.
+
+    Raises UnsupportedError where none can solve it, and torch's operations do not, either."""
+    problem = replace(problem, compute=_compute_of(problem))
+    if (reason := problem.why_long()) is not None:
+        return Choice(problem, None, (), tuple((candidate, reason) for candidate in GPU_CONV))
+    if problem.activation == "image" and problem.compute == "int8" and problem.dtype != torch.int8:
+        check_one_scale(problem.sizes)
+    choice = decide(GPU_CONV, problem, gpu)
+    if choice.taken is not None:
+        return choice
+    if (no_triton := why_no_triton()) is not None:
+        if problem.dtype == torch.int8:
+            raise UnsupportedError(f"qconv2d needs Triton: {no_triton}, or use the CPU")
+        if problem.compute == "int8":
+            raise UnsupportedError(f"compute='int8' needs Triton: {no_triton}, or use compute='float'")
+        return choice
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.reasons.items())
     raise UnsupportedError(f"no kernel on {gpu.name} solves {problem} ({reasons}): use the CPU")
 
 
-@lru_cache(maxsize=4096)
-def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
+def _compute_of(problem: ConvProblem) -> Literal["float", "int8"]:
+    """What asks for a scale of the image asks for integers; depthwise convolutions of numbers are always computed in floating point."""
+    if problem.dtype == torch.int8:
+        return "int8"
+    wanted = compute_of("int8" if problem.activation == "image" and problem.compute == "auto" else problem.compute)
+    return "float" if problem.sizes.depthwise else wanted
+
+
+# The reasons
+
+
+def _against_depthwise(problem: ConvProblem, gpu: Gpu) -> str | None:
+    return None if problem.sizes.depthwise else "it is for convolutions with one channel in each group"
+
+
+def _quantizes(problem: ConvProblem) -> str | None:
+    """Why kernels that quantize images are not for a problem."""
+    if problem.dtype == torch.int8:
+        return "it quantizes images, and these are codes"
+    if problem.sizes.depthwise:
+        return "depthwise convolutions are computed in floating point"
+    return None if problem.compute == "int8" else "compute='float' was asked for"
+
+
+def _against_image(problem: ConvProblem, gpu: Gpu) -> str | None:
+    from halfbyte.kernels.gpu.conv import image
+
+    if (reason := _quantizes(problem)) is not None:
+        return reason
+    return (
+        image.supports(problem, gpu) if problem.activation == "image" else f"activation={problem.activation!r} was asked for, not 'image'"
+    )
+
+
+def _against_dynamic(problem: ConvProblem, gpu: Gpu) -> str | None:
+    from halfbyte.kernels.gpu.conv import dynamic
+
+    if (reason := _quantizes(problem)) is not None:
+        return reason
+    return "activation='image' was asked for" if problem.activation == "image" else dynamic.supports(problem, gpu)
+
+
+def _against_linear(problem: ConvProblem, gpu: Gpu) -> str | None:
+    sizes = problem.sizes
+    if sizes.taps > 1 or sizes.groups > 1:
+        return f"it is for kernels of one tap without groups, not {sizes.kernel[0]} x {sizes.kernel[1]} in {sizes.groups} groups"
+    if sizes.k != sizes.channels:
+        return f"blocks of {sizes.format} are padded with channels that the image does not have"
+    if problem.dtype == torch.int8:
+        return None if sizes.format.bits == 4 else "codes of 8 bits in and out are faster as a convolution"
+    if problem.compute == "float" and why_no_triton() is None and beats_linear(problem.flat, gpu):
+        return "a convolution of so many pixels is faster"
+    return None
+
+
+def _patches(against: Callable[[ConvProblem, Gpu], str | None]) -> Callable[[ConvProblem, Gpu], str | None]:
+    """The reasons of kernels of patches in floating point or of codes, in addition to their own."""
+
+    def reason(problem: ConvProblem, gpu: Gpu) -> str | None:
+        if problem.sizes.depthwise:
+            return "the weight of a depthwise convolution is not packed as a matrix"
+        if problem.compute == "int8" and problem.dtype != torch.int8:
+            return "compute='int8' was asked for"
+        return against(problem, gpu)
+
+    return reason
+
+
+def beats_linear(problem: ConvProblem, gpu: Gpu) -> bool:
     """Whether a kernel of one tap, which is a linear layer of pixels, takes less time as a convolution in floating point."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -67,23 +203,33 @@ def beats_linear(problem: Convolution, gpu: Gpu) -> bool:
     return fmt.bits == 8 and not isinstance(fmt.block, int) and problem.m <= _LEAST_WRITTEN
 
 
-def _against_teams(problem: Convolution, gpu: Gpu) -> str | None:
-    if reason := conv_teams.supports(problem, gpu):
+def _why_overlap(problem: ConvProblem) -> str | None:
+    return "its pixels overlap" if problem.overlap else None
+
+
+def _against_teams(problem: ConvProblem, gpu: Gpu) -> str | None:
+    from halfbyte.kernels.gpu.conv import teams as conv_teams
+
+    if reason := _why_overlap(problem) or conv_teams.supports(problem, gpu):
         return reason
     tiles = conv_teams.tiles(problem, conv_teams.configs(problem, gpu)[0])
     return None if tiles <= gpu.sms else f"its {tiles} tiles are more than {gpu.sms} multiprocessors compute at once"
 
 
-def _against_few(problem: Convolution, gpu: Gpu) -> str | None:
-    if reason := conv_few.supports(problem, gpu):
+def _against_few(problem: ConvProblem, gpu: Gpu) -> str | None:
+    from halfbyte.kernels.gpu.conv import few as conv_few
+
+    if reason := _why_overlap(problem) or conv_few.supports(problem, gpu):
         return reason
     if not conv_few.wins(problem, gpu):
         return f"{problem.m} x {problem.n} sums of {problem.sizes.k} are too many for blocks that run at once, or too short to share"
     return None
 
 
-def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
-    if reason := conv_hopper.supports(problem, gpu):
+def _against_hopper(problem: ConvProblem, gpu: Gpu) -> str | None:
+    from halfbyte.kernels.gpu.conv import hopper as conv_hopper
+
+    if reason := _why_overlap(problem) or conv_hopper.supports(problem, gpu):
         return reason
     if problem.dtype == torch.int8 and problem.sizes.taps > 1 and problem.window.stride != (1, 1):
         return "integers of several taps with a stride take longer there: what lies outside of the image is added pixel by pixel"
@@ -93,9 +239,59 @@ def _against_hopper(problem: Convolution, gpu: Gpu) -> str | None:
     return None if 2 * tiles >= gpu.sms else f"its {tiles} tiles leave most of {gpu.sms} multiprocessors idle"
 
 
-def _against_library(problem: Convolution, gpu: Gpu) -> str | None:
-    if reason := conv_library.supports(problem, gpu):
+def _against_library(problem: ConvProblem, gpu: Gpu) -> str | None:
+    from halfbyte.kernels.gpu.conv import library as conv_library
+
+    if reason := _why_overlap(problem) or conv_library.supports(problem, gpu):
         return reason
     if problem.m < _LEAST_WRITTEN:
         return f"to write the weight out takes longer than to convolve {problem.m} patches: from {_LEAST_WRITTEN} on"
     return None
+
+
+def _against_conv(problem: ConvProblem, gpu: Gpu) -> str | None:
+    from halfbyte.kernels.gpu.conv import implicit_gemm
+
+    return implicit_gemm.supports(problem, gpu)
+
+
+# The list, in the order of preference.
+GPU_CONV = (
+    GpuConvCandidate(
+        "depthwise", "each channel by itself, rows of the image in registers", "it is made for one channel in each group",
+        reads="taps", against=_against_depthwise, home="conv.depthwise",
+    ),
+    GpuConvCandidate(
+        "conv_image", "images quantized to int8 with one scale each in two passes, then patches on integer tensor cores",
+        "it is what activation='image' asks for",
+        reads="image", against=_against_image, home="conv.image",
+    ),
+    GpuConvCandidate(
+        "linear", "pixels as rows of a linear layer, whose kernel is chosen as for one", "nothing but pixels is read", reads="pixels",
+        against=_against_linear,
+    ),
+    _Dynamic(
+        "conv_dynamic", "patches quantized to int8 as they are read, integer tensor cores",
+        reads="image", against=_against_dynamic, home="conv.dynamic",
+    ),
+    GpuConvCandidate(
+        "conv_teams", "warps share the taps and channels of a tile, fed by TMA, wgmma", "it is the fastest where all tiles run at once",
+        reads="patches", against=_patches(_against_teams), home="conv.teams",
+    ),
+    GpuConvCandidate(
+        "conv_few", "a small tile has all of K, shared by the warps of a block", "it is the fastest for few pixels",
+        reads="patches", against=_patches(_against_few), home="conv.few",
+    ),
+    GpuConvCandidate(
+        "conv_hopper", "boxes of pixels fetched by TMA, wgmma, warps specialized", "it keeps Hopper's matrix units busy",
+        reads="patches", against=_patches(_against_hopper), home="conv.hopper", adds=True,
+    ),
+    GpuConvCandidate(
+        "conv_library", "the weight written out first, then convolved by cuDNN", "cuDNN is faster from so many patches on",
+        reads="patches", against=_patches(_against_library), home="conv.library", replayable=False,
+    ),
+    GpuConvCandidate(
+        "conv", "patches gathered as they are multiplied, weights dequantized in registers",
+        reads="patches", against=_patches(_against_conv), home="conv.implicit_gemm", adds=True,
+    ),
+)  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 from halfbyte.dispatch import gpu as rules
 from halfbyte.dispatch import tune
+from halfbyte.dispatch.choose import forget
 from halfbyte.errors import KernelError
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
@@ -40,7 +41,7 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
     contenders: dict[str, list[Callable[[], object]]] = {}
     for candidate in rules.GPU_LINEAR:
         asked = candidate.multiplied(problem)
-        if candidate.compute == asked.compute and candidate.sparse <= problem.sparse and candidate.refuses(problem, gpu) is None:
+        if candidate.sparse <= problem.sparse and candidate.supports(problem, gpu) is None:
             for config in candidate.module.configs(asked, gpu)[:MOST_CONFIGS]:
                 contenders[f"{candidate.name}\n{config}"] = linear_launches(problem, gpu, candidate, config, device)
     compile_launches(contenders, device)
@@ -52,7 +53,7 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
         candidate_name, config_text = name.split("\n")
         times.setdefault(candidate_name, {})[config_text] = median
     tune.keep(gpu, problem, times)
-    rules.choose_gpu.cache_clear()
+    forget()
     return times
 
 
@@ -98,7 +99,7 @@ def grouped_launches(
     weights = [torch.cat([random_matrix(geo, device) for _ in range(problem.experts)]) for _ in range(max(1, stacks))]
     rows = torch.arange(problem.m, device=device)
     ids = [(launch * problem.m + rows) % problem.experts for launch in range(count)]
-    return [partial(candidate.module.launch, problem, config, x, weights[i % len(weights)], each, out, None) for i, each in enumerate(ids)]
+    return [partial(candidate.launch, problem, config, x, weights[i % len(weights)], each, out, None) for i, each in enumerate(ids)]
 
 
 def random_matrix(geo: gpu_tiles.Geometry, device: torch.device) -> torch.Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, lookup
+from halfbyte.errors import ArgumentError, UnsupportedError, lookup
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.layer_kinds import GateFunction
+from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 
 Op = Literal["linear", "qlinear", "embedding", "dequantize", "grouped_linear"]
 Compute = Literal["float", "int8"]
@@ -58,7 +60,8 @@ class Problem:
     op          "linear": x [m, k] -> [m, n];  "qlinear": int8 x -> int8, requantized;  "embedding": m rows of the weight;
                 "dequantize": all of them;  "grouped_linear": m rows, each times one of `experts` weights [n, k]
     dtype       of the activations and of the result: float32, bfloat16 or float16; int8 for "qlinear"
-    compute     "float": the weight is dequantized in registers;  "int8": activations are quantized on the fly
+    compute     "float": the weight is dequantized in registers;  "int8": activations are quantized on the fly;  "auto": what `dispatch`
+                prefers on a machine
     sparse      the weight is 2:4 sparse and packed as such
     paired      the bytes of the weight are in pairs (`layouts/gpu_tiles.py`)
     activation  how, for "int8": a scale for each block of the weight along K or for the row; symmetric or with an offset
@@ -70,7 +73,7 @@ class Problem:
     k: int
     format: Format
     dtype: torch.dtype
-    compute: Compute = "float"
+    compute: AskedCompute = "float"
     activation: Activation = "block"
     experts: int = 1
     sparse: bool = False
@@ -128,6 +131,208 @@ class Window:
                 f"with padding {self.padding}"
             )
         return room[0] // self.stride[0] + 1, room[1] // self.stride[1] + 1
+
+
+Sizes = int | Sequence[int]
+Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
+
+
+def window_of(kernel: Pair, stride: Sizes, padding: Padding, dilation: Sizes) -> Window:
+    """The window of a caller's stride, padding and dilation. Raises ArgumentError where they are none."""
+    strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
+    if padding == "same":
+        if strides != (1, 1):
+            raise ArgumentError(f'padding "same" takes stride 1, got {stride}')
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+        sides = reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2
+    elif padding == "valid":
+        sides = 0, 0, 0, 0
+    elif isinstance(padding, str):
+        raise ArgumentError(f'padding is "same", "valid" or whole numbers, got {padding!r}: write padding=0')
+    else:
+        given = flat(padding) if isinstance(padding, Sequence) else [padding] * 2
+        sizes = [n for n in map(_whole, given) if n is not None]
+        if len(given) not in (2, 4) or len(sizes) != len(given):
+            allowed = "one whole number, (height, width) or ((top, bottom), (left, right))"
+            raise ArgumentError(f"padding is {allowed}, got {padding!r}: write padding=0")
+        sides = (sizes[0], sizes[0], sizes[1], sizes[1]) if len(sizes) == 2 else (sizes[0], sizes[1], sizes[2], sizes[3])
+    return Window(strides, sides, dilations)
+
+
+def _pair(value: Sizes, what: str) -> tuple[int, int]:
+    sizes = [_whole(n) for n in value] if isinstance(value, Sequence) else [_whole(value)] * 2
+    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
+        raise ArgumentError(f"{what} is one whole number or (height, width), got {value!r}: write {what}=1 or {what}=(1, 1)")
+    return sizes[0], sizes[1]
+
+
+def _whole(value: Any) -> int | None:
+    """None where it is no whole number. 1.0 is one, as a cache takes them for the same key."""
+    try:
+        return int(value) if not isinstance(value, str) and value == int(value) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def flat(value: object) -> list[Any]:
+    """The numbers of nested sequences."""
+    return [n for item in value for n in flat(item)] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+ConvActivation = Literal[Activation, "image"]
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """The convolution of images [batch, channels, *image].
+
+    dtype       of images and of the result; int8: codes, which are requantized
+    compute     as of Problem; depthwise convolutions are computed in floating point, whatever it says
+    activation  as of Problem, or "image": a scale for each image
+    outside     the code of what lies outside of an image of codes, where a choice depends on it
+    """
+
+    sizes: Filter
+    window: Window
+    batch: int
+    image: Pair
+    dtype: torch.dtype
+    compute: AskedCompute = "float"
+    activation: ConvActivation = "block"
+    outside: int = 0
+
+    @property
+    def out(self) -> Pair:
+        """(Ho, Wo)"""
+        return self.window.out_size(self.image, self.sizes.kernel)
+
+    @property
+    def m(self) -> int:
+        """Patches: outputs of a channel."""
+        return self.batch * self.out[0] * self.out[1]
+
+    @property
+    def overlap(self) -> int:
+        """Elements from one pixel to the next, where pixels overlap (`gpu/conv/stem.py`); otherwise 0."""
+        return 0
+
+    @property
+    def n(self) -> int:
+        """Outputs of one group."""
+        return self.sizes.out // self.sizes.groups
+
+    def why_long(self) -> str | None:
+        """Why no kernel has its sums, which are too long for int32; None if they are not."""
+        if self.dtype != torch.int8 or self.sizes.k <= LONGEST_INTEGER_SUM:
+            return None
+        return f"sums of {self.sizes.k} products may overflow an int32: torch adds them up in float64"
+
+    @property
+    def flat(self) -> ConvProblem:
+        """The same problem with each pixel as an image, if pixels are multiplied one by one: no pixel's position is computed then."""
+        if self.sizes.taps > 1 or self.window != Window():
+            return self
+        return replace(self, batch=self.m, image=(1, 1))
+
+
+AttentionKind = Literal["decode", "prefill", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """The attention of `heads` queries to `kv_heads` keys and values, of `head_dim` numbers each.
+
+    kind        "decode": one new token of each sequence and a cache of fixed size, to which it is added;  "prefill": tokens of prompts;
+                "encode": all tokens see each other, without a cache
+    batch, tokens   sequences, and new tokens of each
+    dtype       of queries
+    cache       "float": keys and values in the same type;  "int8": codes (`layouts/records.py`), which a prefill reads dequantized
+    rotary_dim  numbers of a head that have positions; None: all
+    norm_width  numbers that a norm of all heads together covers; None: there is none
+    softcap     whether scores have a soft cap
+    """
+
+    kind: AttentionKind
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    cache: Literal["float", "int8"] = "float"
+    rotary_dim: int | None = None
+    norm_width: int | None = None
+    softcap: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.tokens, self.heads, self.kv_heads, self.head_dim) < 1:
+            got = f"{self.batch} x {self.tokens} tokens, {self.heads} and {self.kv_heads} heads of {self.head_dim}"
+            raise ArgumentError(f"attention has sizes of at least 1, got {got}: pass those of the model")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsProblem:
+    """A mixture of experts: `rows` tokens of `hidden` numbers go to `top_k` of `experts`, each with `inner` gated numbers.
+
+    gate_up, down  formats of the stacks [experts, 2 * inner, hidden] and [experts, hidden, inner]
+    compute        as of Problem
+    clamped        whether gates are those of gpt-oss
+    biased         whether gate_up has a bias
+    """
+
+    rows: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    gate_up: Format
+    down: Format
+    dtype: torch.dtype
+    compute: AskedCompute = "auto"
+    activation: Activation = "block"
+    clamped: bool = False
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.experts, self.top_k, self.hidden, self.inner) < 1 or self.top_k > self.experts:
+            got = f"{self.rows} rows, {self.top_k} of {self.experts} experts, {self.hidden} and {self.inner}"
+            raise ArgumentError(f"a mixture has sizes of at least 1, and at least top_k experts, got {got}: pass those of the model")
+
+    @property
+    def first(self) -> Problem:
+        """The product with gate_up."""
+        rows, how = self.rows * self.top_k, (self.compute, self.activation)
+        return Problem("grouped_linear", rows, 2 * self.inner, self.hidden, self.gate_up, self.dtype, *how, experts=self.experts)
+
+    @property
+    def second(self) -> Problem:
+        """The product with down."""
+        rows, how = self.rows * self.top_k, (self.compute, self.activation)
+        return Problem("grouped_linear", rows, self.hidden, self.inner, self.down, self.dtype, *how, experts=self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedProblem:
+    """A linear layer with what is around it: an RMS norm of x before, gates among its outputs after.
+
+    normed, gated, biased  whether there are such a norm, gates and a bias
+    """
+
+    product: Problem
+    normed: bool = True
+    gated: bool = False
+    biased: bool = False
+
+
+def check_one_scale(sizes: Filter) -> None:
+    """Raises UnsupportedError for a weight that `activation="image"` does not support."""
+    fmt = sizes.format
+    if fmt.zero != "none" or isinstance(fmt.block, int):
+        raise UnsupportedError(
+            f"activation='image' takes weights with a scale per channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
+        )
+    if sizes.k > LONGEST_BLOCK:
+        raise UnsupportedError(f"activation='image' takes patches of at most {LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
 
 
 class Combination(NamedTuple):

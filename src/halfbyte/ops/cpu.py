@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu.plan_cache import PLANS
+from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops import long_sums
@@ -79,18 +81,17 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: 
 
 def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: bool) -> Any:
     """Check what all calls of this kind have in common, and find the kernel."""
-    from halfbyte.dispatch.cpu import kernel_for
+    from halfbyte.dispatch.choose import cpu_kernel
 
     check_linear(x, weight, format, n, k, activation, -_INFINITE, _INFINITE)
     sparse = cpu_tiles.geometry_of(as_format(format), n, k, weight.numel()).sparse
-    kernel = kernel_for(format, n, k, x.dtype, compute, activation, gelu=gelu, sparse=sparse)
+    problem = Problem("linear", 1, n, k, as_format(format), x.dtype, compute, activation, sparse=sparse)  # type: ignore[arg-type]
+    kernel = cpu_kernel(problem, gelu=gelu)
     PLANS.linear_kernels[format, n, k, weight.numel(), x.dtype, compute, activation, gelu] = kernel
     return kernel
 
 
 def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: int, low: int, high: int) -> Tensor:
-    from halfbyte.kernels.cpu.linear.linear import linear_kernel
-
     check_qlinear(x, weight, table, format, n, k, low, high)
     if k == 0:
         return empty_sum_codes(x, table, n, low, high)
@@ -103,19 +104,26 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     if long_sums.overflows(k):
         packed = Packed(as_format(format), (n, k), cpu_tiles.SPARSE if sparse else cpu_tiles.NAME, weight)
         return long_sums.qlinear(x, cpu_tiles.unpack(packed), table, low, high)
-    kernel = linear_kernel(as_format(format), n, k, torch.int8, "int8", "block", sparse=sparse)
-    return kernel(flat, aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))
+    kernel = _qlinear_kernel(as_format(format), n, k, sparse)
+    return kernel(flat, aligned(weight).data_ptr(), table, float(low), float(high)).view((*x.shape[:-1], n))  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=1024)
+def _qlinear_kernel(fmt: Format, n: int, k: int, sparse: bool) -> Any:
+    from halfbyte.dispatch.choose import cpu_kernel
+
+    return cpu_kernel(Problem("qlinear", 1, n, k, fmt, torch.int8, "int8", sparse=sparse))
 
 
 def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int]) -> Step | None:
     """`qlinear` of tensors of the sizes and strides of x, as a step of a program; None where it is none."""
-    from halfbyte.kernels.cpu.linear.linear import ROWS_A_PASS, linear_kernel
+    from halfbyte.kernels.cpu.linear.linear import ROWS_A_PASS
     from halfbyte.kernels.cpu.steps import linear_step
 
     n, k = packed.shape
     if x.numel() == 0 or n == 0 or not x.is_contiguous() or x.numel() > k * ROWS_A_PASS or long_sums.overflows(k):
         return None
-    kernel = linear_kernel(packed.format, n, k, torch.int8, "int8", "block", sparse=packed.layout == cpu_tiles.SPARSE)
+    kernel = _qlinear_kernel(packed.format, n, k, packed.layout == cpu_tiles.SPARSE)
     return linear_step(kernel, x.numel() // k, aligned(packed.data), table, *map(float, clamp))
 
 

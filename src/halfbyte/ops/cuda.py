@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from halfbyte import env
-from halfbyte.dispatch.gpu import GpuOption, choose_gpu, compute_of, packs_code_pairs, report_failure, why_no_sparse_layout, why_no_triton
+from halfbyte.dispatch.candidate import Choice
+from halfbyte.dispatch.choose import choose, report_failure
+from halfbyte.dispatch.gpu import GpuCandidate, compute_of, packs_code_pairs, why_no_sparse_layout, why_no_triton
 from halfbyte.dispatch.measure import tune_linear
 from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -127,20 +129,21 @@ def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry],
     here = gpu(x.get_device())
     if env.tune() and not torch.cuda.is_current_stream_capturing():
         Context().run(tune_linear, problem, here, anew=False)  # whose launches are not recorded
-    choice = choose_gpu(problem, here)
+    choice = choose(problem, here)
     if choice.taken is not None:
-        run_first(problem, here, choice.options, (x, *gpu_tiles.views(*weight), out, epilogue))
+        run_first(choice, here, (x, *gpu_tiles.views(*weight), out, epilogue))
         return
     if (recording := current_recording()) is not None:
         recording.why_not_replayed = "torch multiplies"
     plain.linear(problem, x, weight[0], out, epilogue)
 
 
-def run_first(problem: Problem, here: Gpu, options: Sequence[GpuOption], arguments: Sequence[Any]) -> None:
-    """Run the first of `options` that runs on this GPU; those before it are not chosen again."""
+def run_first(choice: Choice[Problem, GpuCandidate], here: Gpu, arguments: Sequence[Any]) -> None:
+    """Run the first option of `choice` that runs on this GPU; those before it are not chosen again."""
+    problem = choice.problem
     recording = current_recording()
     before = 0 if recording is None else len(recording.launches)
-    for option in options:
+    for option in choice.options:
         try:
             option.candidate.launch(problem, option.config, *arguments)
         except KernelError as error:
@@ -203,19 +206,15 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         packed = Packed(geo.format, (n, k), geo.layout, weight)
         return long_sums.qlinear(x, gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed), table, low, high)
-    if (no_triton := why_no_triton()) is not None:
-        raise UnsupportedError(f"qlinear needs Triton: {no_triton}, or use the CPU")
-    from halfbyte.kernels.gpu.linear import qlinear as kernel
-    from halfbyte.kernels.gpu.quantize import spread
-
     here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)
     geo = gpu_tiles.geometry_of(fmt, n, k, weight.numel())
-    problem = Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row", paired=geo.paired)
-    if (reason := kernel.supports(problem, here)) is not None:
-        raise UnsupportedError(f"there is no kernel for qlinear with {format} of shape [{n}, {k}] on {here.name}: {reason}")
+    choice = choose(Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row", paired=geo.paired), here)
+    from halfbyte.kernels.gpu.quantize import spread
+
     with on(x):
         codes, scale, _ = spread.sections(aligned(weight), geo)
-        kernel.launch(problem, kernel.configs(problem, here)[0], flat, codes, scale, table, out.view(-1, n), (low, high))
+        candidate, config = choice.options[0].candidate, choice.options[0].config
+        candidate.launch(choice.problem, config, flat, codes, scale, table, out.view(-1, n), (low, high))
     return out
 
 

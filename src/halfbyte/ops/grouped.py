@@ -134,7 +134,7 @@ def _empty_product(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int
 
 def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     """Raises ArgumentError for an id that is out of range and an unknown compute."""
-    kernel = _cpu_kernel(s.format, s.n, s.k, x.dtype, s.compute, s.activation)
+    kernel = _cpu_kernel(s, x.dtype)
     numbers = ids.flatten().tolist()
     if numbers and (min(numbers) < 0 or max(numbers) >= s.experts):
         raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(numbers)} … {max(numbers)}")
@@ -149,14 +149,16 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
 
 
 @functools.lru_cache(maxsize=1024)  # to import at each call takes longer
-def _cpu_kernel(*settings: Any) -> Any:
-    from halfbyte.dispatch.cpu import kernel_for
+def _cpu_kernel(s: _Settings, dtype: torch.dtype) -> Any:
+    from halfbyte.dispatch.choose import cpu_kernel
 
-    return kernel_for(*settings)
+    settings: Any = {"compute": s.compute, "activation": s.activation}
+    return cpu_kernel(Problem("grouped_linear", 1, s.n, s.k, as_format(s.format), dtype, **settings))
 
 
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
-    from halfbyte.dispatch.gpu import choose_gpu, compute_of
+    from halfbyte.dispatch.choose import choose
+    from halfbyte.dispatch.gpu import compute_of
     from halfbyte.machine import gpu
     from halfbyte.ops import cuda
     from halfbyte.ops.replay import replayed
@@ -171,7 +173,7 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
         def steps() -> Tensor:
             out, here = output(x.new_empty(ids.numel(), s.n)), gpu(x.get_device())
             problem = Problem("grouped_linear", ids.numel(), s.n, s.k, as_format(s.format), x.dtype, compute, experts=s.experts)
-            cuda.run_first(problem, here, choose_gpu(problem, here).options, (*operands, out, bias))
+            cuda.run_first(choose(problem, here), here, (*operands, out, bias))
             return out
 
         with cuda.on(x):

@@ -24,8 +24,9 @@ from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.program import TORCH, Lowered, program_of
-from halfbyte.dispatch import cpu
-from halfbyte.dispatch.gpu import choose_gpu, packs_code_pairs
+from halfbyte.dispatch import choose as dispatch
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import packs_code_pairs
 from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
@@ -181,13 +182,13 @@ def test_ops_read_what_was_computed_and_everything_is_read(opened: Opened) -> No
 def test_kernels_on_a_cpu_are_those_of_the_model(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[tuple[str, int, int, str]] = set()
 
-    def spy(format: str, n: int, k: int, *args: Any, **settings: Any) -> Any:
-        kernel = real(format, n, k, *args, **settings)
-        taken.add((format, n, k, kernel.tile_spec.inner))
+    def spy(problem: Problem, **settings: Any) -> Any:
+        kernel = real(problem, **settings)
+        taken.add((str(problem.format), problem.n, problem.k, kernel.tile_spec.inner))
         return kernel
 
-    real = cpu.kernel_for
-    monkeypatch.setattr(cpu, "kernel_for", spy)
+    real = dispatch.cpu_kernel
+    monkeypatch.setattr(dispatch, "cpu_kernel", spy)
     CpuModel(opened[1].spec)
     kernels = lower_cpu.decode_kernels(program_of(opened[1].spec))
     assert {(part.packed.name, *part.packed.shape[-2:], lowered.kernel) for lowered, part in linear_layers(kernels)} == taken
@@ -226,7 +227,7 @@ def test_kernels_on_a_gpu_are_those_that_dispatch_chooses(opened: Opened) -> Non
             problem = Problem(
                 "linear", 3, n, k, part.packed.format, torch.bfloat16, paired=packs_code_pairs(part.packed.format, (n, k), here)
             )
-        taken = choose_gpu(problem, here).taken
+        taken = choose(problem, here).taken
         assert taken is not None
         fused = [other for other in kernels if (other.op.layer, other.fused_into) == (op.layer, op.name)]
         assert lowered.kernel == ("skinny" if any(other.op.kind == "rms_norm" for other in fused) else taken.candidate.name)

@@ -11,14 +11,13 @@ from halfbyte.errors import KernelError, UnsupportedError
 from halfbyte.formats import spec
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.gpu.conv import tile as conv_tile
-from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.experts import routing
 from halfbyte.kernels.gpu.hopper import tile as hopper_tile
 from halfbyte.kernels.gpu.linear import skinny, skinny_hopper_config
 from halfbyte.kernels.gpu.linear.skinny_config import compiled_for
 from halfbyte.kernels.gpu.quantize import activations, dequantize, quantize
 from halfbyte.kernels.gpu.transformer import attend, gates
-from halfbyte.kernels.problem import Problem, Window
+from halfbyte.kernels.problem import ConvProblem, Problem, Window
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import GPUS, Gpu
@@ -54,7 +53,7 @@ def test_formats(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         if not fmt.codebook:
             calls.append(lambda p=problem: activations.plan(Problem("linear", 1, 256, 256, p.format, torch.bfloat16, "int8")))
-            convolution = Convolution(Filter(fmt, 64, 128, (3, 3)), Window(), 1, (8, 8), torch.bfloat16)
+            convolution = ConvProblem(Filter(fmt, 64, 128, (3, 3)), Window(), 1, (8, 8), torch.bfloat16)
             config = conv_tile.Config(64, 64, 128, 1, 4, 1)
             x = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16)
             calls.append(lambda c=convolution, s=config, x=x: conv_tile.static_of(c, s, x, "weights", fill=False, clamp=False))

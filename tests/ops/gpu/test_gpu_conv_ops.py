@@ -13,10 +13,12 @@ from float_support import UNIT
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu_conv import GPU_CONV, beats_linear
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import ConvProblem, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import GPUS
@@ -288,13 +290,12 @@ def test_no_gpu() -> None:
 )
 def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken: str) -> None:
     pytest.importorskip("triton", exc_type=ImportError)
-    from halfbyte.dispatch.gpu_conv import choose_gpu_conv
-    from halfbyte.kernels.gpu.conv.tile import Convolution
-
     sizes = Filter(as_format("int8_channel" if dtype == torch.int8 else "int4_g32"), 128, channels, (3, 3))
-    choice = choose_gpu_conv(Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
-    assert choice.name == taken, choice.rejected
-    assert len(choice.rejected) == ("conv_teams", "conv_few", "conv_hopper", "conv_library", "conv").index(taken)
+    choice = choose(ConvProblem(sizes, Window((1, 1), (1, 1, 1, 1)), batch, (28, 28), dtype), GPUS[arch])
+    assert choice.taken is not None
+    assert choice.taken.candidate.name == taken, choice.reasons
+    assert {*choice.reasons, taken} == {candidate.name for candidate in GPU_CONV}
+    assert all(choice.reasons.values())
 
 
 @pytest.mark.parametrize(
@@ -311,13 +312,13 @@ def test_choice(arch: str, batch: int, channels: int, dtype: torch.dtype, taken:
 )
 def test_choice_of_pixels(outputs: int, channels: int, kernel: int, batch: int, taken: str, beats: bool) -> None:
     pytest.importorskip("triton", exc_type=ImportError)
-    from halfbyte.dispatch.gpu_conv import beats_linear, choose_gpu_conv
-    from halfbyte.kernels.gpu.conv.tile import Convolution
-
     sizes, window = Filter(as_format("int4_g32"), outputs, channels, (kernel, kernel)), Window((1, 1), (kernel // 2,) * 4)
-    problem = Convolution(sizes, window, batch, (14, 14), torch.float16)
-    assert choose_gpu_conv(problem.flat, GPUS["sm_90"]).name == taken
+    problem = ConvProblem(sizes, window, batch, (14, 14), torch.float16)
+    choice = choose(problem, GPUS["sm_90"])
+    names = [option.candidate.name for option in choice.options if option.candidate.home]
+    assert names[0] == taken
     assert beats_linear(problem.flat, GPUS["sm_90"]) == beats
+    assert (choice.options[0].candidate.reads == "pixels") == (kernel == 1 and not beats)
     assert problem.flat.m == problem.m
 
 

@@ -23,7 +23,7 @@ from samples import random_codes, sparse_codes
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.dispatch.cpu import choose_linear
+from halfbyte.dispatch.choose import choose
 from halfbyte.formats import as_format
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -42,7 +42,7 @@ from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend import AttendSpec
-from halfbyte.kernels.problem import Combination, Window
+from halfbyte.kernels.problem import Combination, Problem, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter
@@ -70,8 +70,9 @@ def products(announce: Callable[[str], None]) -> None:
         compute, activation = ("float", "block") if way == "float" else ("int8", way)
         if fmt.packed_bits and not current().reads_packed_bits:
             continue
-        inner = choose_linear(fmt, dtype, compute, current()).taken.inner
         for n in itertools.islice(some_n, 2):
+            problem = Problem("linear", 1, n, k, fmt, dtype, compute, activation)
+            inner = choose(problem, current()).options[0].candidate.inner
             kernel, packed = LinearKernel(fmt, n, k, dtype, inner, activation), pack(random_codes(fmt, (n, k)))
             m = next(some_m)
             x, bias, more = torch.randn(m, k).to(dtype), torch.randn(n), torch.randn(m, n).to(dtype)

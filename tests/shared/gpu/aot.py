@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from halfbyte.dispatch.gpu import choose_gpu
+from halfbyte.dispatch.choose import choose
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.kernels.problem import Problem
@@ -96,7 +96,7 @@ def launch_linear(
     kind = as_format(format), getattr(torch, dtype), compute, activation
     problem = Problem("linear", m, n, k, *kind, sparse=sparse, paired=paired)  # type: ignore[arg-type]
     if module is None:
-        taken = choose_gpu(problem, gpu).taken
+        taken = choose(problem, gpu).taken
         assert taken is not None, f"nothing is taken for {problem} on {gpu.arch}"
         file, found = taken.candidate.module, (taken.config,)
     else:
@@ -139,10 +139,8 @@ def layer_job(arch: str, hidden: int, inner: int, heads: int, kv_heads: int, siz
 
 
 def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, size: int, rows: int, head_norms: bool) -> None:
-    from halfbyte.kernels.gpu.linear import skinny, skinny_hopper
     from halfbyte.kernels.gpu.transformer import attend, gates, norm
-    from halfbyte.kernels.problem import Epilogue
-    from halfbyte.ops.transformer.decode_ops import NormedPlan, normed_plan
+    from halfbyte.kernels.problem import Epilogue, NormedProblem
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -153,23 +151,21 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
 
     def added(n: int, k: int) -> None:
         problem = Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16)
-        option = choose_gpu(problem, gpu).taken
+        option = choose(problem, gpu).taken
         assert option is not None
         module, config = option.candidate.module, option.config
         module.launch(problem, config, empty(rows, k), *views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))
 
     def normed(n: int, k: int, *, function: GateFunction | Literal[""] = "") -> None:
-        plan = normed_plan(Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16), gpu, gated=bool(function))
-        assert isinstance(plan, NormedPlan)
-        before = (empty(k), 1e-5, False)
-        if not plan.norm_inside:
+        product = Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16)
+        choice = choose(NormedProblem(product, gated=bool(function)), gpu)
+        candidate, config = choice.options[0].candidate, choice.options[0].config
+        before, inside = (empty(k), 1e-5, False), candidate.takes_norm(choice.problem, config)
+        if not inside:
             norm.launch(gpu, empty(rows, k), before, empty(rows, k))
         epilogue, out = Epilogue(gates=function), empty(rows, n // 2 if function else n)
-        if plan.config is not None and plan.kernel == "skinny_hopper":
-            skinny_hopper.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, epilogue)
-        elif plan.config is not None:
-            inside = before if plan.norm_inside else None
-            skinny.launch(plan.problem, plan.config, empty(rows, k), *views(n, k), out, epilogue, inside)
+        if candidate.home:
+            candidate.launch(choice.problem, config, empty(rows, k), *views(n, k), out, epilogue, *([before] if inside else []))
         elif function:
             gates.launch(gpu, empty(rows, n), out, function)
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from halfbyte import ops
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.problem import Problem, check_compute
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,12 @@ def describe(rows: PackedRows, dtype: torch.dtype) -> str:
         return "floating point"
     if not rows.packed.data.is_cpu:
         return f"{rows.packed.codes_format} (a GPU kernel by shape, see `halfbyte explain`)"
-    from halfbyte.dispatch.cpu import choose_linear
+    from halfbyte.dispatch.choose import choose
     from halfbyte.kernels.cpu.codegen.isas import current
 
-    taken = choose_linear(rows.packed.format, dtype, rows.compute, current()).taken
-    return f"{rows.packed.codes_format} ({taken.summary}; {current().name})"
+    n, k = rows.packed.shape
+    option = choose(Problem("linear", 1, n, k, rows.packed.format, dtype, check_compute(rows.compute)), current()).options[0]
+    return f"{rows.packed.codes_format} ({option.candidate.summary}; {current().name})"
 
 
 def _by_row(codes: Codes) -> Codes:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.bounded import by_object
+from halfbyte.dispatch.layers import MAX_ROUTED_ROWS
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.quantized import PART, QuantModule, has_hooks, why_not_hooks
 from halfbyte.nn.modules.transposed import transposed_parameter
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.experts import MAX_ROUTED_ROWS, Clamped, Mixture
+from halfbyte.ops.transformer.experts import Clamped, Mixture
 from halfbyte.ops.transformer.experts import why_not as why_not_one_call
 from halfbyte.ops.transformer.layers import Weight
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import ConvProblem, Window, check_one_scale
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -24,7 +24,6 @@ from halfbyte.ops.conv.images import (
     channels_last,
     check_codes,
     check_conv2d,
-    check_one_scale,
     empty_result,
     from_numbers,
     out_shape,
@@ -88,7 +87,7 @@ class _Plan(NamedTuple):
     strides: Shape
     weight_bytes: int
     table_shape: tuple[int, int, int]
-    kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply
+    kernel: Callable[..., Tensor] | None  # None: there is nothing to multiply, or sums are too long
     other: RearrangedWeights | None  # where that is faster
 
 
@@ -111,19 +110,25 @@ def _plan(
 def _new_plan(
     x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str, in_zero: int
 ) -> _Plan:
-    from halfbyte.dispatch.cpu_conv import choose_cpu_conv, multiplied
+    from halfbyte.dispatch.choose import choose
+    from halfbyte.dispatch.cpu_conv import quantizes_images, settled
+    from halfbyte.kernels.cpu.codegen.isas import current
 
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
     shape = out_shape(x, sizes, window)
     check_activation(activation, ACTIVATIONS)
     _, c, h, w = x.shape
-    inner = multiplied(sizes, x.dtype, compute, activation)
-    by_image = activation == "image" and inner == "int8" and not sizes.depthwise
-    if by_image:
+    asked = ConvProblem(sizes, window, x.shape[0], (h, w), x.dtype, compute, activation, in_zero)  # type: ignore[arg-type]
+    problem = settled(asked, current())
+    if quantizes_images(problem) and not sizes.depthwise:
         check_one_scale(sizes)
     kernel, other = None, None
-    if 0 not in shape and x.numel() > 0:
-        kernel, other = choose_cpu_conv(sizes, window, (shape[0], shape[2], shape[3]), x.dtype, inner, activation, in_zero)
+    long = x.dtype == torch.int8 and long_sums.overflows(sizes.k)
+    if 0 not in shape and x.numel() > 0 and not long:
+        choice = choose(problem, current())
+        first, as_packed = choice.options[0], next(option for option in choice.options if not option.candidate.rearranges)
+        kernel = as_packed.candidate.kernel(problem, current(), as_packed.config)
+        other = first.candidate.kernel(problem, current(), first.config) if first.candidate.rearranges else None
     strides = h * w * c, 1, w * c, c
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), kernel, other)
 
@@ -214,9 +219,9 @@ def qconv2d(
         plan = _plan(x, format, filter_numbers, window_numbers, in_zero=in_zero)
         check_table(table, plan.table_shape, x.device, low, high, "conv_requantization_table")
         _check_weight(weight, plan)
-        if plan.kernel is None:
+        if 0 in plan.out_shape or not x.numel():
             return channels_last(x.new_empty(plan.out_shape))
-        if long_sums.overflows(plan.sizes.k):
+        if plan.kernel is None:  # sums are too long
             codes = convolution.unpack(PackedConv(plan.sizes, cpu_tiles.NAME, weight))  # no depthwise one has so many taps
             return long_sums.qconv2d(x, codes, plan.sizes, plan.window, table, in_zero, low, high)
         ready = PLANS.qconv2d[key] = _prepared(x, weight, table, plan, in_zero)
@@ -242,7 +247,7 @@ def qconv2d_step(
     from halfbyte.kernels.cpu.steps import conv_step
 
     plan = _plan(x, packed.name, packed.numbers, window_numbers, in_zero=in_zero)
-    if plan.kernel is None or x.stride() != plan.strides or long_sums.overflows(plan.sizes.k):
+    if plan.kernel is None or x.stride() != plan.strides:
         return None
     kernel, weights = _kernel_of(packed.data, plan, integer=True)
     return conv_step(cast("PlannedConv", kernel).prepare(x, plan.window, in_zero, weights), weights, table, *map(float, clamp))

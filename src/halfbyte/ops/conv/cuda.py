@@ -1,8 +1,7 @@
 """The custom ops of convolutions on GPUs: no call synchronizes with the device, so all of them may be captured in a CUDA graph.
 
-A kernel of one tap is a linear layer of pixels, and goes to its kernels, but for 8-bit codes in and out, and for few pixels and 8-bit
-weights with one scale per channel, where those of convolutions are faster. Depthwise convolutions have a kernel of their own, all others
-are implicit matrix products (`kernels/gpu/conv/implicit_gemm.py`).
+Which kernel computes one, `dispatch` says (`dispatch/gpu_conv.py`); here its operands are made ready, and its launches are replayed. A
+kernel of one tap may be a linear layer of pixels.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import compute_of, why_no_triton
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.gpu import compute_of
+from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.gpu.runtime.launch import current_recording, output
-from halfbyte.kernels.problem import Addition, Epilogue, Window
+from halfbyte.kernels.problem import Addition, ConvProblem, Epilogue, Window, check_one_scale
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -34,7 +34,6 @@ from halfbyte.ops.conv.images import (
     channels_last,
     check_codes,
     check_conv2d,
-    check_one_scale,
     empty_result,
     from_numbers,
     out_shape,
@@ -44,7 +43,8 @@ from halfbyte.ops.replay import key_of, replayed, tapes
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.gpu.conv.tile import Convolution
+    from halfbyte.dispatch.candidate import Choice
+    from halfbyte.dispatch.gpu_conv import GpuConvCandidate
 
 _FILL = 64  # rows of the table are padded to a multiple of it: at least 256 bytes
 
@@ -81,7 +81,6 @@ class _Plan(NamedTuple):
     window: Window
     shape: Shape
     weight_bytes: int
-    way: Literal["depthwise", "linear", "patches"]
     key: tuple[Hashable, ...]  # equal for equal filters and windows
 
 
@@ -90,10 +89,8 @@ def _plan(shape: torch.Size, format: str, filter_numbers: tuple[int, ...], windo
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
     out, key = out_shape(torch.empty(shape, device="meta"), sizes, window), (format, *filter_numbers, *window_numbers)
     if sizes.depthwise:
-        return _Plan(sizes, window, out, canonical_nbytes(sizes), "depthwise", key)
-    nbytes = sizes.groups * convolution.gpu_geometry(sizes).nbytes
-    linear = sizes.taps == sizes.groups == 1 and sizes.k == sizes.channels  # no block is filled up with channels that x has not
-    return _Plan(sizes, window, out, nbytes, "linear" if linear else "patches", key)
+        return _Plan(sizes, window, out, canonical_nbytes(sizes), key)
+    return _Plan(sizes, window, out, sizes.groups * convolution.gpu_geometry(sizes).nbytes, key)
 
 
 def _fitting(x: Tensor, weight: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int]) -> _Plan:
@@ -153,31 +150,31 @@ def _conv2d(
     check_floats(x, "conv2d takes images")
     check_activation(activation, ACTIVATIONS)
     plan = _fitting(x, weight, format, filter_numbers, window_numbers)
-    # What asks for a scale of the image asks for integers; depthwise convolutions are always computed in floating point.
-    wanted = compute_of("int8" if activation == "image" and compute == "auto" else compute)
-    integers = wanted == "int8" and plan.way != "depthwise"
-    by_image = integers and activation == "image"
-    if by_image:
+    compute_of(compute)  # refuses what is none, also where there is nothing to compute
+    if activation == "image" and compute != "float" and not plan.sizes.depthwise:
         check_one_scale(plan.sizes)
     check_conv2d(x, bias, residual, plan.shape, low, high)
     if 0 in plan.shape or not x.numel():
         return empty_result(x, bias, residual, plan.shape, low, high), None
+    choice = choose(_problem(x, plan, compute, activation), gpu(x.get_device()))
     given: _Operands = x, weight, bias, residual
     if bias is not None:
         bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
     residual = None if residual is None else _rows(residual)
-    by_patches = by_image or (wanted == "float" and plan.way == "linear" and _beats_linear(plan, x))
-    if plan.way == "linear" and not by_patches:
+    if choice.taken is None:
+        return _plain(x, weight, bias, residual, plan, low, high), None
+    if choice.taken.candidate.reads == "pixels":
         scaling = "row" if activation == "image" else activation
-        settings = str(plan.sizes.matrix_format), plan.sizes.out, plan.sizes.k, wanted, scaling, low, high
+        settings = str(plan.sizes.matrix_format), plan.sizes.out, plan.sizes.k, choice.problem.compute, scaling, low, high
         y = _image(cuda.linear(_pixels(x, plan, 0), weight, bias, residual, *settings), plan)
         return y, _linear_replay(settings) if plan.window == Window() else None
-    if (reason := why_no_triton()) is not None:
-        if integers:
-            raise UnsupportedError(f"compute='int8' needs Triton: {reason}, or use compute='float'")
-        return _plain(x, weight, bias, residual, plan, low, high), None
     with cuda.on(x):
-        return _multiply(given, plan, Epilogue(bias, residual, low, high), wanted, activation)
+        return _multiply(given, plan, Epilogue(bias, residual, low, high), choice)
+
+
+def _problem(x: Tensor, plan: _Plan, compute: str, activation: str) -> ConvProblem:
+    how: Any = {"compute": compute, "activation": activation}
+    return ConvProblem(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype, **how)
 
 
 def _linear_replay(settings: tuple[Any, ...]) -> _Replay:
@@ -190,48 +187,17 @@ def _linear_replay(settings: tuple[Any, ...]) -> _Replay:
     return replay
 
 
-def _beats_linear(plan: _Plan, x: Tensor) -> bool:
-    if why_no_triton() is not None:
-        return False
-    from halfbyte.dispatch.gpu_conv import beats_linear
-    from halfbyte.kernels.gpu.conv.tile import Convolution
-
-    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
-    return beats_linear(problem.flat, gpu(x.get_device()))
-
-
-def _multiply(given: _Operands, plan: _Plan, epilogue: Epilogue, compute: str, activation: str) -> _Result:
-    from halfbyte.dispatch.gpu_conv import choose_gpu_conv
-    from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
-    from halfbyte.kernels.gpu.conv import dynamic as conv_dynamic
-    from halfbyte.kernels.gpu.conv import image as conv_image
-    from halfbyte.kernels.gpu.conv import library as conv_library
-    from halfbyte.kernels.gpu.conv.tile import Convolution
-
-    x, weight = given[:2]
-    here, added = gpu(x.get_device()), (epilogue.bias, epilogue.residual)
-    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype)
-    settings = "conv2d", compute, activation, epilogue.low, epilogue.high
-    if plan.way == "depthwise":
-        image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=False)
-        config = conv_depthwise.configs(problem, here)[0]
-        run = partial(conv_depthwise.launch, problem, config, image, taps)
-        return _launched(lambda rows: run(rows, epilogue), plan, given, (image, taps, *added), *settings, derived=True)
-    if compute == "int8":
-        image, packed = with_channels(_memory(x), plan.sizes, 0), aligned(weight)
-        kernel: Any = conv_image if activation == "image" else conv_dynamic
-        if (reason := kernel.supports(problem, here)) is not None:
-            raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
-        how = () if kernel is conv_image else (activation,)
-        run = partial(kernel.launch, problem, *how, kernel.configs(problem, here, *how)[0], image, packed)
-        return _launched(lambda rows: run(rows, epilogue), plan, given, (image, packed, *added), *settings)
-    read = _read(x, weight, problem, 0)
-    choice = choose_gpu_conv(read.problem, here)
-    if choice.config is None:
-        return _image(conv_library.launch(read.problem, read.image(), read.weight, epilogue), plan), None
+def _multiply(given: _Operands, plan: _Plan, epilogue: Epilogue, choice: Choice[ConvProblem, GpuConvCandidate]) -> _Result:
+    option, how = choice.options[0], choice.problem
+    candidate, added = option.candidate, (epilogue.bias, epilogue.residual)
+    settings = "conv2d", how.compute, how.activation, epilogue.low, epilogue.high
+    read = _read(given[0], given[1], how, candidate, 0)
+    run = partial(candidate.launch, read.problem, option.config)
+    if not candidate.replayable:
+        return _image(run(read.image(), read.weight, epilogue), plan), None
 
     def solve(rows: Tensor) -> None:
-        choice.module.launch(read.problem, choice.config, read.image(), read.weight, rows, epilogue)
+        run(read.image(), read.weight, rows, epilogue)
 
     return _launched(solve, plan, given, (read.x, read.weight, *added), *settings, derived=read.derived)
 
@@ -247,28 +213,32 @@ class _Read(NamedTuple):
         image: Returns the image, [B, H, W, C]; may write it.
     """
 
-    problem: Convolution
+    problem: ConvProblem
     x: Tensor
     weight: Tensor
     derived: bool
     image: Callable[[], Tensor]
 
 
-def _read(x: Tensor, weight: Tensor, problem: Convolution, outside: int) -> _Read:
+def _read(x: Tensor, weight: Tensor, problem: ConvProblem, candidate: GpuConvCandidate, outside: int) -> _Read:
+    """What a kernel reads of an image and a packed weight."""
     from halfbyte.kernels.gpu.conv import stem as conv_stem
 
-    stem = conv_stem.stem_of(problem)
-    if stem is None:
-        problem = problem.flat
-        image = with_channels(_memory(x), problem.sizes, outside).view(problem.batch, *problem.image, -1)
-        return _Read(problem, image, aligned(weight), False, lambda: image)
+    solved, sizes = candidate.solved(problem), problem.sizes
+    if candidate.reads == "taps":
+        image = _memory(x)
+        return _Read(solved, image, _taps_of(weight, sizes, integer=x.dtype == torch.int8), True, lambda: image)
+    if not isinstance(solved, conv_stem.Stem):
+        image = with_channels(_memory(x), sizes, outside)
+        image = image.view(solved.batch, *solved.image, -1)
+        return _Read(solved, image, aligned(weight), False, lambda: image)
 
     def written() -> Tensor:
-        image = output(conv_stem.memory_for(stem, x))
-        conv_stem.write(stem, x, image, outside)
+        image = output(conv_stem.memory_for(solved, x))
+        conv_stem.write(solved, x, image, outside)
         return image
 
-    return _Read(stem, x, _cached(weight, "stem", lambda: conv_stem.weight_of(weight, stem)), True, written)
+    return _Read(solved, x, _cached(weight, "stem", lambda: conv_stem.weight_of(weight, solved)), True, written)
 
 
 def _launched(
@@ -338,44 +308,34 @@ def _qconv2d(
     check_codes(x)
     plan = _fitting(x, weight, format, filter_numbers, window_numbers)
     check_table(table, _table_shape(plan.sizes), x.device, low, high, "conv_requantization_table")
-    separate = 0 in plan.shape or plan.way == "depthwise" or (plan.way == "linear" and plan.sizes.format.bits == 4)
-    if addition is not None and (separate or long_sums.overflows(plan.sizes.k) or addition.other.shape != plan.shape):
+    if 0 in plan.shape:
+        codes = _image(x.new_empty(0, plan.sizes.out), plan)
+        return codes if addition is None else elementwise.combine(*addition.of(codes)), None
+    choice = choose(_problem(x, plan, "int8", "block"), gpu(x.get_device()))
+    adds = choice.taken is not None and choice.taken.candidate.adds
+    if addition is not None and (not adds or addition.other.shape != plan.shape):
         codes = qconv2d(x, weight, table, format, filter_numbers, window_numbers, in_zero, low, high)
         return elementwise.combine(*addition.of(codes)), None
-    if 0 in plan.shape:
-        return _image(x.new_empty(0, plan.sizes.out), plan), None
-    if plan.way == "linear" and plan.sizes.format.bits == 4:
+    if choice.taken is None:
+        layout = convolution.CANONICAL if plan.sizes.depthwise else gpu_tiles.NAME
+        unpacked = convolution.unpack(PackedConv(plan.sizes, layout, weight))
+        return long_sums.qconv2d(x, unpacked, plan.sizes, plan.window, table, in_zero, low, high), None
+    candidate, config = choice.taken.candidate, choice.taken.config
+    if candidate.reads == "pixels":
         n, k = plan.sizes.out, plan.sizes.k
         rows = table[0, :3, : round_up(n, TABLE_PANEL)].contiguous()
         y = cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high)
         return _image(y, plan), None
-    if long_sums.overflows(plan.sizes.k):
-        layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
-        unpacked = convolution.unpack(PackedConv(plan.sizes, layout, weight))
-        return long_sums.qconv2d(x, unpacked, plan.sizes, plan.window, table, in_zero, low, high), None
-    if (reason := why_no_triton()) is not None:
-        raise UnsupportedError(f"qconv2d needs Triton: {reason}, or use the CPU")
-    from halfbyte.dispatch.gpu_conv import choose_gpu_conv
-    from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
-    from halfbyte.kernels.gpu.conv.tile import Convolution
-
-    problem = Convolution(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), torch.int8)
     clamp, settings = (low, high), ("qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.leads)
     given: _Operands = (x, weight, table, None if addition is None else addition.other)
     if addition is not None:
         addition = replace(addition, other=_rows(addition.other))
     with cuda.on(x):
         table = aligned(table)
-        if plan.way == "depthwise":
-            image, taps = _memory(x), _taps_of(weight, plan.sizes, integer=True)
-            config = conv_depthwise.configs(problem, gpu(x.get_device()))[0]
-            run = partial(conv_depthwise.launch_integer, problem, config, image, taps, table)
-            return _launched(lambda rows: run(rows, in_zero, clamp), plan, given, (image, taps, table, None), *settings, derived=True)
-        read = _read(x, weight, problem, in_zero)
-        choice = choose_gpu_conv(read.problem, gpu(x.get_device()))
+        read = _read(x, weight, choice.problem, candidate, in_zero)
 
         def solve(rows: Tensor) -> None:
-            choice.module.launch_integer(read.problem, choice.config, read.image(), read.weight, table, rows, in_zero, clamp, addition)
+            candidate.launch_codes(read.problem, config, read.image(), read.weight, table, rows, in_zero, clamp, addition=addition)
 
         operands = read.x, read.weight, table, None if addition is None else addition.other
         return _launched(solve, plan, given, operands, *settings, derived=read.derived)
@@ -384,7 +344,7 @@ def _qconv2d(
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, plan: _Plan, low: float, high: float) -> Tensor:
     """In torch's own operations, where Triton is missing: correct, but slow."""
     top, bottom, left, right = plan.window.padding
-    layout = convolution.CANONICAL if plan.way == "depthwise" else gpu_tiles.NAME
+    layout = convolution.CANONICAL if plan.sizes.depthwise else gpu_tiles.NAME
     floats = convolution.dequantize(PackedConv(plan.sizes, layout, weight), torch.float32)
     padded = torch.nn.functional.pad(x.float(), (left, right, top, bottom))
     bias = None if bias is None else bias.float()

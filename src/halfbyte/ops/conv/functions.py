@@ -19,7 +19,7 @@ from torch.nn.grad import conv2d_input
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
-from halfbyte.kernels.problem import Addition, Window
+from halfbyte.kernels.problem import Addition, Padding, Sizes, Window, flat, window_of
 from halfbyte.layouts import convolution, cpu_tiles, gpu_tiles
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops import functions
@@ -34,8 +34,6 @@ from halfbyte.ops.long_sums import starts
 from halfbyte.quantizers.check import check_weight
 
 _INFINITE = float("inf")
-_Sizes = int | Sequence[int]
-_Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
 
 # Codes and layouts
@@ -69,7 +67,7 @@ def quantize_conv(weight: Tensor, format: str | Format, method: str = "absmax", 
     return functions.quantize(convolution.channels_last(weight.detach(), fmt), fmt, method, name=name)
 
 
-def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.device | str = "cpu") -> PackedConv:
+def pack_conv(codes: Codes, kernel_size: Sizes, groups: int = 1, device: torch.device | str = "cpu") -> PackedConv:
     """Arrange the codes of a convolution's weight in the byte order of a device's kernels; `unpack` is the exact inverse.
 
     Args:
@@ -104,9 +102,9 @@ def conv2d(
     x: Tensor,
     packed: PackedConv,
     bias: Tensor | None = None,
-    stride: _Sizes = 1,
-    padding: _Padding = 0,
-    dilation: _Sizes = 1,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
     *,
     residual: Tensor | None = None,
     compute: str = "auto",
@@ -152,9 +150,9 @@ def conv2d_channels_last(
     x: Tensor,
     packed: PackedConv,
     bias: Tensor | None = None,
-    stride: _Sizes = 1,
-    padding: _Padding = 0,
-    dilation: _Sizes = 1,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
     *,
     residual: Tensor | None = None,
     compute: str = "auto",
@@ -186,7 +184,7 @@ def conv1d(
     packed: PackedConv,
     bias: Tensor | None = None,
     stride: int = 1,
-    padding: _Padding = 0,
+    padding: Padding = 0,
     dilation: int = 1,
     *,
     residual: Tensor | None = None,
@@ -225,7 +223,7 @@ def conv1d_channels_last(
     packed: PackedConv,
     bias: Tensor | None = None,
     stride: int = 1,
-    padding: _Padding = 0,
+    padding: Padding = 0,
     dilation: int = 1,
     *,
     residual: Tensor | None = None,
@@ -238,7 +236,7 @@ def conv1d_channels_last(
         if x.dim() not in (2, 3):
             raise ArgumentError(f"conv1d takes [B, C, L] or [C, L], got {list(x.shape)}")
         if not isinstance(padding, str):
-            sides = _flat(padding)
+            sides = flat(padding)
             if len(sides) not in (1, 2):
                 raise ArgumentError(f'the padding of conv1d is one number, (left, right), "same" or "valid", got {padding!r}')
             padding = (0, 0), (sides[0], sides[-1])
@@ -254,9 +252,9 @@ def qconv2d(
     x: Tensor,
     packed: PackedConv,
     bias: Tensor | None = None,
-    stride: _Sizes = 1,
-    padding: _Padding = 0,
-    dilation: _Sizes = 1,
+    stride: Sizes = 1,
+    padding: Padding = 0,
+    dilation: Sizes = 1,
     *,
     in_scale: float,
     in_zero: int,
@@ -334,73 +332,33 @@ def conv_requantization_table(
     return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
 
 
-def _pair(value: _Sizes, what: str) -> tuple[int, int]:
-    sizes = [_whole(n) for n in value] if isinstance(value, Sequence) else [_whole(value)] * 2
-    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
-        raise ArgumentError(f"{what} is one whole number or (height, width), got {value!r}: write {what}=1 or {what}=(1, 1)")
-    return sizes[0], sizes[1]
-
-
-def _whole(value: Any) -> int | None:
-    """None where it is no whole number. 1.0 is one, as it is the key of `_parsed_window` that 1 is."""
-    try:
-        return int(value) if not isinstance(value, str) and value == int(value) else None
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def module_window(module: Any) -> Window:
     """The stride, padding and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
     kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
     padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
-    return _window(kernel, stride, padding, dilation)
+    return window_of(kernel, stride, padding, dilation)
 
 
-def _flat(value: object) -> list[Any]:
-    return [n for item in value for n in _flat(item)] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-
-
-def _window_numbers(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
+def _window_numbers(kernel: tuple[int, int], stride: Sizes, padding: Padding, dilation: Sizes) -> tuple[int, ...]:
     """`Window.numbers` of a caller's arguments, cached: parsing takes longer than a small kernel."""
     if torch.compiler.is_compiling():
-        return _window(kernel, stride, padding, dilation).numbers
+        return window_of(kernel, stride, padding, dilation).numbers
     try:
         return _parsed_window(kernel, stride, padding, dilation)
     except TypeError:  # lists
         try:
             return _parsed_window(kernel, _frozen(stride), _frozen(padding), _frozen(dilation))
         except ArgumentError:  # whose text names the lists
-            return _window(kernel, stride, padding, dilation).numbers
+            return window_of(kernel, stride, padding, dilation).numbers
 
 
 @functools.lru_cache(maxsize=4096)
-def _parsed_window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> tuple[int, ...]:
-    return _window(kernel, stride, padding, dilation).numbers
+def _parsed_window(kernel: tuple[int, int], stride: Sizes, padding: Padding, dilation: Sizes) -> tuple[int, ...]:
+    return window_of(kernel, stride, padding, dilation).numbers
 
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, dilation: _Sizes) -> Window:
-    strides, dilations = _pair(stride, "stride"), _pair(dilation, "dilation")
-    if padding == "same":
-        if strides != (1, 1):
-            raise ArgumentError(f'padding "same" takes stride 1, got {stride}')
-        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
-        sides = reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2
-    elif padding == "valid":
-        sides = 0, 0, 0, 0
-    elif isinstance(padding, str):
-        raise ArgumentError(f'padding is "same", "valid" or whole numbers, got {padding!r}: write padding=0')
-    else:
-        given = _flat(padding) if isinstance(padding, Sequence) else [padding] * 2
-        flat = [n for n in map(_whole, given) if n is not None]
-        if len(given) not in (2, 4) or len(flat) != len(given):
-            allowed = "one whole number, (height, width) or ((top, bottom), (left, right))"
-            raise ArgumentError(f"padding is {allowed}, got {padding!r}: write padding=0")
-        sides = (flat[0], flat[0], flat[1], flat[1]) if len(flat) == 2 else (flat[0], flat[1], flat[2], flat[3])
-    return Window(strides, sides, dilations)
 
 
 # Custom ops

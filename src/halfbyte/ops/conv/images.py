@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
-from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.ops import checks
 from halfbyte.ops.checks import check_bias, check_clamp, check_residual
 from halfbyte.ops.tensors import empty_sum
@@ -52,17 +51,6 @@ def check_conv2d(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape:
         check_bias(bias, shape[1], x.device)
     if residual is not None:
         check_residual(residual, x, shape)
-
-
-def check_one_scale(sizes: Filter) -> None:
-    """Raises UnsupportedError for a weight that `activation="image"` does not support."""
-    fmt = sizes.format
-    if fmt.zero != "none" or isinstance(fmt.block, int):
-        raise UnsupportedError(
-            f"activation='image' takes weights with a scale per channel or tensor and no zero, got {fmt}: use int8_channel, or 'row'"
-        )
-    if sizes.k > LONGEST_BLOCK:
-        raise UnsupportedError(f"activation='image' takes patches of at most {LONGEST_BLOCK} numbers, got {sizes.k}: use 'row'")
 
 
 def check_codes(x: Tensor) -> None:

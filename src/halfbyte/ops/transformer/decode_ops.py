@@ -7,14 +7,12 @@ support it, that start while the previous one is still running; elsewhere the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import choose_gpu, why_no_triton
+from halfbyte.dispatch.choose import choose
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
@@ -29,22 +27,19 @@ from halfbyte.kernels.layer_kinds import (
     is_interleaved,
     key_value_heads,
 )
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import AttentionProblem, Epilogue, NormedProblem, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import from_codes, scales_of, to_codes
-from halfbyte.machine import Gpu, gpu
+from halfbyte.machine import gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
 from halfbyte.ops.library import OPS
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.tensors import aligned
 from halfbyte.ops.transformer.decoder import Heads, Norm
-from halfbyte.ops.transformer.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, why_not_norm, wide_norm
+from halfbyte.ops.transformer.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, wide_norm
 
-_START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
-SOFTCAP = "the kernels have no soft cap of scores"
-_BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
     "normed_linear(Tensor x, Tensor? norm, float eps, bool unit_offset, Tensor weight, Tensor? bias, str format, int n, int k, str gates, "
@@ -215,89 +210,36 @@ def _normed_cuda(
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
-    problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
-    plan = normed_plan(problem, here, normed=norm is not None, gated=bool(gates) and gated, biased=bias is not None)
-    if isinstance(plan, str):
+    product = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
+    choice = choose(NormedProblem(product, norm is not None, bool(gates) and gated, bias is not None), here)
+    if choice.taken is None:
         return _normed(x, norm, eps, unit_offset, weight, bias, format, n, k, gates, gated, factor)
-    from halfbyte.kernels.gpu.linear import skinny, skinny_hopper
-
+    candidate, config = choice.taken.candidate, choice.taken.config
     check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
     if bias is not None:
         check_bias(bias, n, x.device)
     shape = *x.shape[:-1], n // 2 if gates and gated else n
-    within = gates if gated and plan.config is not None else ""  # what the product has
-    inside = None if norm is None or not plan.norm_inside else (norm.contiguous(), eps, unit_offset)
+    within = gates if gated and candidate.home else ""  # what the product has
+    inside = None if norm is None or not candidate.takes_norm(choice.problem, config) else (norm.contiguous(), eps, unit_offset)
     with on(x):
         z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, unit_offset))
         z = z.view(rows, k)
-        if plan.config is not None:
+        if candidate.home:
             weight, bias = aligned(weight), None if bias is None else bias.contiguous()
 
             def multiply() -> Tensor:
                 out = output(x.new_empty(rows, shape[-1] if within else n))
                 views, epilogue = gpu_tiles.views(weight, geo), Epilogue(bias, gates=within, factor=factor)
-                if plan.kernel == "skinny":
-                    skinny.launch(plan.problem, plan.config, z, *views, out, epilogue, inside)
-                else:
-                    skinny_hopper.launch(plan.problem, plan.config, z, *views, out, epilogue)
+                candidate.launch(choice.problem, config, z, *views, out, epilogue, *([] if inside is None else [inside]))
                 return out
 
             operands = z, weight, bias, inside and inside[0]
-            y = replayed(multiply, operands, "normed_linear", plan, within, factor, inside and inside[1:])
+            y = replayed(multiply, operands, "normed_linear", choice.problem, config, within, factor, inside and inside[1:])
         else:
             y = _product(z, weight, bias, format, n, k)
         if gates and not within:
             y = activated_on_gpu(y, gates, factor, gated=gated)
     return y.view(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class NormedPlan:
-    """How `normed_linear` is computed: with a `config`, by that `kernel` of kernels/gpu, gates included; otherwise the product by the
-    kernel of a plain linear layer, and the gates by a separate one, as a function without gates always is. A norm outside of the product
-    has a separate kernel before it."""
-
-    problem: Problem
-    kernel: str
-    config: Any
-    norm_inside: bool
-
-
-def normed_plan(problem: Problem, here: Gpu, *, normed: bool = True, gated: bool = False, biased: bool = False) -> NormedPlan | str:
-    """The plan of `normed_linear` on a GPU; or why torch's operations compute everything but the product."""
-    if (reason := why_not_norm(problem.k, here)) is not None:
-        return reason
-    return _plan(problem, normed, gated, biased, here)
-
-
-@lru_cache(maxsize=1024)
-def _plan(problem: Problem, normed: bool, gated: bool, biased: bool, here: Gpu) -> NormedPlan | str:
-    from halfbyte.kernels.gpu.linear import skinny, skinny_hopper_config
-
-    rows, n, dtype = problem.m, problem.n, problem.dtype
-    if not n or not rows:
-        return f"{rows} rows of {n} outputs are nothing to compute"
-    choice = choose_gpu(problem, here)
-    if choice.taken is None:
-        return "no kernel solves this product"
-    # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
-    separate = gated + (normed and (rows == 1 or not gated))
-    longest = choice.taken.seconds + separate * _START + gated * 1.5 * rows * n * dtype.itemsize / (here.bandwidth or _BANDWIDTH)
-    direct = [o for o in choice.options if o.candidate.sparse == problem.sparse and o.seconds <= longest]
-    options = [o for o in direct if o.candidate.home == "linear.skinny"]
-    if not gated:
-        config = next((o.config for o in options if o is choice.taken or skinny.takes_norm(o.config)), None)
-        return NormedPlan(problem, "skinny", config, normed and config is not None and skinny.takes_norm(config))
-    if choice.taken.candidate.home == "linear.skinny_hopper" and not biased:
-        times = (o.config for o in direct if o.candidate.home == "linear.skinny_hopper")
-        best = next((found for config in times if (found := skinny_hopper_config.gated(problem, config, here))), None)
-        if best is not None:
-            return NormedPlan(problem, "skinny_hopper", best, False)
-    gates = (skinny.gated(problem, o.config) for o in options)
-    # Configs whose warps share K come last: with gates they take a third longer than the product alone (4 and 8 rows, on an H100).
-    fitting = sorted((config for config in gates if config is not None), key=lambda config: config.batch > 1)
-    config = fitting[0] if fitting and not biased else None
-    return NormedPlan(problem, "skinny", config, normed and config is not None and skinny.takes_norm(config))
 
 
 # attend
@@ -498,8 +440,11 @@ def _attend_cuda(*args: Any) -> Tensor:
     contiguous = all(t.is_contiguous() for t in (qkv, keys, values, *token.scales)) and all(t.stride(-1) == 1 for t in token.rows)
     here = gpu(qkv.get_device())
     widest = heads * keys.shape[3] if token.of_all_heads else None
-    sizes = heads, keys.shape[1], keys.shape[3]
-    if not contiguous or why_not_attend(*sizes, qkv.dtype, here, widest, codes=token.scales != (), cap=token.cap) is not None:
+    batch, kv_heads, _, dim = keys.shape
+    cache: Literal["float", "int8"] = "int8" if token.scales else "float"
+    softcap = token.cap is not None
+    problem = AttentionProblem("decode", batch, 1, heads, kv_heads, dim, qkv.dtype, cache, norm_width=widest, softcap=softcap)
+    if not contiguous or choose(problem, here).taken is None:
         return _attend(*args)
     from halfbyte.kernels.gpu.transformer import attend as kernel
     from halfbyte.kernels.gpu.transformer import norm
@@ -514,41 +459,13 @@ def _attend_cuda(*args: Any) -> Tensor:
             norm.launch_sections(here, qkv, norms, read)
         of_heads = token.rotary_dim, token.rope_interleaved, token.sinks, token.norm_after_rope, token.others, token.v_norm
         how = kernel.How(token.factor, token.ring, *of_heads)
-        cache = keys, values, *token.scales
-        kernel.launch(here, read, token.rotary, cache, token.length, token.mask, out, token.scale, token.advance, within, how)
+        entries = keys, values, *token.scales
+        kernel.launch(here, read, token.rotary, entries, token.length, token.mask, out, token.scale, token.advance, within, how)
         return out
 
     tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]
     with on(qkv):
         return replayed(steps, tensors, "attend", *settings)
-
-
-def why_not_attend(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    dtype: torch.dtype,
-    here: Gpu,
-    normed: int | None = None,
-    *,
-    codes: bool = False,
-    cap: float | None = None,
-) -> str | None:
-    """Why `attend` uses torch's operations for contiguous tensors of these sizes; None if `kernels/gpu/transformer/attend.py` computes it.
-
-    normed  the width of a norm of all heads together, if there is one
-    codes   the cache has codes
-    cap     the soft cap of scores, if there is one
-    """
-    if cap is not None:
-        return SOFTCAP
-    if (reason := why_no_triton()) is not None:
-        return reason
-    if here.backend != "cuda":
-        return f"the kernel starts early on NVIDIA GPUs only, not on {here.name}"
-    from halfbyte.kernels.gpu.transformer import attend as kernel
-
-    return kernel.supports(heads, kv_heads, dim, dtype, codes=codes) or (None if normed is None else why_not_norm(normed, here))
 
 
 def _attend_fake(*args: Any) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.dispatch.layers import MAX_ROUTED_ROWS, why_not_panels
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import experts as kernel
     from halfbyte.kernels.cpu.transformer import halves
 
-MAX_ROUTED_ROWS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
 
 
@@ -196,7 +196,7 @@ def why_not(gate_up: Weight, down: Weight) -> str | None:
         return "its experts are not packed for CPUs"
     if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in (gate_up, down)):
         return "its packed experts do not begin at multiples of 64 bytes"
-    return f"{gates} gates are not whole panels of {cpu_tiles.PANEL}" if gates % cpu_tiles.PANEL else None
+    return why_not_panels(gates)
 
 
 def check_scores(scores: str, correction: Tensor | None) -> None:

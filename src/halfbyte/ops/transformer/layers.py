@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfbyte.kernels.problem import Activation
+from halfbyte.kernels.problem import Activation, Problem, check_compute
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 
@@ -81,12 +81,13 @@ class Addresses:
 
     def product(self, weight: Weight, *, gelu: bool = False) -> Product:
         """The product of float32 activations and this weight, followed by GELU if `gelu`; of stacked weights that of the first."""
-        from halfbyte.dispatch.cpu import kernel_for
+        from halfbyte.dispatch.choose import cpu_kernel
         from halfbyte.kernels.cpu.step_sequence import Product
 
         n, k = weight.packed.shape[-2:]
         sparse = weight.packed.layout == cpu_tiles.SPARSE
-        kernel = kernel_for(weight.packed.name, n, k, torch.float32, weight.compute, weight.activation, gelu=gelu, sparse=sparse)
+        fmt, compute = weight.packed.format, check_compute(weight.compute)
+        kernel = cpu_kernel(Problem("linear", 1, n, k, fmt, torch.float32, compute, weight.activation, sparse=sparse), gelu=gelu)
         self._kept.append(weight.packed.data)
         bias = 0
         if weight.bias is not None:

@@ -4,18 +4,15 @@ on NVIDIA GPUs that starts while the previous one is still running, and the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from halfbyte.dispatch.layers import why_not_norm
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.ops.library import OPS, in_mode, plain, refuses_derivatives, transformed
 from halfbyte.ops.transformer.decoder import Norm
-
-if TYPE_CHECKING:
-    from halfbyte.machine import Gpu
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("normed(Tensor x, Tensor norm, float eps, bool unit_offset, bool centred, Tensor? shift) -> Tensor")
@@ -102,19 +99,6 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
 
     with on(x):
         return replayed(steps, (z, weight, shift), "normed", *norm[1:4])
-
-
-def why_not_norm(k: int, here: Gpu) -> str | None:
-    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/transformer/norm.py`."""
-    from halfbyte.dispatch.gpu import why_no_triton
-
-    if (reason := why_no_triton()) is not None:
-        return reason
-    from halfbyte.kernels.gpu.transformer import norm
-
-    if here.backend != "cuda":
-        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
-    return f"a norm of {k} columns is more than the {norm.MOST} that a block's registers hold" if k > norm.MOST else None
 
 
 def _check(x: Tensor, norm: Norm) -> None:

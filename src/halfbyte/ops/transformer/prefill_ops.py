@@ -9,30 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.dispatch.gpu import why_no_triton
+from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.layers import why_not_norm
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, GateFunction, key_value_heads
+from halfbyte.kernels.problem import AttentionProblem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.transformer.decode_ops import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
 from halfbyte.ops.transformer.decoder import Heads, Norm
-from halfbyte.ops.transformer.norms import why_not_norm, wide_norm
+from halfbyte.ops.transformer.norms import wide_norm
 
 
 def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:
     """Why a GPU computes `apply_rope` and `attend_many` for such heads in torch's operations; None if by kernels."""
-    if (reason := why_no_triton()) is not None:
-        return reason
-    if here.backend != "cuda":
-        return f"the kernels start early on NVIDIA GPUs only, not on {here.name}"
-    from halfbyte.kernels.gpu.transformer import attend_many as kernel
-
-    normed = heads.num_heads * heads.head_dim if heads.qk_norm_whole and heads.qk_norm else None
-    return kernel.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype) or (
-        None if normed is None else why_not_norm(normed, here)
-    )
+    width = heads.num_heads * heads.head_dim if heads.qk_norm_whole and heads.qk_norm else None
+    choice = choose(AttentionProblem("prefill", 1, 1, heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, norm_width=width), here)
+    return None if choice.taken is not None else choice.reasons["attend_many"]
 
 
 # Gates

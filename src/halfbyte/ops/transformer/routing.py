@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.dispatch.gpu import choose_gpu
+from halfbyte.dispatch.choose import choose
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import RouterScores, scores_in_torch
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.problem import ExpertsProblem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
@@ -25,7 +25,7 @@ from halfbyte.ops.transformer.decode_ops import activated_in_torch
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
 from halfbyte.ops.transformer.layers import Weight
-from halfbyte.ops.transformer.norms import norm_in_torch, why_not_norm
+from halfbyte.ops.transformer.norms import norm_in_torch
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
@@ -56,26 +56,6 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
 
 def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
     return (None, "", None) if weight is None else (weight.packed.data, weight.packed.name, weight.bias)
-
-
-def why_not_experts(half: Experts, here: Gpu) -> str | None:
-    """Why torch's operations compute what lies around the products on a GPU; None if `kernels/gpu/experts/routing.py` does."""
-    experts, k = half.router.shape
-    return why_not_router(experts, k, here)
-
-
-def why_not_router(experts: int, k: int, here: Gpu) -> str | None:
-    """`why_not_experts` for a router [E, K]."""
-    if (reason := why_not_norm(k, here)) is not None:
-        return reason
-    return _why_not(experts)
-
-
-def _why_not(experts: int) -> str | None:
-    from halfbyte.kernels.gpu.experts import routing
-
-    most = routing.MOST_EXPERTS
-    return None if experts <= most else f"{experts} experts are more than the {most} whose logits a warp's registers hold"
 
 
 class _Arguments(NamedTuple):
@@ -131,6 +111,13 @@ class _Arguments(NamedTuple):
                 f"shared, all on one device, and 1 to E of them, got {got}, {self.chosen}"
             )
         check_scores(self.scores, self.correction)
+
+    def problem(self) -> ExpertsProblem:
+        """The mixture, as `dispatch` is asked for it."""
+        formats = as_format(self.gate_up_format), as_format(self.down_format)
+        (experts, k), how = self.router.shape, {"compute": self.compute, "activation": self.activation}
+        kinds: Any = {**how, "clamped": self.clamped is not None, "biased": self.gate_up_bias is not None}
+        return ExpertsProblem(self.x.numel() // k, experts, self.chosen, k, self.inner, *formats, self.x.dtype, **kinds)
 
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
         """[M, T, N]"""
@@ -202,7 +189,8 @@ def _add_experts_cuda(*args: Any) -> Tensor:
     a = a._replace(compute="float") if a.compute == "auto" else a
     a.check()
     here, (experts, k) = gpu(a.x.get_device()), a.router.shape
-    if a.compute != "float" or not a.x.numel() or why_not_norm(k, here) is not None or _why_not(experts) is not None:
+    choice = choose(a.problem(), here) if a.x.numel() else None
+    if choice is None or choice.taken is None:
         return _add_experts(*a)
     from halfbyte.kernels.gpu.experts import grouped, routing
     from halfbyte.kernels.gpu.transformer import gates
@@ -212,7 +200,6 @@ def _add_experts_cuda(*args: Any) -> Tensor:
     z, out, inner = output(torch.empty_like(x)), output(torch.empty_like(x)), output(x.new_empty(routed_rows, a.inner))
     logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
     ids = output(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
-    problem = Problem("grouped_linear", routed_rows, 2 * a.inner, k, as_format(a.gate_up_format), x.dtype, experts=experts)
     with on(x):
         shared_gate = (
             None if a.shared_gate is None else (a.shared_gate.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
@@ -220,14 +207,11 @@ def _add_experts_cuda(*args: Any) -> Tensor:
         router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), shared_gate)
         routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.unit_offset), router, z, logits)
         correction = None if a.correction is None else a.correction.contiguous()
-        choice = routing.Choice(a.normalized, a.scores, correction, a.factor)
-        routing.launch_choice(here, logits, ids, weights, choice)
-        plain = a.clamped is None and a.gate_up_bias is None
-        config = _gated(problem, here) if plain else None
-        if config is not None:
+        routing.launch_choice(here, logits, ids, weights, routing.Choice(a.normalized, a.scores, correction, a.factor))
+        if (config := choice.taken.config) is not None:
             nbytes = experts * packed_bytes(a.gate_up_format, 2 * a.inner, k, "cuda")
             check_bytes(a.gate_up, nbytes, x.device, f"{a.gate_up_format} of shape [{experts}, {2 * a.inner}, {k}]")
-            grouped.launch(problem, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
+            grouped.launch(choice.problem.first, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
         elif a.clamped is None:
             gates.launch(here, a.product(z, ids, down=False).view(routed_rows, -1), inner)
         else:
@@ -238,25 +222,21 @@ def _add_experts_cuda(*args: Any) -> Tensor:
     return out.view(a.x.shape)
 
 
-def _gated(problem: Problem, here: Gpu) -> Any:
-    """The config of the product with gates; None where they have a kernel of their own."""
-    from halfbyte.kernels.gpu.experts import grouped
-
-    taken = choose_gpu(problem, here).taken
-    return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(problem, taken.config)
-
-
-def gates_inside(problem: Problem, here: Gpu, *, biased: bool) -> bool:
-    """Whether the kernel of the product gate_up of experts computes silu(gate) * up, too."""
-    return not biased and _gated(problem, here) is not None
+def problem_of(half: Experts, rows: int, dtype: torch.dtype) -> ExpertsProblem:
+    """The mixture for so many rows, as `dispatch` is asked for it."""
+    up, down = half.gate_up.packed, half.down_proj.packed
+    how: Any = {"compute": half.gate_up.compute, "activation": half.gate_up.activation}
+    return ExpertsProblem(
+        rows, up.shape[0], half.top_k, half.k, down.shape[2], up.format, down.format, dtype, **how, clamped=half.clamped is not None,
+        biased=half.gate_up.bias is not None,
+    )  # fmt: skip
 
 
 def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
     """What computes `half` for so many rows, of which none is in torch's operations."""
-    experts, n, k = half.gate_up.packed.shape
-    problem = Problem("grouped_linear", rows * half.top_k, n, k, half.gate_up.packed.format, dtype, experts=experts)
     if half.clamped is None:
-        within = gates_inside(problem, here, biased=half.gate_up.bias is not None)
+        taken = choose(problem_of(half, rows, dtype), here).taken
+        within = taken is not None and taken.config is not None
         gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
     else:
         gates = f"before a kernel of {CLAMPED}"

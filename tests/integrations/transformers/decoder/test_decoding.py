@@ -19,6 +19,7 @@ from transformers import StaticCache
 from halfbyte import ops
 from halfbyte.decoder import gpu_layer
 from halfbyte.decoder.family import ACTIVATIONS
+from halfbyte.dispatch.choose import forget
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.integrations.transformers.decoder import gpu_run
@@ -297,10 +298,10 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(lowered.reason is None for lowered in many)
         assert (many[0].op.name, many[0].kernel) == ("attn_norm", "norm")
     monkeypatch.setattr(norm, "MOST", 32)
-    ops.transformer.decode_ops._plan.cache_clear()
+    forget()
     wide = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["sm_90"])
     assert wide[0].reason == "a norm of 64 columns is more than the 32 that a block's registers hold"
-    ops.transformer.decode_ops._plan.cache_clear()
+    forget()
     amd = kernels_gpu.layer_kernels(layer_ops(spec), GPUS["gfx942"])
     assert "NVIDIA GPUs only" in ({lowered.op.name: lowered for lowered in amd}["attention"].reason or "")
     here = explain_model(short, "cpu").groups[0]

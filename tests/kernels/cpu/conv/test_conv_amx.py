@@ -8,6 +8,7 @@ from emulated.amx import EmulatedTiles
 from samples import random_codes
 from torch import Tensor
 
+from halfbyte.dispatch.choose import forget
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
@@ -112,6 +113,7 @@ def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(current()), "matrix", UNIT)
     monkeypatch.setattr(type(current()), "matrix_rows", 3)
     PLANS.conv2d.clear()
+    forget()
     taken = list[Tensor]()
     planned = MatrixConvKernel.planned
     monkeypatch.setattr(MatrixConvKernel, "planned", lambda *a: taken.append(a[4]) or planned(*a))
@@ -130,6 +132,7 @@ def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) 
     assert len(taken) == 3
     assert len({weights.data_ptr() for weights in taken}) == 1
     PLANS.conv2d.clear()
+    forget()
 
 
 # The machine code, for any CPU

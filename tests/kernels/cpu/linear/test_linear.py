@@ -13,7 +13,7 @@ from samples import random_codes
 from support import RUNNABLE, activations, examples, pairwise, run_linear
 from torch import Tensor
 
-from halfbyte.dispatch.cpu import choose_linear
+from halfbyte.dispatch.choose import choose
 from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.codegen import runtime
@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.problem import Activation, Compute
+from halfbyte.kernels.problem import Activation, Compute, Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import pack
 
@@ -56,7 +56,8 @@ class Case:
     def kernel(self, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> LinearKernel:
         isa = RUNNABLE[self.isa]
         monkeypatch.setenv("HALFBYTE_ISA", isa.name)
-        inner = choose_linear(self.format, self.dtype, self.compute, isa).taken.inner
+        problem = Problem("linear", 1, n, k, self.format, self.dtype, self.compute)
+        inner = choose(problem, isa).options[0].candidate.inner
         return LinearKernel(self.format, n, k, self.dtype, inner, self.activation)
 
 

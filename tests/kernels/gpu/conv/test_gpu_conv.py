@@ -13,7 +13,7 @@ from float_support import UNIT, launched
 from samples import random_codes
 from torch import Tensor
 
-from halfbyte.dispatch.gpu_conv import choose_gpu_conv
+from halfbyte.dispatch.choose import choose
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.gpu.conv import depthwise as conv_depthwise
@@ -25,9 +25,9 @@ from halfbyte.kernels.gpu.conv import image as conv_image
 from halfbyte.kernels.gpu.conv import implicit_gemm as conv
 from halfbyte.kernels.gpu.conv import stem as conv_stem
 from halfbyte.kernels.gpu.conv import teams as conv_teams
-from halfbyte.kernels.gpu.conv.tile import Config, Convolution
+from halfbyte.kernels.gpu.conv.tile import Config
 from halfbyte.kernels.gpu.hopper.gluon_compat import LARGER_VIEWS
-from halfbyte.kernels.problem import Addition, Combination, Epilogue, Window
+from halfbyte.kernels.problem import Addition, Combination, ConvProblem, Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu
@@ -85,7 +85,7 @@ def test_weights_come_back(shape: str, format: str) -> None:
 def check(name: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, config: Any = None, module: Any = conv) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = (SHAPES | FEW | HOPPER | TEAMS)[shape]
     codes, sizes = codes_of(name, channels, groups, outputs, kernel)
-    problem = Convolution(sizes, window, batch, (height, width), dtype)
+    problem = ConvProblem(sizes, window, batch, (height, width), dtype)
     assert module.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, dtype)
     bias = torch.randn(outputs).to(dtype)
@@ -146,7 +146,7 @@ def test_few(shape: str, format: str, gpu: Gpu, device: torch.device) -> None:
 def test_few_shares(config: tuple[int, int, int, int, bool], gpu: Gpu, device: torch.device) -> None:
     """Parts of K of one step and of several, which are read ahead or not, and more warps than there are parts."""
     bands, columns, warps, records, ahead = config
-    chosen = replace(conv_few.configs(Convolution(*_FEW_PROBLEM), gpu)[0], bands=bands, columns=columns, batch=warps, warps=warps)
+    chosen = replace(conv_few.configs(ConvProblem(*_FEW_PROBLEM), gpu)[0], bands=bands, columns=columns, batch=warps, warps=warps)
     check("int8_channel", "stride, dilation", torch.float16, gpu, device, replace(chosen, records=records, ahead=int(ahead)), conv_few)
 
 
@@ -179,7 +179,7 @@ def addition_to(codes: Tensor, *, leads: bool) -> Addition:
 def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
-    problem = Convolution(sizes, window, batch, (height, width), torch.int8)
+    problem = ConvProblem(sizes, window, batch, (height, width), torch.int8)
     x, bias = image(batch, channels * groups, height, width, torch.int8), torch.randn(outputs)
     out_scale = 0.02 * float(codes.scale.max()) * 128 * sizes.k**0.5 / 16
     scales = 0.02, in_zero, out_scale, 3
@@ -219,7 +219,7 @@ def test_programs_that_share_k(format: str, split: int, gpu: Gpu, device: torch.
 def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
-    problem = Convolution(sizes, window, batch, (height, width), torch.float16)
+    problem = ConvProblem(sizes, window, batch, (height, width), torch.float16)
     assert conv_dynamic.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, torch.float16)
     x = x * 2 + 3 if "offset" in activation else x
@@ -251,7 +251,7 @@ def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: tor
 def test_images_that_are_quantized_once(format: str, shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device) -> None:
     (_, height, width, channels, groups, outputs, kernel, window), batch = SHAPES[shape], 4
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
-    problem = Convolution(sizes, window, batch, (height, width), dtype)
+    problem = ConvProblem(sizes, window, batch, (height, width), dtype)
     assert conv_image.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, dtype) * torch.tensor([1.0, 0.0, 30.0, 1.0]).view(-1, 1, 1, 1).to(dtype)
     x[0, 0, 0, 0], x[2, -1, -1, -1] = torch.inf, -100
@@ -287,7 +287,7 @@ def test_depthwise(
     """Strips of several rows, too, of which there are none where so little is to do."""
     in_zero = -9
     codes, sizes = codes_of("int8_channel", 1, channels, channels, kernel)
-    problem = Convolution(sizes, window, 2, (5, 6), dtype)
+    problem = ConvProblem(sizes, window, 2, (5, 6), dtype)
     x, bias = image(2, channels, 5, 6, dtype), torch.randn(channels)
     config = replace(conv_depthwise.configs(problem, gpu)[0], rows=rows)
     out = torch.full((problem.m, channels), 99, dtype=dtype, device=device)
@@ -321,10 +321,10 @@ def test_stem(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, in
         pytest.skip("the interpreter multiplies bfloat16 wrongly")
     batch, height, width, channels, outputs, kernel, window = STEMS[shape]
     codes, sizes = codes_of("int8_channel", channels, 1, outputs, kernel)
-    problem = Convolution(sizes, window, batch, (height, width), dtype)
+    problem = ConvProblem(sizes, window, batch, (height, width), dtype)
     stem = conv_stem.stem_of(problem)
     assert stem is not None
-    assert choose_gpu_conv(stem, gpu).name == "conv"
+    assert choose(problem, gpu).options[0].candidate.name == "conv"
     assert stem.m == problem.m
     x, bias = image(batch, channels, height, width, dtype).to(device), torch.randn(outputs)
     weight = conv_stem.weight_of(convolution.pack_gpu(codes, sizes).data.to(device), stem)
@@ -371,7 +371,7 @@ def test_hopper(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, 
         pytest.skip("it is made of Hopper's instructions")
     batch, height, width, channels, _, outputs, kernel, window = HOPPER[shape]
     codes, sizes = codes_of("int8_channel" if dtype == torch.int8 else "int4_g32", channels, 1, outputs, kernel)
-    problem = Convolution(sizes, window, batch, (height, width), dtype)
+    problem = ConvProblem(sizes, window, batch, (height, width), dtype)
     assert conv_hopper.supports(problem, gpu) is None
     x, bias = image(batch, channels, height, width, dtype), torch.randn(outputs)
     weight = convolution.pack_gpu(codes, sizes).data.to(device)
@@ -416,7 +416,7 @@ def test_teams(shape: str, format: str, dtype: torch.dtype, gpu: Gpu, device: to
         pytest.skip("it is made of Hopper's instructions")
     batch, height, width, channels, _, outputs, kernel, window = TEAMS[shape]
     _, sizes = codes_of(format, channels, 1, outputs, kernel)
-    configs = conv_teams.configs(Convolution(sizes, window, batch, (height, width), dtype), gpu)
+    configs = conv_teams.configs(ConvProblem(sizes, window, batch, (height, width), dtype), gpu)
     for config in configs[:1] if interpreted else configs:
         stages = 5 if shape == "more records than stages" else config.stages
         with gluon_interpreter.interpreted(conv_teams) if interpreted else nullcontext():

@@ -14,8 +14,7 @@ from halfbyte.kernels.gpu.conv import hopper as conv_hopper
 from halfbyte.kernels.gpu.conv import image as conv_image
 from halfbyte.kernels.gpu.conv import implicit_gemm as conv
 from halfbyte.kernels.gpu.conv import teams as conv_teams
-from halfbyte.kernels.gpu.conv.tile import Convolution
-from halfbyte.kernels.problem import Activation, Epilogue, Window
+from halfbyte.kernels.problem import Activation, ConvProblem, Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu
@@ -48,12 +47,12 @@ HOPPER = {
 }
 
 
-def _problem(dtype: str, format: str, channels: int, outputs: int, size: int) -> Convolution:
+def _problem(dtype: str, format: str, channels: int, outputs: int, size: int) -> ConvProblem:
     sizes = Filter(as_format(format), outputs, channels, (3, 3), outputs if channels == 1 else 1)
-    return Convolution(sizes, Window((1, 1), (1, 1, 1, 1)), 8, (size, size), getattr(torch, dtype))
+    return ConvProblem(sizes, Window((1, 1), (1, 1, 1, 1)), 8, (size, size), getattr(torch, dtype))
 
 
-def _tensors(problem: Convolution) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tensors(problem: ConvProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, weight, table and out, without memory."""
     sizes = problem.sizes
     channels = convolution.padded_for_gpu(sizes).channels if sizes.groups == 1 else sizes.out

@@ -22,11 +22,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.gpu.conv import hopper as conv_hopper
-from halfbyte.kernels.gpu.conv.implicit_gemm import Convolution
 from halfbyte.kernels.gpu.hopper.gluon_compat import LARGER_VIEWS, async_load
 from halfbyte.kernels.gpu.linear import gemm_hopper, gemm_int8_hopper, skinny_hopper, skinny_hopper_config, skinny_int8_hopper
 from halfbyte.kernels.gpu.runtime import launch
-from halfbyte.kernels.problem import Activation, Epilogue, Problem, Window
+from halfbyte.kernels.problem import Activation, ConvProblem, Epilogue, Problem, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import GPUS
 
@@ -152,7 +151,7 @@ def test_conv_hopper(name: str, outputs: int, rows: int, pixels: int, sweep: boo
     window = Window((1, 1), (1, 1, 0, 2))
     codes = random_codes(as_format(name), (outputs, 9, 64) if name != "int8_channel" else (outputs, 9 * 64))
     sizes = convolution.filter_of(codes, (3, 3), 1)
-    problem = Convolution(sizes, window, 16, (4, 9), torch.float16)
+    problem = ConvProblem(sizes, window, 16, (4, 9), torch.float16)
     x, bias, residual = torch.randn(16, 64, 4, 9).half(), torch.randn(outputs), 100 * torch.randn(problem.m, outputs).half()
     asked = rows, pixels, sweep
     if sweep and not LARGER_VIEWS:

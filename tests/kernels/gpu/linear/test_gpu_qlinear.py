@@ -11,9 +11,8 @@ from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.gpu.conv import hopper as conv_hopper
 from halfbyte.kernels.gpu.conv import implicit_gemm as conv
-from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.linear import qlinear
-from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Problem, Window
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, ConvProblem, Problem, Window
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu
@@ -98,5 +97,5 @@ def test_the_longest_sums_are_exact_and_longer_ones_refused(x: int, in_zero: int
     assert bool(reference.qlinear(rows, codes, None, **scales).agrees(y).all())
     reason = qlinear.supports(Problem("qlinear", 1, 1, k + 1, codes.format, torch.int8, "int8", "row"), gpu)
     assert reason == f"sums of {k + 1} products may overflow an int32"
-    problem = Convolution(Filter(codes.format, 64, 7312, (3, 3)), Window(), 1, (14, 14), torch.int8)
+    problem = ConvProblem(Filter(codes.format, 64, 7312, (3, 3)), Window(), 1, (14, 14), torch.int8)
     assert all(module.supports(problem, gpu) == "sums of 65808 products may overflow an int32" for module in (conv, conv_hopper))

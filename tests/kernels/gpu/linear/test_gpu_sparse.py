@@ -13,16 +13,16 @@ from float_support import launched
 from samples import same_codes, sparse_codes
 
 import halfbyte as hb
-from halfbyte.dispatch.gpu import choose_gpu, report_failure
+from halfbyte.dispatch.choose import choose, report_failure
 from halfbyte.errors import FormatError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.gpu.linear import skinny_hopper, skinny_hopper_config
 from halfbyte.kernels.gpu.quantize import spread
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import Epilogue, NormedProblem, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
-from halfbyte.ops.transformer.decode_ops import normed_linear, normed_plan
+from halfbyte.ops.transformer.decode_ops import normed_linear
 from halfbyte.ops.transformer.decoder import Norm
 
 H, B, F = torch.float16, torch.bfloat16, torch.float32
@@ -106,16 +106,16 @@ def test_what_is_chosen() -> None:
     """Few rows are multiplied by what is kept, many by all codes; a kernel that fails with these is not asked again with zeros put back."""
     gpu, asked = GPUS["sm_90"], Problem("linear", 1, 8192, 8192, as_format("int4_g128"), B, sparse=True)
     for m, compute, name in ((1, "float", "sparse"), (64, "float", "sparse"), (8, "int8", "sparse_rounded"), (512, "float", "gemm_hopper")):
-        taken = choose_gpu(replace(asked, m=m, compute=compute), gpu).taken  # type: ignore[arg-type]
+        taken = choose(replace(asked, m=m, compute=compute), gpu).taken  # type: ignore[arg-type]
         assert taken is not None
         assert taken.candidate.name == name
-    dense = choose_gpu(replace(asked, m=512, sparse=False), gpu)
+    dense = choose(replace(asked, m=512, sparse=False), gpu)
     assert taken.seconds > dense.options[0].seconds
-    report_failure(replace(asked, m=512), gpu, choose_gpu(replace(asked, m=512), gpu).options[0], "a test")
-    assert choose_gpu(replace(asked, m=512, sparse=False), gpu).options[0].config != dense.options[0].config
-    plan = normed_plan(replace(asked, m=4, n=28672, k=4096), gpu, gated=True)
-    assert not isinstance(plan, str)
-    assert (plan.kernel, plan.problem.sparse, plan.config is None) == ("skinny_hopper", True, False)
+    report_failure(replace(asked, m=512), gpu, choose(replace(asked, m=512), gpu).options[0], "a test")
+    assert choose(replace(asked, m=512, sparse=False), gpu).options[0].config != dense.options[0].config
+    choice = choose(NormedProblem(replace(asked, m=4, n=28672, k=4096), gated=True), gpu)
+    assert choice.taken is not None
+    assert (choice.taken.candidate.name, choice.problem.product.sparse, choice.taken.config is None) == ("skinny_hopper", True, False)
 
 
 @pytest.mark.parametrize("name", ["int4_g128", "int8_channel", "q4_0", "int8_g64_zp"])

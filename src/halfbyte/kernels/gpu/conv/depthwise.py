@@ -24,9 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC, clamped
-from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.runtime.launch import run
-from halfbyte.kernels.problem import Epilogue
+from halfbyte.kernels.problem import ConvProblem, Epilogue
 from halfbyte.machine import Gpu
 
 _VECTORS = 64
@@ -56,7 +55,7 @@ class Config:
     ptx: bool = True
 
 
-def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return the best guess: strips as high as leaves all multiprocessors enough to do."""
     ho, line = problem.out[0], problem.out[1] * problem.sizes.out // _width(problem)
     slides = problem.window.stride[0] == problem.window.dilation[0] == 1
@@ -68,26 +67,26 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(vectors, -(-ho // -(-ho // most)), stages, ptx),)
 
 
-def _width(problem: Convolution) -> int:
+def _width(problem: ConvProblem) -> int:
     """Return the channels of a vector."""
     channels = problem.sizes.out
     return min(channels & -channels, 4 if problem.dtype == torch.float32 else 8)
 
 
-def launch(problem: Convolution, config: Config, x: Tensor, taps: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and taps float32 [Kh * Kw, C]; out is [M, C]."""
     _start(problem, config, x, taps, None, out, epilogue, 0)
 
 
 def launch_integer(
-    problem: Convolution, config: Config, x: Tensor, taps: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
+    problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
 ) -> None:
     """Launch the convolution of int8: taps int32 [Kh * Kw, C], table [1, 4 + taps, at least C]."""
     _start(problem, config, x, taps, table, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), in_zero)
 
 
 def _start(
-    problem: Convolution, config: Config, x: Tensor, taps: Tensor, table: Tensor | None, out: Tensor, epilogue: Epilogue, in_zero: int
+    problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, table: Tensor | None, out: Tensor, epilogue: Epilogue, in_zero: int
 ) -> None:
     window, channels, (ho, wo), width = problem.window, problem.sizes.out, problem.out, _width(problem)
     blocks = -(-(wo * channels // width) // config.vectors)

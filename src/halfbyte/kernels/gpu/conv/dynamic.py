@@ -23,7 +23,6 @@ from halfbyte.kernels.gpu.arithmetic import round_product, scale_of
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_float
 from halfbyte.kernels.gpu.conv.tile import (
     Config,
-    Convolution,
     finish,
     padded_channels,
     patches,
@@ -35,7 +34,7 @@ from halfbyte.kernels.gpu.conv.tile import (
 )
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.problem import Activation, Epilogue, scaling_of
+from halfbyte.kernels.problem import Activation, ConvProblem, Epilogue, scaling_of
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.machine import Gpu
@@ -43,7 +42,7 @@ from halfbyte.machine import Gpu
 _PIXELS = 16
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     if reason := supports_float(problem, gpu):
         return reason
@@ -53,7 +52,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def configs(problem: Convolution, gpu: Gpu, activation: Activation) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu, activation: Activation) -> tuple[Config, ...]:
     """Return configs, the best guess first."""
     geo = convolution.gpu_geometry(problem.sizes)
     step = 128 if geo.format.bits == 4 else 64 if geo.block_rows == 1 else min(64, geo.padded)
@@ -69,7 +68,7 @@ def configs(problem: Convolution, gpu: Gpu, activation: Activation) -> tuple[Con
 
 
 def launch(
-    problem: Convolution, activation: Activation, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue
+    problem: ConvProblem, activation: Activation, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue
 ) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""

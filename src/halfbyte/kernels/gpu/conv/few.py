@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from halfbyte.kernels.gpu.conv.tile import Convolution, places
+from halfbyte.kernels.gpu.conv.tile import places
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.linear import skinny_config
 from halfbyte.kernels.gpu.linear.skinny_config import BAND, Config
 from halfbyte.kernels.gpu.linear.skinny_tile import sums
 from halfbyte.kernels.gpu.runtime import launch as launcher
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import ConvProblem, Epilogue, Problem
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -43,7 +43,7 @@ class Static(skinny_config.Static):
     bounded: bool = False
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
@@ -61,7 +61,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return the best guess, as measured on an H100."""
     geo = convolution.gpu_geometry(problem.sizes)
     k_parts = 4 if geo.records <= 8 else 8
@@ -71,14 +71,14 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(bands, 16, batch=k_parts, records=records, warps=k_parts, ptx=ptx, pdl=pdl),)
 
 
-def wins(problem: Convolution, gpu: Gpu) -> bool:
+def wins(problem: ConvProblem, gpu: Gpu) -> bool:
     """Return whether it is that fast: all programs run at once, and each warp waits for memory once. There must be K to share."""
     records, (config,) = convolution.gpu_geometry(problem.sizes).records, configs(problem, gpu)
     warps = -(-problem.n // (BAND * config.bands)) * -(-problem.m // config.columns) * config.warps
     return _LEAST_SLABS <= records <= _MOST_SLABS * config.warps and warps <= 8 * gpu.sms
 
 
-def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)

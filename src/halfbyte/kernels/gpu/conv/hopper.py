@@ -35,13 +35,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from halfbyte.kernels.gpu.conv.hopper_tile import Static, convolve
 from halfbyte.kernels.gpu.conv.hopper_write import GROUP
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
-from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.hopper.gluon_compat import LARGER_VIEWS
 from halfbyte.kernels.gpu.hopper.ring import why_not_hopper
 from halfbyte.kernels.gpu.quantize import dequantize
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import double_buffer
-from halfbyte.kernels.problem import Addition, Epilogue
+from halfbyte.kernels.problem import Addition, ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
@@ -80,12 +79,12 @@ class Config:
         """Pixels of a tile."""
         return math.prod(self.box)
 
-    def tiles(self, problem: Convolution) -> int:
+    def tiles(self, problem: ConvProblem) -> int:
         """Return the number of tiles."""
         return count_boxes(problem, self.box) * -(-problem.n // self.rows)
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     if reason := supports_any(problem, gpu):
         return reason
@@ -107,7 +106,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return configs, the best guess first: by the clocks of a program."""
     candidates, integer = [], problem.dtype == torch.int8
     for rows, pixels in ((64, 128), (64, 256), (128, 128), (128, 256), (256, 128)):
@@ -124,12 +123,12 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return tuple(sorted(fitting, key=lambda config: _clocks(problem, gpu, config)))
 
 
-def _box(problem: Convolution, pixels: int) -> tuple[int, int, int]:
+def _box(problem: ConvProblem, pixels: int) -> tuple[int, int, int]:
     """Return the widest of the boxes of `pixels` pixels that cover y with the fewest."""
     return min(boxes_of(pixels), key=lambda box: (count_boxes(problem, box), -box[2]))
 
 
-def _config(problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False) -> Config | None:
+def _config(problem: ConvProblem, gpu: Gpu, rows: int, box: tuple[int, int, int], *, sweep: bool = False) -> Config | None:
     """Return a config with what fits in shared memory, None if that is too little."""
     config = _fitted(problem, gpu, Config(rows, box, 0, gpu.sms, sweep=sweep))
     if config is None:
@@ -143,7 +142,7 @@ def _config(problem: Convolution, gpu: Gpu, rows: int, box: tuple[int, int, int]
     return replace(config, with_residual=with_residual)
 
 
-def _fitted(problem: Convolution, gpu: Gpu, config: Config) -> Config | None:
+def _fitted(problem: ConvProblem, gpu: Gpu, config: Config) -> Config | None:
     """Return `config` with as many stages as fit in shared memory, None if these are too few."""
     rows, pixels, sweep = config.rows, config.pixels, config.sweep
     line, share = _step(problem) * problem.dtype.itemsize, 2 if config.paired else 1
@@ -159,12 +158,12 @@ def _fitted(problem: Convolution, gpu: Gpu, config: Config) -> Config | None:
     return replace(config, stages=stages, programs=min(config.programs, tiles), resident=resident)
 
 
-def _lines(problem: Convolution, box: tuple[int, int, int]) -> int:
+def _lines(problem: ConvProblem, box: tuple[int, int, int]) -> int:
     """Return the pixels of x that all taps of a row of the kernel read together."""
     return box[0] * (box[2] + (problem.sizes.kernel[1] - 1) * problem.window.dilation[1])
 
 
-def _clocks(problem: Convolution, gpu: Gpu, config: Config) -> float:
+def _clocks(problem: ConvProblem, gpu: Gpu, config: Config) -> float:
     """Estimate the clocks of a program, fitted to times of an H100: a step takes as long as its products, or as the lines of 128 bytes
     that shared memory reads and writes; a tile has an epilogue by its size."""
     rows, pixels, step = config.rows, config.pixels, _step(problem)
@@ -191,34 +190,34 @@ def boxes_of(pixels: int) -> list[tuple[int, int, int]]:
     return [(pixels // h // w, h, w) for h in powers for w in powers if h * w <= pixels and w <= 64 and h <= 64]
 
 
-def count_boxes(problem: Convolution, box: tuple[int, int, int]) -> int:
+def count_boxes(problem: ConvProblem, box: tuple[int, int, int]) -> int:
     """Return how many boxes cover y."""
     return -(-problem.batch // box[0]) * -(-problem.out[0] // box[1]) * -(-problem.out[1] // box[2])
 
 
-def _step(problem: Convolution) -> int:
+def _step(problem: ConvProblem) -> int:
     """Return the channels of a step; TMA takes as long for channels that are out of bounds."""
     if problem.sizes.channels <= 32:
         return 16 if problem.sizes.channels <= 16 and problem.dtype != torch.int8 else 32
     return 128 if problem.dtype == torch.int8 and problem.sizes.channels % 128 == 0 else 64
 
 
-def _direct(problem: Convolution, pixels: int) -> bool:
+def _direct(problem: ConvProblem, pixels: int) -> bool:
     """Return whether tiles of `pixels` pixels are written from the registers of the sums."""
     return problem.dtype != torch.int8 and pixels == 128
 
 
-def _roomy(problem: Convolution, rows: int, pixels: int) -> bool:
+def _roomy(problem: ConvProblem, rows: int, pixels: int) -> bool:
     """Return whether a program leaves room for one that dequantizes the weight of the next convolution."""
     return _direct(problem, pixels) and rows <= 128 and problem.sizes.taps == 1
 
 
-def _steps_per_tap(problem: Convolution) -> int:
+def _steps_per_tap(problem: ConvProblem) -> int:
     """Return the steps of a tap. In the last one, channels behind those of x are zero-filled."""
     return -(-problem.sizes.channels // _step(problem))
 
 
-def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     geo = convolution.gpu_geometry(problem.sizes)
@@ -230,7 +229,7 @@ def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out:
 
 
 def launch_integer(
-    problem: Convolution,
+    problem: ConvProblem,
     config: Config,
     x: Tensor,
     weight: Tensor,
@@ -247,7 +246,7 @@ def launch_integer(
 
 
 def _start(
-    problem: Convolution,
+    problem: ConvProblem,
     config: Config,
     x: Tensor,
     rows: Tensor,

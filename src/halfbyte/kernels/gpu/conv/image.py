@@ -21,32 +21,32 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC, scale_of
 from halfbyte.kernels.gpu.conv import implicit_gemm as conv
-from halfbyte.kernels.gpu.conv.tile import Config, Convolution
+from halfbyte.kernels.gpu.conv.tile import Config
 from halfbyte.kernels.gpu.quantize.activations import aligned
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.problem import Epilogue
+from halfbyte.kernels.problem import ConvProblem, Epilogue
 from halfbyte.machine import Gpu
 
 _BLOCK = 4096  # elements that a program looks at together
 _MOST_PIECES = 256  # of an image, each with a greatest magnitude of its own at first
 
 
-def _of_codes(problem: Convolution) -> Convolution:
+def _of_codes(problem: ConvProblem) -> ConvProblem:
     return replace(problem, dtype=torch.int8)
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     return conv.supports(_of_codes(problem), gpu)
 
 
-def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return configs of the product, the best guess first."""
     return conv.configs(_of_codes(problem), gpu)
 
 
-def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     batch, size, integers = problem.batch, x[0].numel(), _of_codes(problem)

@@ -30,7 +30,6 @@ from halfbyte.kernels.gpu.arithmetic import added as add_codes
 from halfbyte.kernels.gpu.arithmetic import dot, requantization, requantized, store_partial, sum_partials
 from halfbyte.kernels.gpu.conv.tile import (
     Config,
-    Convolution,
     Mode,
     distance,
     finish,
@@ -45,14 +44,14 @@ from halfbyte.kernels.gpu.conv.tile import (
 )
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
-from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, Epilogue
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _MOST_ELEMENTS = 1 << 31  # of an image, whose offsets are int32
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
@@ -66,7 +65,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return the config to launch with: a tuple of one, as tuning may try several. Its numbers were measured on an H100."""
     bits, integer, float32 = problem.sizes.format.bits, problem.dtype == torch.int8, problem.dtype == torch.float32
     step = _k_step(problem)
@@ -88,12 +87,12 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(block_n, block_m, step, stages, warps, split, ptx, gpu.backend == "cuda", early),)
 
 
-def _has_few_channels(problem: Convolution) -> bool:
+def _has_few_channels(problem: ConvProblem) -> bool:
     """Return whether patches are gathered in pieces of less than 16 bytes, which takes registers."""
     return padded_channels(problem.sizes) < 16
 
 
-def _k_step(problem: Convolution) -> int:
+def _k_step(problem: ConvProblem) -> int:
     """Return the columns of K that a step of the loop multiplies."""
     geo, bits = convolution.gpu_geometry(problem.sizes), problem.sizes.format.bits
     channels, largest = padded_channels(problem.sizes), 32 if problem.dtype == torch.float32 else 128 if problem.dtype == torch.int8 else 64
@@ -107,7 +106,7 @@ def _k_step(problem: Convolution) -> int:
     return step
 
 
-def _block(problem: Convolution, gpu: Gpu) -> tuple[int, int]:
+def _block(problem: ConvProblem, gpu: Gpu) -> tuple[int, int]:
     """Return the outputs and pixels of a tile (block_n, block_m) for problems with enough tiles to fill the GPU."""
     bits, float32, few_channels = problem.sizes.format.bits, problem.dtype == torch.float32, _has_few_channels(problem)
     if float32 or (few_channels and bits == 4):
@@ -119,7 +118,7 @@ def _block(problem: Convolution, gpu: Gpu) -> tuple[int, int]:
     return block_n, block_m
 
 
-def _split(problem: Convolution, gpu: Gpu, tiles: int, step: int) -> int:
+def _split(problem: ConvProblem, gpu: Gpu, tiles: int, step: int) -> int:
     """Return the number of programs that share the K of a tile. Split-K takes time, which pays off sooner where 4-bit weights are
     dequantized."""
     steps = convolution.gpu_geometry(problem.sizes).k_padded // step
@@ -138,14 +137,14 @@ def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Mode:
     return "exact" if dtype == torch.float32 or (dtype == torch.float16 and geo.format.scale != dtype) else "weights"
 
 
-def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     _start(problem, config, x, weight, out, epilogue, None, 0)
 
 
 def launch_integer(
-    problem: Convolution,
+    problem: ConvProblem,
     config: Config,
     x: Tensor,
     weight: Tensor,
@@ -160,25 +159,25 @@ def launch_integer(
 
 
 def launch_images(
-    problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
+    problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
 ) -> None:
     """Launch the convolution of x int8 [B, H, W, C] of images with scales float32 [B], with floating-point out and
     `workspace_bytes(problem, config)` of memory."""
     _start(problem, config, x, weight, out, epilogue, scales, 0, memory)
 
 
-def workspace_bytes(problem: Convolution, config: Config) -> int:
+def workspace_bytes(problem: ConvProblem, config: Config) -> int:
     """Return the bytes for partial sums of programs that share K."""
     return 4 * config.split * _tiles(problem, config) * problem.sizes.groups * config.block_n * config.block_m if config.split > 1 else 0
 
 
-def _tiles(problem: Convolution, config: Config) -> int:
+def _tiles(problem: ConvProblem, config: Config) -> int:
     """Return the tiles of one group."""
     return -(-problem.n // config.block_n) * -(-problem.m // config.block_m)
 
 
 def _start(
-    problem: Convolution,
+    problem: ConvProblem,
     config: Config,
     x: Tensor,
     weight: Tensor,

@@ -14,18 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu.arithmetic import clamped
-from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.quantize import dequantize
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.problem import Epilogue
+from halfbyte.kernels.problem import ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _BLOCK = 4096
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Why `problem` is not for this way, or None."""
     sizes, (top, bottom, left, right) = problem.sizes, problem.window.padding
     padded = convolution.padded_for_gpu(sizes)
@@ -38,7 +37,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def launch(problem: Convolution, x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
+def launch(problem: ConvProblem, x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     """x [B, H, W, C] in memory, weight of layout "gpu_tiles" -> [M, Co]; bias [Co] and residual [M, Co] in the epilogue."""
     sizes, window, geo = problem.sizes, problem.window, convolution.gpu_geometry(problem.sizes)
     shape = (sizes.groups, problem.n, geo.k)

@@ -19,9 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.runtime.launch import early_after, run
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import ConvProblem, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import PackedConv
@@ -31,8 +30,8 @@ _LONGEST = 128
 _BLOCK = 512  # pixels of x' that a program writes
 
 
-@dataclass(frozen=True)
-class Stem(Convolution):
+@dataclass(frozen=True, kw_only=True)
+class Stem(ConvProblem):
     """A convolution of pieces: an image of x' has rows x strides pixels, each the `overlap` elements from one piece to the next.
 
     wide    columns of y
@@ -40,7 +39,7 @@ class Stem(Convolution):
     """
 
     wide: int
-    of: Convolution
+    of: ConvProblem
 
     @property
     def out(self) -> tuple[int, int]:
@@ -55,7 +54,7 @@ class Stem(Convolution):
         return self
 
 
-def stem_of(problem: Convolution) -> Stem | None:
+def stem_of(problem: ConvProblem) -> Stem | None:
     """`problem` with pieces for taps, where its taps are short enough, and its weight has bytes and one scale for each channel."""
     sizes, window = problem.sizes, problem.window
     channels = convolution.padded_for_gpu(sizes).channels
@@ -71,7 +70,7 @@ def stem_of(problem: Convolution) -> Stem | None:
         return None
     of_pieces = replace(sizes, channels=piece, kernel=(sizes.kernel[0], 1))
     window = Window((down, 1), (0, 0, 0, 0), (dilation, 1))
-    return Stem(of_pieces, window, problem.batch, image, problem.dtype, wide, problem)
+    return Stem(**vars(problem) | {"sizes": of_pieces, "window": window, "image": image}, wide=wide, of=problem)
 
 
 def weight_of(weight: Tensor, stem: Stem) -> Tensor:

@@ -26,13 +26,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.conv.hopper import boxes_of, count_boxes
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
-from halfbyte.kernels.gpu.conv.tile import Convolution
 from halfbyte.kernels.gpu.hopper import tile as hopper_tile
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper.ring import barriers, why_not_hopper
 from halfbyte.kernels.gpu.hopper.weights import dequantize_two_planes, high_bytes
 from halfbyte.kernels.gpu.runtime import launch as launcher
-from halfbyte.kernels.problem import Epilogue
+from halfbyte.kernels.problem import ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -84,7 +83,7 @@ class _Static(hopper_tile.Static):
         return self.stages < self.k_slabs
 
 
-def supports(problem: Convolution, gpu: Gpu) -> str | None:
+def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     if reason := supports_any(problem, gpu):
         return reason
@@ -104,7 +103,7 @@ def supports(problem: Convolution, gpu: Gpu) -> str | None:
     return None
 
 
-def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return configs, the best guess first: by the time to read a program's operands, and those of all."""
     candidates = []
     for pixels in (8, 16, 32, 64):
@@ -113,30 +112,30 @@ def configs(problem: Convolution, gpu: Gpu) -> tuple[Config, ...]:
     return tuple(sorted(candidates, key=lambda config: _cost(problem, gpu, config)))
 
 
-def _config(problem: Convolution, gpu: Gpu, box: tuple[int, int, int]) -> Config:
+def _config(problem: ConvProblem, gpu: Gpu, box: tuple[int, int, int]) -> Config:
     """Return the config with as many stages as fit in shared memory."""
     pixels = math.prod(box)
     left = gpu.shared - (8 << 10) - 4 * 64 * pixels * (_TEAMS - 1)
     return Config(box, min(convolution.gpu_geometry(problem.sizes).records, left // _slab_bytes(problem, pixels)))
 
 
-def _slab_bytes(problem: Convolution, pixels: int) -> int:
+def _slab_bytes(problem: ConvProblem, pixels: int) -> int:
     """Return the bytes of a K slab of both operands."""
     return gpu_tiles.RECORD * (2 * pixels + 64 * problem.sizes.format.bits // 8)
 
 
-def _cost(problem: Convolution, gpu: Gpu, config: Config) -> int:
+def _cost(problem: ConvProblem, gpu: Gpu, config: Config) -> int:
     """Estimate the time of reading, where all of an H100 reads 60 times as fast as one program."""
     blocks = tiles(problem, config)
     return _slab_bytes(problem, config.pixels) * (60 + blocks) * -(-blocks // gpu.sms)
 
 
-def tiles(problem: Convolution, config: Config) -> int:
+def tiles(problem: ConvProblem, config: Config) -> int:
     """Return the number of tiles."""
     return -(-problem.n // 64) * count_boxes(problem, config.box)
 
 
-def launch(problem: Convolution, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     sizes, window, geo = problem.sizes, problem.window, convolution.gpu_geometry(problem.sizes)

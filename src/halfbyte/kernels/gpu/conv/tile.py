@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,45 +17,9 @@ from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.weight_kinds import zero_of
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import ConvProblem
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """The problem: a weight, a window, and images [batch, channels, height, width] of `dtype`."""
-
-    sizes: Filter
-    window: Window
-    batch: int
-    image: tuple[int, int]
-    dtype: torch.dtype
-
-    @property
-    def out(self) -> tuple[int, int]:
-        return self.window.out_size(self.image, self.sizes.kernel)
-
-    @property
-    def m(self) -> int:
-        return self.batch * self.out[0] * self.out[1]
-
-    @property
-    def overlap(self) -> int:
-        """Elements from one pixel to the next, where pixels overlap (`stem.py`); otherwise 0."""
-        return 0
-
-    @property
-    def n(self) -> int:
-        """Outputs of one group."""
-        return self.sizes.out // self.sizes.groups
-
-    @property
-    def flat(self) -> Convolution:
-        """The same problem with each pixel as an image, if pixels are multiplied one by one: no pixel's position is computed then."""
-        if self.sizes.taps > 1 or self.window != Window():
-            return self
-        return replace(self, batch=self.m, image=(1, 1))
 
 
 @dataclass(frozen=True)
@@ -158,7 +121,7 @@ def padded_channels(sizes: Filter) -> int:
     return padded.padded // geo.block * geo.padded
 
 
-def static_of(problem: Convolution, config: Config, x: Tensor, mode: Mode, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
+def static_of(problem: ConvProblem, config: Config, x: Tensor, mode: Mode, *, fill: bool, clamp: bool, leads: bool = False) -> Static:
     """Return what a kernel that reads x [B, H, W, C], whose channels may be padded already, is compiled for."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     bits, zero, whole, channels = geo.format.bits, zero_of(geo.format), geo.block_rows == 1, padded_channels(sizes)
@@ -186,7 +149,7 @@ def static_of(problem: Convolution, config: Config, x: Tensor, mode: Mode, *, fi
     )
 
 
-def places(problem: Convolution, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def places(problem: ConvProblem, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The kernels' `image` (height and width of x and of y, elements of a pixel of x, those of a group) and `window` (stride, what is
     padded above and on the left, dilation)."""
     window, channels = problem.window, x.shape[3]

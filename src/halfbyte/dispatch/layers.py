@@ -1,0 +1,344 @@
+"""Which kernels compute what is between the products of a transformer's layers: norms, attention, routers and gates of experts; and linear
+layers with a norm before them and gates among their outputs.
+
+Where no kernel does, torch's operations do: the choice has nothing taken, or a reason. A program on a CPU does not import `gpu.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
+from halfbyte.kernels.problem import AttentionProblem, ExpertsProblem, NormedProblem, Problem
+from halfbyte.layouts import cpu_tiles
+from halfbyte.machine import Gpu
+
+if TYPE_CHECKING:
+    from halfbyte.dispatch.gpu import GpuCandidate
+    from halfbyte.kernels.cpu.codegen.isa import ISA
+
+SOFTCAP = "the kernels have no soft cap of scores"
+MAX_ROUTED_ROWS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
+_START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
+_BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
+
+
+def why_no_early_start(gpu: Gpu) -> str | None:
+    """Why a GPU has no kernels that start while the one before is running, which those of layers are; None if it has."""
+    from halfbyte.dispatch.gpu import why_no_triton
+
+    if (reason := why_no_triton()) is not None:
+        return reason
+    return None if gpu.backend == "cuda" else f"the kernels start early on NVIDIA GPUs only, not on {gpu.name}"
+
+
+def why_not_norm(k: int, gpu: Gpu) -> str | None:
+    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/transformer/norm.py`."""
+    if (reason := why_no_early_start(gpu)) is not None:
+        return reason
+    most: int = import_module("halfbyte.kernels.gpu.transformer.norm").MOST
+    return f"a norm of {k} columns is more than the {most} that a block's registers hold" if k > most else None
+
+
+def why_not_router(experts: int, k: int, gpu: Gpu) -> str | None:
+    """Why a router [E, K], and what else is around the products of experts, is computed by torch's operations on a GPU; None if by
+    `kernels/gpu/experts/routing.py`."""
+    if (reason := why_not_norm(k, gpu)) is not None:
+        return reason
+    most: int = import_module("halfbyte.kernels.gpu.experts.routing").MOST_EXPERTS
+    return None if experts <= most else f"{experts} experts are more than the {most} whose logits a warp's registers hold"
+
+
+def _chosen(product: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
+    from halfbyte.dispatch.gpu import choose_product
+
+    return choose_product(product, gpu)
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class AttentionCandidate(Candidate[AttentionProblem, Any]):
+    """Attention by a kernel. The module `home` of kernels has it; the op calls it."""
+
+    home: str = field(kw_only=True)
+    against: Callable[[AttentionProblem, Any], str | None] = field(kw_only=True)
+
+    def supports(self, problem: AttentionProblem, machine: Any) -> str | None:
+        """Return the reason why it does not compute `problem`, or None."""
+        return self.against(problem, machine)
+
+    def launch(self, problem: AttentionProblem, config: Any, *operands: Any) -> Any:
+        """Run it: operands of the module's `launch`."""
+        return import_module(f"halfbyte.kernels.{self.home}").launch(*operands)
+
+
+def _against_attend(problem: AttentionProblem, gpu: Gpu) -> str | None:
+    if problem.kind != "decode":
+        return "it is for one new token of each sequence"
+    if problem.softcap:
+        return SOFTCAP
+    if (reason := why_no_early_start(gpu)) is not None:
+        return reason
+    from halfbyte.kernels.gpu.transformer import attend
+
+    sizes = problem.heads, problem.kv_heads, problem.head_dim, problem.dtype
+    return attend.supports(*sizes, codes=problem.cache == "int8") or _why_not_norm_of_heads(problem, gpu)
+
+
+def _against_attend_many(problem: AttentionProblem, gpu: Gpu) -> str | None:
+    if problem.kind != "prefill":
+        return "it is for tokens of prompts"
+    if problem.softcap:
+        return SOFTCAP
+    if (reason := why_no_early_start(gpu)) is not None:
+        return reason
+    from halfbyte.kernels.gpu.transformer import attend_many
+
+    sizes = problem.heads, problem.kv_heads, problem.head_dim, problem.dtype
+    return attend_many.supports(*sizes) or _why_not_norm_of_heads(problem, gpu)
+
+
+def _why_not_norm_of_heads(problem: AttentionProblem, gpu: Gpu) -> str | None:
+    return None if problem.norm_width is None else why_not_norm(problem.norm_width, gpu)
+
+
+def _against_cpu_attend(problem: AttentionProblem, isa: ISA) -> str | None:
+    from halfbyte.kernels.cpu.transformer import attend
+
+    if problem.kind == "encode":
+        return "it reads a cache"
+    if (reason := _against_other_floats(problem)) is not None:
+        return reason
+    return attend.supports(problem.heads, problem.kv_heads, problem.head_dim, problem.rotary_dim)
+
+
+def _against_attend_whole(problem: AttentionProblem, isa: ISA) -> str | None:
+    if problem.kind != "encode":
+        return "it is for tokens that all see each other, without a cache"
+    if (reason := _against_other_floats(problem)) is not None:
+        return reason
+    if problem.kv_heads != problem.heads:
+        return f"{problem.heads} query heads share {problem.kv_heads} of keys"
+    return f"heads of {problem.head_dim} are not a multiple of 4" if problem.head_dim % 4 else None
+
+
+def _against_other_floats(problem: AttentionProblem) -> str | None:
+    name = str(problem.dtype).removeprefix("torch.")
+    return None if name == "float32" else f"it computes in float32, not {name}"
+
+
+GPU_ATTENTION = (
+    AttentionCandidate(
+        "attend", "a block for each head of keys and part of the cache, with norms, positions and the new token's entry",
+        home="gpu.transformer.attend", against=_against_attend,
+    ),
+    AttentionCandidate(
+        "attend_many", "tiles of queries pass over keys and values, with online softmax; norms and positions by a kernel before",
+        home="gpu.transformer.attend_many", against=_against_attend_many,
+    ),
+)  # fmt: skip
+CPU_ATTENTION = (
+    AttentionCandidate(
+        "attend", "a step of the layer's native call: online softmax over a float32 or int8 cache",
+        home="cpu.transformer.attend", against=_against_cpu_attend,
+    ),
+    AttentionCandidate(
+        "attend_whole", "all queries of a head pass over blocks of its keys and values, float32",
+        home="cpu.transformer.attend_whole", against=_against_attend_whole,
+    ),
+)  # fmt: skip
+
+
+def choose_attention(problem: AttentionProblem, gpu: Gpu) -> Choice[AttentionProblem, AttentionCandidate]:
+    """The kernel on a GPU; nothing taken: torch's operations."""
+    return decide(GPU_ATTENTION, problem, gpu)
+
+
+def choose_cpu_attention(problem: AttentionProblem, isa: ISA) -> Choice[AttentionProblem, AttentionCandidate]:
+    """The kernel on a CPU; nothing taken: torch's operations."""
+    return decide(CPU_ATTENTION, problem, isa)
+
+
+# Mixtures of experts
+
+
+@dataclass(frozen=True)
+class ExpertsCandidate(Candidate[ExpertsProblem, Any]):
+    """What computes a mixture around the products of its experts.
+
+    Attributes:
+        gates: On a GPU, returns the config of the first product in which it computes silu(gate) * up, too; None: a kernel of its own does.
+    """
+
+    against: Callable[[ExpertsProblem, Any], str | None] = field(kw_only=True)
+    gates: Callable[[ExpertsProblem, Any], Any] = field(kw_only=True, default=lambda problem, machine: None)
+
+    def supports(self, problem: ExpertsProblem, machine: Any) -> str | None:
+        """Return the reason why it does not compute `problem`, or should not; None if it may be taken."""
+        return self.against(problem, machine)
+
+    def configs(self, problem: ExpertsProblem, machine: Any) -> Sequence[Any]:
+        """Return the config of `gates`, or None."""
+        return (self.gates(problem, machine),)
+
+
+def _against_routing(problem: ExpertsProblem, gpu: Gpu) -> str | None:
+    if problem.compute != "float":
+        return "its experts compute in int8"
+    return why_not_router(problem.experts, problem.hidden, gpu)
+
+
+def _gates_inside(problem: ExpertsProblem, gpu: Gpu) -> Any:
+    if problem.clamped or problem.biased:
+        return None
+    return gated_experts(problem.first, gpu)
+
+
+def gated_experts(product: Problem, gpu: Gpu) -> Any:
+    """The config in which the product of experts computes silu(gate) * up, too; None where these have a kernel of their own."""
+    from halfbyte.kernels.gpu.experts import grouped
+
+    taken = _chosen(product, gpu).taken
+    return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(product, taken.config)
+
+
+def _against_one_call(problem: ExpertsProblem, isa: ISA) -> str | None:
+    pairs = problem.rows * problem.top_k
+    if pairs > MAX_ROUTED_ROWS:
+        return f"{pairs} rows of experts are many: from {MAX_ROUTED_ROWS + 1} on those that share an expert are multiplied together"
+    return why_not_panels(problem.inner)
+
+
+def why_not_panels(gates: int) -> str | None:
+    """Why a CPU does not compute gates with the product of experts; None if it does."""
+    return f"{gates} gates are not whole panels of {cpu_tiles.PANEL}" if gates % cpu_tiles.PANEL else None
+
+
+GPU_EXPERTS = (
+    ExpertsCandidate(
+        "routing", "kernels for the norm with the router's logits, the choice of experts, gates, and the weighted sum with the residual",
+        against=_against_routing, gates=_gates_inside,
+    ),
+)  # fmt: skip
+CPU_EXPERTS = (ExpertsCandidate("one_call", "router, products, gates and the weighted sum in one native call", against=_against_one_call),)
+
+
+def choose_experts(problem: ExpertsProblem, gpu: Gpu) -> Choice[ExpertsProblem, ExpertsCandidate]:
+    """What computes a mixture on a GPU; nothing taken: torch's operations, around products by kernels."""
+    from halfbyte.dispatch.gpu import compute_of
+
+    return decide(GPU_EXPERTS, replace(problem, compute=compute_of(problem.compute)), gpu)
+
+
+def choose_cpu_experts(problem: ExpertsProblem, isa: ISA) -> Choice[ExpertsProblem, ExpertsCandidate]:
+    """What computes a mixture on a CPU; nothing taken: torch's operations, around products by kernels."""
+    return decide(CPU_EXPERTS, problem, isa)
+
+
+# Linear layers with a norm before them and gates among their outputs
+
+
+@dataclass(frozen=True)
+class NormedCandidate(Candidate[NormedProblem, Gpu]):
+    """A product with what is around it. A config is that of the product's kernel, or None.
+
+    Attributes:
+        home: The module of kernels/gpu that computes the norm or the gates with the product; "": separate kernels do.
+        fused: Returns the config of the product with them; None: none is fast enough.
+    """
+
+    home: str = ""
+    fused: Callable[[NormedProblem, Gpu], Any] = field(kw_only=True)
+
+    def supports(self, problem: NormedProblem, machine: Gpu) -> str | None:
+        """Return the reason why the product's kernel does not compute more than the product, or None."""
+        if not self.home or self.fused(problem, machine) is not None:
+            return None
+        if problem.gated and problem.biased:
+            return "the gates of a product with a bias have a kernel of their own"
+        return "separate kernels take no longer than the product would with them"
+
+    def configs(self, problem: NormedProblem, machine: Gpu) -> Sequence[Any]:
+        """Return the config, or None for separate kernels."""
+        return (self.fused(problem, machine),)
+
+    def takes_norm(self, problem: NormedProblem, config: Any) -> bool:
+        """Whether the product's kernel computes the norm, too."""
+        return bool(problem.normed and self.home == "linear.skinny" and _skinny().takes_norm(config))
+
+    def launch(self, problem: NormedProblem, config: Any, *operands: Any) -> None:
+        """Run the product: operands of `launch` of the module."""
+        import_module(f"halfbyte.kernels.gpu.{self.home}").launch(problem.product, config, *operands)
+
+
+def _skinny() -> Any:
+    return import_module("halfbyte.kernels.gpu.linear.skinny")
+
+
+def _fast_enough(problem: NormedProblem, gpu: Gpu) -> tuple[Option[GpuCandidate], list[Option[GpuCandidate]]] | None:
+    """The option that is taken for the product alone, and those that take no longer than it and separate kernels for what is around it."""
+    product = problem.product
+    choice = _chosen(product, gpu)
+    if choice.taken is None:
+        return None
+    # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
+    separate = problem.gated + (problem.normed and (product.m == 1 or not problem.gated))
+    moved = problem.gated * 1.5 * product.m * product.n * product.dtype.itemsize
+    longest = choice.taken.seconds + separate * _START + moved / (gpu.bandwidth or _BANDWIDTH)
+    direct = [o for o in choice.options if o.candidate.sparse == product.sparse and o.seconds <= longest]
+    return choice.taken, direct
+
+
+def _in_skinny(problem: NormedProblem, gpu: Gpu) -> Any:
+    if (found := _fast_enough(problem, gpu)) is None:
+        return None
+    taken, direct = found
+    options = [o for o in direct if o.candidate.home == "linear.skinny"]
+    if not problem.gated:
+        return next((o.config for o in options if o is taken or _skinny().takes_norm(o.config)), None)
+    gates = (_skinny().gated(problem.product, o.config) for o in options)
+    # Configs whose warps share K come last: with gates they take a third longer than the product alone (4 and 8 rows, on an H100).
+    fitting = sorted((config for config in gates if config is not None), key=lambda config: config.batch > 1)
+    return fitting[0] if fitting and not problem.biased else None
+
+
+def _in_skinny_hopper(problem: NormedProblem, gpu: Gpu) -> Any:
+    if not problem.gated or problem.biased or (found := _fast_enough(problem, gpu)) is None:
+        return None
+    taken, direct = found
+    if taken.candidate.home != "linear.skinny_hopper":
+        return None
+    from halfbyte.kernels.gpu.linear import skinny_hopper_config
+
+    configs = (o.config for o in direct if o.candidate.home == "linear.skinny_hopper")
+    return next((fused for config in configs if (fused := skinny_hopper_config.gated(problem.product, config, gpu))), None)
+
+
+_FUSED = "it saves launches, and to write and read what is between"
+GPU_NORMED = (
+    NormedCandidate(
+        "skinny_hopper", "gates among the sums of skinny_hopper", _FUSED, home="linear.skinny_hopper", fused=_in_skinny_hopper
+    ),
+    NormedCandidate("skinny", "the norm of one row, and gates, in skinny", _FUSED, home="linear.skinny", fused=_in_skinny),
+    NormedCandidate(
+        "separate", "the kernel of a plain linear layer; the norm and the gates by kernels of their own", fused=lambda *_: None
+    ),
+)  # fmt: skip
+
+
+def choose_normed(problem: NormedProblem, gpu: Gpu) -> Choice[NormedProblem, NormedCandidate]:
+    """What computes a linear layer with its norm and gates on a GPU; nothing taken: torch's operations, but for the product."""
+    product = problem.product
+    reason = why_not_norm(product.k, gpu)
+    if reason is None and not (product.n and product.m):
+        reason = f"{product.m} rows of {product.n} outputs are nothing to compute"
+    if reason is None and _chosen(product, gpu).taken is None:
+        reason = "no kernel solves this product"
+    if reason is not None:
+        return Choice(problem, None, (), tuple((candidate, reason) for candidate in GPU_NORMED))
+    return decide(GPU_NORMED, problem, gpu)
