@@ -29,6 +29,7 @@ from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import elements, isas
 from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.tuning import Tuning
 from halfbyte.kernels.cpu.linear import activations, linear, tile
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.transformer import attend, experts
@@ -307,7 +308,8 @@ class Promising(ISA):
 
     name = "promising"
     needs: ClassVar[frozenset[str]] = frozenset()
-    narrows = sums_shorts = biases = bf16_dot = multiplies_sums = spreads = True
+    narrows = sums_shorts = bf16_dot = multiplies_sums = spreads = True
+    tuning = Tuning(biased=True)
 
 
 def test_an_instruction_set_that_lacks_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 def _bf16_refuses(fmt: Format, dtype: torch.dtype, isa: ISA) -> str | None:
     if not isa.bf16_dot:
         return f"{isa.name} has no dot product of bfloat16"
-    if not isa.bf16_pays:
+    if not isa.tuning.bf16_pays:
         return "this CPU's dot products of bfloat16 take longer than float32 multiply-adds"
     if dtype != torch.bfloat16:
         return f"it would round {str(dtype).removeprefix('torch.')} activations to bfloat16"

@@ -19,8 +19,9 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import probe
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.elements import KINDS
-from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
+from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current, native
+from halfbyte.kernels.cpu.codegen.tuning import Tiling
 from halfbyte.kernels.cpu.linear import grouped
 from halfbyte.kernels.cpu.linear.linear import linear_kernel
 from halfbyte.kernels.cpu.linear.sparse import pack as pack_sparse
@@ -156,7 +157,7 @@ def explain(
         ceilings = Ceilings(*(max(pair) for pair in zip(before, _ceilings(choice, threads), strict=True)))
         roof = roofline(problem, geo.nbytes, ceilings)
     rows = -(-m // problem.experts)  # of one expert, the first of those with the most
-    tile = isa.taking(rows, choice.taken.inner).tile(max(1, rows), choice.taken.inner, geo)
+    tile = isa.taking(rows, choice.taken.inner).tuning.tile(max(1, rows), choice.taken.inner, geo)
     return Explanation(problem, isa, threads, choice, tile, problem.experts * geo.nbytes, sparsity, roof, seconds)
 
 

@@ -12,8 +12,9 @@ from halfbyte.formats import Format, as_format
 from halfbyte.kernels.cpu import probe
 from halfbyte.kernels.cpu.codegen import isa_x86, jit, runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512BF16, AVX512VNNI, Core
+from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512BF16, AVX512VNNI
 from halfbyte.kernels.cpu.codegen.isas import ISAS
+from halfbyte.kernels.cpu.codegen.tuning import Core
 from halfbyte.kernels.cpu.linear import activations, bracketed, driver, expanded, tile
 from halfbyte.kernels.cpu.linear.activations import RowSpec
 from halfbyte.kernels.cpu.linear.tile_spec import Inner, TileSpec
@@ -36,7 +37,7 @@ def assembly(isa: ISA, spec: TileSpec) -> str:
 def spec_of(
     isa: ISA, inner: Inner, bits: int, zero: str, unit: tuple[int, bool], m: int, shifted: bool = False, out: str = "f32"
 ) -> TileSpec:
-    tiling = isa.tile(m, inner, geometry(bits, zero))
+    tiling = isa.tuning.tile(m, inner, geometry(bits, zero))
     rows = min(m, tiling.rows)
     return TileSpec(inner, bits, "f16", zero, False, *unit, by_row=False, shifted=shifted, rows=rows, vectors=tiling.vectors, out=out)
 
@@ -77,20 +78,20 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
         assert len(dots) == (spec.rows + shifted) * spec.vectors * unit[0] // 4
         assert all(line.count("%zmm") == 3 or (line.count("%zmm") == 2 and "(" in line) for line in dots)
         # On AMD's CPUs it takes a slot of its own; on Intel's, where tiles of one vector are, it does not.
-        assert not any("{1to16}" in line for line in dots) or (isa.intel and spec.vectors == 1)
+        assert not any("{1to16}" in line for line in dots) or (isa.core == "intel" and spec.vectors == 1)
         unpacking = count(loop, "vgf2p8affineqb"), count(loop, "vps?rl[wdq]")
         steps = spec.vectors * unit[0] // 8 if bits == 4 else 0
         assert max(unpacking) <= 2 * steps
-        assert not isa.intel or unpacking[1] == 0
+        assert isa.core != "intel" or unpacking[1] == 0
         assert not spills(loop)
 
 
 @pytest.mark.parametrize("zero", ["none", "point", "offset"])
 def test_on_zen_5_up_to_14_rows_of_8_bits_are_one_tile_in_registers(zero: str) -> None:
     isa, long = AVX512VNNI("zen5"), geometry(8, zero, 128)
-    assert [isa.tile(m, "int8", long).rows for m in (11, 14, 15)] == [11, 14, 8]
-    assert isa.tile(14, "int8", geometry(8, zero, 1024)).rows == 14
-    assert isa.tile(14, "int8", geometry(4, zero, 128)).rows == isa.tile(14, "int8", geometry(8, zero)).rows == 8
+    assert [isa.tuning.tile(m, "int8", long).rows for m in (11, 14, 15)] == [11, 14, 8]
+    assert isa.tuning.tile(14, "int8", geometry(8, zero, 1024)).rows == 14
+    assert isa.tuning.tile(14, "int8", geometry(4, zero, 128)).rows == isa.tuning.tile(14, "int8", geometry(8, zero)).rows == 8
     for rows, most in ((13, 0), (14, 9)):
         spec = replace(spec_of(isa, "int8", 8, zero, (32, False), 8), rows=rows)
         loop = between(assembly(isa, spec), "vpdpbusd")
@@ -104,7 +105,7 @@ def test_on_zen_5_up_to_14_rows_of_8_bits_are_one_tile_in_registers(zero: str) -
 def test_codes_of_a_table_are_looked_up_once_a_byte(name: str, lookup: str) -> None:
     isa = AVX512VNNI("intel") if name == "avx512_vnni" else BY_NAME[name]
     for m in (1, 6, 20):
-        tiling = isa.tile(m, "int8", Geometry(as_format("mxfp4"), 32, 4096))
+        tiling = isa.tuning.tile(m, "int8", Geometry(as_format("mxfp4"), 32, 4096))
         spec = replace(spec_of(isa, "int8", 8, "none", (32, True), m), rows=min(m, tiling.rows), vectors=tiling.vectors, table="fp4")
         loop = between(assembly(isa, spec), lookup)
         assert count(loop, lookup) == spec.vectors * 8
@@ -117,8 +118,8 @@ def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> No
     for bits, block in ((4, 32), (4, 128), (8, 32)):
         spec = replace(spec_of(isa, "int8", bits, zero, (32, block == 32), 6), biased=True)
         geo = geometry(bits, zero, block)
-        tiles = [tile.build(replace(spec, rows=isa.tile(31, "int8", geo).rows), isa)]
-        shape = isa.tile(64, "int8", geo)
+        tiles = [tile.build(replace(spec, rows=isa.tuning.tile(31, "int8", geo).rows), isa)]
+        shape = isa.tuning.tile(64, "int8", geo)
         if bits == 4 or zero != "point":
             tiles.append(expanded.build(replace(spec, rows=shape[0]), isa))
         packed, *read = [jit.compile_assembly(module, isa).splitlines() for module in tiles]
@@ -132,7 +133,7 @@ def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> No
 
 def test_scales_and_offsets_at_once_take_two_multiplications() -> None:
     isa = AVX512VNNI("zen5")
-    spec = replace(spec_of(isa, "int8", 4, "offset", (32, True), isa.brackets), bracketed=True)
+    spec = replace(spec_of(isa, "int8", 4, "offset", (32, True), isa.tuning.bracketed_rows), bracketed=True)
     products = spec.rows * spec.vectors
     for module, pairs, multiplications in ((bracketed.build(spec, isa), products, products), (tile.build(spec, isa), 0, 3 * products)):
         text = jit.compile_assembly(module, isa)
@@ -161,7 +162,12 @@ def test_zen_4_multiplies_floats_in_tiles_of_one_vector(zero: str, unit: tuple[i
     isa, products = AVX512BF16("zen4"), {"float": "vfmadd231ps", "bf16": "vdpbf16ps"}
     for (inner, product), bits in (*itertools.product(products.items(), (4,)), (("float", "vfmadd231ps"), 8)):
         two = 6 if inner == "bf16" else 4  # rows from which on it is one
-        assert [isa.tile(m, inner, geometry(bits, zero))[:2] for m in (two - 1, two, 12, 30)] == [(two - 1, 2), (two, 1), (12, 1), (12, 1)]
+        assert [isa.tuning.tile(m, inner, geometry(bits, zero))[:2] for m in (two - 1, two, 12, 30)] == [
+            (two - 1, 2),
+            (two, 1),
+            (12, 1),
+            (12, 1),
+        ]
         loop = between(assembly(isa, spec_of(isa, inner, bits, zero, unit, 30)), product)
         assert count(loop, product) >= 12 * unit[0] // (2 if inner == "bf16" else 1)
         assert sum("{1to16}" in line for line in loop if product in line) >= 12 * unit[0] // (4 if inner == "bf16" else 2)
@@ -186,7 +192,7 @@ def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, boo
 
 def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
     def asked(core: Core, bits: int, zero: str, inner: Inner = "int8") -> list[int | None]:
-        return [AVX512VNNI(core).near(m, inner, geometry(bits, zero)) for m in (1, 2, 3, 5, 6, 100)]
+        return [AVX512VNNI(core).tuning.locality(m, inner, geometry(bits, zero)) for m in (1, 2, 3, 5, 6, 100)]
 
     assert asked("zen4", 4, "none") == asked("zen4", 4, "offset") == [None, None, 2, 2, 2, 2]
     assert asked("zen4", 4, "point") == [None, 0, 2, 2, 2, 2]
@@ -194,8 +200,8 @@ def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
     assert asked("zen4", 8, "none", "float") == [2] * 6
     assert asked("zen5", 4, "none") == asked("zen5", 8, "none", "float") == [0, 0, 0, 3, 3, 3]
     assert asked("intel", 4, "none") == [3] * 6
-    assert [AVX512VNNI(core).ahead for core in ("zen4", "zen5", "intel")] == [7168, 8192, 4096]
-    assert [AVX512VNNI(core).chunk_bytes for core in ("zen4", "zen5", "intel")] == [1 << 20, 1 << 62, 1 << 62]
+    assert [AVX512VNNI(core).tuning.prefetching.distance for core in ("zen4", "zen5", "intel")] == [7168, 8192, 4096]
+    assert [AVX512VNNI(core).tuning.chunk_bytes for core in ("zen4", "zen5", "intel")] == [1 << 20, 1 << 62, 1 << 62]
 
 
 def test_whose_rules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +257,7 @@ def test_tiles_without_dot_products(name: str, register: str) -> None:
     assert count(loop, "vpsrlw") + count(loop, "vpand[dq]?") <= 2 * 2 * 8 + 1
     assert len(spills(loop)) <= (12 if LLVM > 20 else 17)
     # Whole rows: products of sums, one for four k of an output, between two additions and one.
-    rows, vectors = isa.direct_tile
+    rows, vectors = isa.tuning.conv_tile
     for out in ("f32", "i8"):
         spec = replace(short, pair_sums=True, rows=rows, vectors=vectors, out=out)
         text = assembly(isa, spec)

@@ -137,7 +137,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(emulator: Emulator, step: i
         whole = run_linear(kernel, x, packed)
         assert torch.equal(whole, torch.cat([run_linear(kernel, row, packed) for row in x.split(1)]))
         # Each number of rows is a tile of its own. Where there are three formats, each has a third of them.
-        for m in sorted({emulator.isa.tile(m, compute, kernel.geometry).rows for m in range(1, 12)})[number :: len(FEW[::step])]:
+        for m in sorted({emulator.isa.tuning.tile(m, compute, kernel.geometry).rows for m in range(1, 12)})[number :: len(FEW[::step])]:
             assert torch.equal(run_linear(kernel, x[:m], packed), whole[:m])
 
 
@@ -345,7 +345,7 @@ def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
 @pytest.mark.parametrize("name", ["sve256", "sve512"])
 def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
     isa = BY_NAME[name]
-    rows, vectors, *_ = isa.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
+    rows, vectors, *_ = isa.tuning.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
     spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith("\tsdot\tz")]
@@ -356,7 +356,7 @@ def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
 @pytest.mark.parametrize("name", ["neon_dotprod", "neon_i8mm"])
 def test_neon_tiles_keep_operands_off_the_stack(name: str) -> None:
     isa = BY_NAME[name]
-    rows, vectors, *_ = isa.tile(8, "int8", Geometry(Format(4, 32), 32, 32))
+    rows, vectors, *_ = isa.tuning.tile(8, "int8", Geometry(Format(4, 32), 32, 32))
     spec = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith(("\tsdot", "\tsmmla"))]
@@ -368,7 +368,7 @@ def test_neon_tiles_keep_operands_off_the_stack(name: str) -> None:
 def test_rvv_tiles_multiply_vectors(bits: int) -> None:
     isa = BY_NAME["rvv"]
     skip_what_crashes(isa)
-    rows, vectors, *_ = isa.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
+    rows, vectors, *_ = isa.tuning.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
     spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     wanted = ("\tvmul.vv", "\tvmacc.vv", "\tvmadd.vv") if bits == 4 else ("\tvwmul.vv", "\tvwmacc.vv", "\tvwmaccsu.vv", "\tvwmulsu.vv")

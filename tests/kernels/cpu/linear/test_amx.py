@@ -19,6 +19,7 @@ from halfbyte.kernels.cpu.codegen.isa_amx import AMXInt8, AMXTiles
 from halfbyte.kernels.cpu.codegen.isa_x86 import nibble_map
 from halfbyte.kernels.cpu.codegen.isas import ISAS
 from halfbyte.kernels.cpu.codegen.kernel import compiled
+from halfbyte.kernels.cpu.codegen.tuning import AMX_TILES
 from halfbyte.kernels.cpu.linear import amx, linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
@@ -87,8 +88,8 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
     for m in (1, 2, 3, 17, 33):  # the first two without the unit
         assert torch.equal(run_linear(kernel, x[:m], packed).nan_to_num(), whole[:m].nan_to_num())
     for ahead in (1, 3, 7):
-        monkeypatch.setattr(EmulatedTiles, "units_ahead", 8 - ahead)
-        monkeypatch.setattr(EmulatedTiles, "chunk_bytes", 2500 * ahead)
+        assert kernel.isa.matrix is not None
+        monkeypatch.setattr(kernel.isa.matrix, "tuning", replace(AMX_TILES, units_ahead=8 - ahead, chunk_bytes=2500 * ahead))
         again = kernel_of(fmt, n, k, torch.float32, way)
         compiled.cache_clear()
         assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())

@@ -2,6 +2,7 @@
 codes, on any x86."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,27 +12,29 @@ from support import activations, pairwise, run_linear
 
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels import reference
-from halfbyte.kernels.cpu.codegen.isa import Tiling
-from halfbyte.kernels.cpu.codegen.isa_x86 import expandable
+from halfbyte.kernels.cpu.codegen.tuning import AVX_VNNI, Expansion, Tiling, Tuning
 from halfbyte.kernels.cpu.linear.biased import biasable
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import Geometry, pack
 
 
+class ExpandingEarly(Tuning):
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
+        if m < 6 or codes or not self.expands(geo):
+            return AVX_VNNI.tile(m, inner, geo, codes=codes)
+        return Tiling(2 if geo.padded <= 32 else 4, 2, expanded=True)  # totals in registers, and in memory
+
+
 class Expanding(EmulatedDotProducts):
     name = "avx_vnni_expanding"
-    expands = True
-
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
-        if m < 6 or codes or not expandable(self, geo):
-            return super().tile(m, inner, geo, codes=codes)
-        return Tiling(2 if geo.padded <= 32 else 4, 2, expanded=True)  # totals in registers, and in memory
+    tuning = ExpandingEarly(AVX_VNNI.conv_tile, AVX_VNNI.register_totals, expansion=Expansion(), biased=True)
 
 
 class TakingPointsOff(EmulatedDotProducts):
     name = "avx_vnni_points_off"
-    biases, points_off = False, 256
+    tuning = replace(AVX_VNNI, biased=False, points_off=256)
 
 
 pytestmark = pytest.mark.skipif(Expanding().missing() is not None, reason=str(Expanding().missing()))

@@ -20,7 +20,7 @@ from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import pack
 
 ISA = AVX512VNNI("zen5")
-M = ISA.brackets + 3  # row tiles of two sizes
+M = ISA.tuning.bracketed_rows + 3  # row tiles of two sizes
 
 pytestmark = pytest.mark.skipif(ISA.missing() is not None, reason=str(ISA.missing()))
 

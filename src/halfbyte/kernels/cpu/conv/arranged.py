@@ -110,7 +110,7 @@ class _ArrangedTile(RequantizingDirectTile):
 
 def supports(sizes: Filter, isa: ISA) -> bool:
     """Whether `ArrangedConvKernel` takes int8 images and weights of these sizes."""
-    return isa.arranges and whole_bytes(sizes)
+    return isa.tuning.arranged_conv and whole_bytes(sizes)
 
 
 class ArrangedConvKernel(RearrangedWeightsKernel):

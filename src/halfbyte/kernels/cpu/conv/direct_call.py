@@ -52,7 +52,7 @@ class TileSizes(NamedTuple):
 
 def tile_width(isa: ISA) -> int:
     """Outputs of such a tile."""
-    return isa.lanes * isa.direct_tile[1]
+    return isa.lanes * isa.tuning.conv_tile[1]
 
 
 def whole_bytes(sizes: Filter) -> bool:
@@ -345,10 +345,10 @@ def plan(
     sums = walk.sum_fields(lines, rows)
     memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
 
-    tile = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=kind_of(out_dtype))
+    tile = replace(linear.tile_spec, vectors=isa.tuning.conv_tile[1], unit=walk.step, single=False, out=kind_of(out_dtype))
     build = direct.build_tile if tile_sizes is None else tile_sizes.build
     walked = _lines_walked(walk, spec, strips, image[1], outside, by_lines=tile_sizes is None or spec.unsigned)
-    bands = _bands(walked, wo, isa.direct_tile[0], lambda rows: compiled(build, replace(tile, rows=rows), isa))
+    bands = _bands(walked, wo, isa.tuning.conv_tile[0], lambda rows: compiled(build, replace(tile, rows=rows), isa))
     places, lane_places = walk.places(lines, wo), walk.lane_places()
     walk_places = torch.arange(rows, device="cpu") * walk.patch if walk.row else places
     mask = torch.zeros(64, dtype=torch.int8, device="cpu")  # of the last, partial vector of a pixel

@@ -77,7 +77,7 @@ ORDER = {position: n for n, position in enumerate(itertools.chain(*CLASSES))}  #
 _RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache, unless it were short
 _ITEMS_A_THREAD = 4
 _GROUP_COST = 0.5  # of beginning and ending a group's products, in tiles
-_LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights, unless fewer have `ISA.minimal_tiles`
+_LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights, unless fewer have `Winograd.tiles`
 _NEAR_BYTES = 1 << 19  # of weights that stay in the second-level cache
 _AHEAD = 8192  # bytes of weights, which come from the third-level cache where they are many
 # A cycle of a core: bytes of weights from the third-level cache; and cycles for a position of a tile's image or outputs.
@@ -137,7 +137,7 @@ def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
 
 def group_of(tiles: int, isa: ISA) -> int:
     """How many tiles are multiplied together, so that the last such group of a layer is nearly full."""
-    most = isa.direct_tile[0]
+    most = isa.tuning.conv_tile[0]
     return min(range(most, most // 2, -1), key=lambda n: -(-tiles // n) * (n + _GROUP_COST))
 
 
@@ -410,20 +410,20 @@ def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     """Whether `WinogradKernel` takes int8 images and weights of these sizes."""
     dense = window.stride == window.dilation == (1, 1)
     plain = sizes.format.bits == 8 and sizes.kernel == (3, 3) and sizes.groups == 1
-    return isa.minimal is not None and plain and dense and sizes.channels % (2 * isa.lanes) == 0
+    return isa.tuning.winograd is not None and plain and dense and sizes.channels % (2 * isa.lanes) == 0
 
 
 def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     """Whether it takes fewer cycles than `direct.py`, for outputs [B, Ho, Wo]."""
-    assert isa.minimal is not None
-    directly, by_this = isa.minimal
+    rates = isa.tuning.winograd
+    assert rates is not None
     batch, height, width = out
     matrix, tiles = sizes.out * sizes.channels, Tiles.of(out)
     counts = [stop - start for start, stop in tiles.classes]
     products, ends = (sum(n * len(some) for n, some in zip(of, CLASSES, strict=True)) for of in ([_whole(n, isa) for n in counts], counts))
-    multiplied = max(products * matrix / by_this, 2 * POSITIONS * matrix / _WEIGHT_BYTES)  # while weights come
+    multiplied = max(products * matrix / rates.rate, 2 * POSITIONS * matrix / _WEIGHT_BYTES)  # while weights come
     cycles = multiplied + ends * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
-    return cycles < batch * height * width * 9 * matrix / directly
+    return cycles < batch * height * width * 9 * matrix / rates.direct_rate
 
 
 class WinogradKernel(CodesConv):
@@ -452,7 +452,8 @@ class WinogradKernel(CodesConv):
         rows = spec.classes[0].rows
         groups = -(-tiles // rows)
         most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        enough = self.isa.minimal_tiles[weights.nbytes <= _NEAR_BYTES]
+        assert self.isa.tuning.winograd is not None
+        enough = self.isa.tuning.winograd.tiles[weights.nbytes <= _NEAR_BYTES]
         least = min(_LEAST_GROUPS, -(-enough // rows))
         runs = -(-groups // max(least, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
         if most > 1:

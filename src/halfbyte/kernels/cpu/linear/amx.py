@@ -45,7 +45,7 @@ class MatrixTile(Tile):
         self.slots = 1 + spec.shifted
         self.sums = f.alloca("i8", self.slots * self.block_bytes, 64)
         self.unpacked_bytes = self.row_unit_bytes * isa.lanes * spec.vectors
-        self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
+        self.ring = f.alloca("i8", _power_of_two(isa.tuning.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
         self.blocks, self.units, self.last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         self.corrected = isa.correction(spec.bits, spec.signed) != 0
         self.start: Value | None = None  # a row of what sums begin at
@@ -71,7 +71,7 @@ class MatrixTile(Tile):
         self._begin(row_offset)
         unpacking = _Unpacking(self, row_offset) if self.int8.stored_bits == 4 else None
         if unpacking is not None:
-            for _ in f.loop(isa.units_ahead):
+            for _ in f.loop(isa.tuning.units_ahead):
                 unpacking.step()
         for b in f.loop(self.blocks + 1):
             with f.when(b < self.blocks):
@@ -166,7 +166,7 @@ class MatrixTile(Tile):
         f = self.f
         with f.when(self.asks):
             for line in range(0, self.unit_bytes + (self.tail_bytes if self.spec.single else 0), 64):
-                f.prefetch(unit + (self.isa.ahead + line))
+                f.prefetch(unit + (self.isa.tuning.prefetching.distance + line))
 
 
 class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
@@ -203,7 +203,7 @@ class _Unpacking:
         return self._slot(number)
 
     def _slot(self, number: Value) -> Value:
-        return self.tile.ring + (number & _power_of_two(self.tile.isa.units_ahead) - 1) * self.tile.unpacked_bytes
+        return self.tile.ring + (number & _power_of_two(self.tile.isa.tuning.units_ahead) - 1) * self.tile.unpacked_bytes
 
     def _unpack(self, stored: Value, to: Value) -> None:
         """The codes of four k (or two, as bfloat16) of an output side by side, as tile registers have them in their columns."""

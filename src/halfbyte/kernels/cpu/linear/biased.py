@@ -19,4 +19,4 @@ def biasable(fmt: Format, block: int) -> bool:
 
 def highest_point(isa: ISA, bits: int, zero: str, biased: bool) -> int:
     """A point that is taken off by what sums begin at, so that codes from which points were taken instead may be unsigned; else 0."""
-    return HIGHEST_CODE if biased and zero == "point" and bits == 4 and isa.expands else 0
+    return HIGHEST_CODE if biased and zero == "point" and bits == 4 and isa.tuning.expansion is not None else 0

@@ -143,7 +143,7 @@ class ExpandedTile(Tile):
         for line in self.f.loop(self.lines):
             self.f.prefetch(asked + line * _LINE)
         self.asked.value = asked + self.packed_unit
-        if not self.spec.single and self.isa.least_prefetching_tiles:
+        if not self.spec.single and self.isa.tuning.prefetching.sharing_tiles:
             self._ask_for_next_activations(a, self.spec.rows * self.row_unit_bytes)
         return super()._unit(w, a, weight_meta, row_offset, sums)
 
@@ -250,7 +250,9 @@ class _Panel(Emitter):
         self.unit_bytes = data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
         self.tail_bytes = packed_tail(spec.scale, spec.zero)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
-        self.records = f.alloca("i8", max(isa.expanded_bytes, spec.record_bytes(isa, isa.expanded_longest)), 64)
+        expansion = isa.tuning.expansion
+        assert expansion is not None
+        self.records = f.alloca("i8", max(expansion.record_bytes, spec.record_bytes(isa, expansion.longest_block)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)
 
     def emit(self) -> None:

@@ -31,6 +31,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled
+from halfbyte.kernels.cpu.codegen.tuning import Tiling
 from halfbyte.kernels.cpu.linear import activations, amx, bracketed, driver, expanded, tile
 from halfbyte.kernels.cpu.linear.activations import RowSpec
 from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE, biasable, highest_point
@@ -225,22 +226,33 @@ class LinearKernel:
         if shares_prefetch:
             fields |= {"prefetching_tiles": shares_prefetch if fields["at_once"] == 1 else 0, "together": fields["at_once"]}
         phases = driver.phases(self.isa)
-        near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
-        chunks = max(1, min(m * taken.row_bytes // near, tiles))
+        chunks = max(1, min(m * taken.row_bytes // taken.chunk_bytes(m), tiles))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "panel_groups": groups, "chunks": chunks}
         return LINEAR.buffer(fields)
 
     def asking(self, m: int, tiles: int) -> int:
         """How many of so many row tiles, the last ones, share the prefetch of the next panel; 0: none do."""
-        isa, geo, size = self.isa, self.geometry, self.geometry.panel_bytes
-        near = m * self.row_bytes + 2 * size <= isa.asking_bytes
+        prefetching, geo, size = self.isa.tuning.prefetching, self.geometry, self.geometry.panel_bytes
+        near = m * self.row_bytes + 2 * size <= prefetching.sharing_bytes
         # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.
         alone = self.tile_spec.inner == "int8" and geo.bits == 8 and not geo.sparse and 2 * size > _GROUP_BYTES
-        return min(tiles, isa.asking_tiles) if 0 < isa.least_prefetching_tiles <= tiles and (near or alone or self._brackets(m)) else 0
+        shares = 0 < prefetching.sharing_tiles <= tiles and (near or alone or self._brackets(m))
+        return min(tiles, prefetching.most_sharing) if shares else 0
+
+    def tiling(self, m: int) -> Tiling:
+        """How M rows are cut into tiles."""
+        return self.isa.tuning.tile(m, self.tile_spec.inner, self.geometry, codes=self.tile_spec.out == "i8")
+
+    def chunk_bytes(self, m: int) -> int:
+        """Bytes of activations that pass over all panels before the next ones do."""
+        tuning = self.isa.tuning
+        if self._brackets(m):
+            return m * self.row_bytes  # a panel's integers are made once for all
+        return tuning.expansion.chunk_bytes if tuning.expansion is not None and self.tiling(m).expanded else tuning.chunk_bytes
 
     def _brackets(self, m: int) -> bool:
         """Whether M rows go through tiles of `bracketed.py`."""
-        return self.tile_spec.bracketed and m >= self.isa.brackets and self.geometry.blocks <= bracketed.MOST_BLOCKS
+        return self.tile_spec.bracketed and m >= self.isa.tuning.bracketed_rows and self.geometry.blocks <= bracketed.MOST_BLOCKS
 
     def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need.
@@ -248,12 +260,12 @@ class LinearKernel:
         most_at_once   panels that a tile may take
         """
         geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
-        most, vectors, panels, expands = self.isa.tile(m, spec.inner, geo, codes=spec.out == "i8")
+        most, vectors, panels, expands = self.tiling(m)
         count = -(-m // most)
         rows, more = divmod(m, count)
         at_once = min(panels, most_at_once) if count == 1 else 1
         shares_prefetch = at_once == 1 and self.asking(m, count) > 0
-        near = self.isa.near(m, spec.inner, geo)
+        near = self.isa.tuning.locality(m, spec.inner, geo)
         spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, shares_prefetch=shares_prefetch, near=near)
         build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
         tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
@@ -290,11 +302,12 @@ class LinearKernel:
         return {**functions, "panel_function": compiled(bracketed.build_panel, panel, self.isa)}
 
     def _expansion(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
-        panel = PanelSpec.of(tiles["tile_function"])
+        panel, expansion = PanelSpec.of(tiles["tile_function"]), self.isa.tuning.expansion
+        assert expansion is not None
         return {
             **{f"expanding_{name}": compiled(expanded.build, replace(one, expands=True), self.isa) for name, one in tiles.items()},
             "panel_function": compiled(expanded.build_panel, panel, self.isa),
-            "expanded_blocks": max(1, self.isa.expanded_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
+            "expanded_blocks": max(1, expansion.record_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
         }
 
 
@@ -314,11 +327,11 @@ def specs(
     # A block's sums begin at their correction, with the bits added that make floats of them. Where they are made apart, nothing is gained
     # by that: of 4 bits it is taken off, as a float, when they are scaled. That of 8 bits may be far larger than what is left when it is
     # taken off: it stays an integer.
-    biased = by_block and isa.biases and biasable(fmt, geo.padded)
-    points_off = integers and fmt.zero == "point" and bits == 4 and geo.padded <= isa.points_off
+    biased = by_block and isa.tuning.biased and biasable(fmt, geo.padded)
+    points_off = integers and fmt.zero == "point" and bits == 4 and geo.padded <= isa.tuning.points_off
     points_off &= not (shifted or geo.sparse or source == "i8")
     highest = HIGHEST_CODE if points_off else highest_point(isa, bits, fmt.zero, biased)
-    brackets = integers and isa.brackets > 0 and bracketed.fits(geo) and source != "i8" and not shifted
+    brackets = integers and isa.tuning.bracketed_rows > 0 and bracketed.fits(geo) and source != "i8" and not shifted
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
     folded = by_block and bits == 4 and correction != 0 and isa.narrow_accumulators(bits)
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0

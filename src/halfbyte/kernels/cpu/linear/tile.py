@@ -89,11 +89,11 @@ class Tile(BlockEnd):
         record = self.unit_bytes + self.tail_bytes if spec.single and spec.rows <= _FEW_ROWS else 0
         size = LINEAR.load(self.args, "panel_bytes")
         self.prefetcher = Prefetcher(isa, f, size, spec.panels, spec.shares_prefetch, record, spec.near, *ahead) if ahead else None
-        if self.prefetcher and spec.shares_prefetch and isa.asks_for_shares and self.unit_bytes == PANEL * spec.unit:
+        if self.prefetcher and spec.shares_prefetch and isa.tuning.prefetching.contiguous and self.unit_bytes == PANEL * spec.unit:
             self.prefetcher = SharingPrefetcher(isa, f, size, spec.near, self.weights, *ahead)
         self.count = spec.rows * spec.vectors
         self.row_unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
-        self.in_registers = self.count <= isa.register_totals
+        self.in_registers = self.count <= isa.tuning.register_totals
         self.narrow_accumulators = spec.inner == "int8" and isa.narrow_accumulators(spec.bits)
         self.accumulators: Value | None = None
         self.scratch = f.alloca(isa.floats, self.count, 4 * isa.lanes)

@@ -29,7 +29,7 @@ class TileSpec:
     folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
     panels   most that one call takes: several are interleaved unit by unit, so that memory is read as several streams
     shares_prefetch  may be called as one of several row tiles that share the prefetch of the next panel
-    near     as `ISA.near` has it
+    near     as `Tuning.locality` has it
     biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
     points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
     bracketed    the activation's scale is multiplied last: by scale * sum of products + offset * sum of codes, rounded once

@@ -348,7 +348,7 @@ class _Attend(Emitter):
             after: Address of the first key of the next chunk, which the first tile prefetches.
             count: Tokens of the chunk.
         """
-        f, registers = self.f, 2 * self.isa.register_totals
+        f, registers = self.f, 2 * self.isa.tuning.register_totals
         for begin in range(0, self.spec.group, registers):
             heads = range(begin, min(begin + registers, self.spec.group))
             step = max(1, registers // len(heads))
