@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulated.amx import EmulatedAMX, EmulatedTiles
 from samples import largest_sums, random_codes
-from support import activations, pairwise, run_linear
+from support import activations, changed, pairwise, run_linear, tile_spec
 
 from halfbyte import ops
 from halfbyte.formats import Format, as_format
@@ -136,8 +136,8 @@ def count(lines: list[str], instruction: str) -> int:
     return sum(line.startswith(f"\t{instruction}\t") for line in lines)
 
 
-SHORT = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, 32, 2, "f32", biased=True)
-LONG = TileSpec("int8", 4, "f16", "none", False, 64, False, False, False, 32, 2, "f32", biased=True)
+SHORT = tile_spec("int8", 4, "none", (32, True), 32, 2, block_sum="biased")
+LONG = tile_spec("int8", 4, "none", (64, False), 32, 2, block_sum="biased")
 
 
 @pytest.mark.parametrize("spec", [SHORT, LONG])
@@ -168,7 +168,7 @@ def test_sums_are_stored_between_the_first_products_of_the_next_block() -> None:
 
 @pytest.mark.parametrize("zero", ["none", "point"])
 def test_nibbles_are_unpacked_by_one_instruction_each(zero: str) -> None:
-    lines = assembly(replace(LONG, zero=zero, biased=False))
+    lines = assembly(changed(LONG, zero=zero, block_sum="plain"))
     assert count(lines, "vgf2p8affineqb") == 3 * 2 * 2 * 8  # at three places: low and high, two vectors, eight rows of eight k
     assert not any(re.match(r"\tv(psrl|psll|psub)", line) for line in lines)
 
@@ -184,7 +184,7 @@ def test_the_map_of_bits_gives_the_code(first: int, signed: bool) -> None:
 
 
 def test_bytes_are_multiplied_where_they_lie() -> None:
-    lines = assembly(replace(LONG, bits=8, biased=False))
+    lines = assembly(changed(LONG, bits=8, block_sum="plain"))
     assert count(lines, "tdpbsud") == 2 * 4
     assert not count(lines, "vgf2p8affineqb")
 

@@ -13,7 +13,7 @@ from support import activations, pairwise, run_linear
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.codegen.tuning import AVX_VNNI, Expansion, Tiling, Tuning
-from halfbyte.kernels.cpu.linear.biased import biasable
+from halfbyte.kernels.cpu.linear.block_end import biasable
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Activation
@@ -50,7 +50,7 @@ def test_products_are_those_of_the_reference_for_any_number_of_rows(number: int)
     m, n, k, fmt = 13, 45 + 20 * (number % 2), (700, 333)[number % 2], Format(bits, block, zero)
     codes, x = random_codes(fmt, (n, k), number), activations(m, k, dtype, number, 3)
     packed, kernel = pack(codes), LinearKernel(fmt, n, k, dtype, "int8", "block", isa=Expanding())
-    assert kernel.tile_spec.biased == (fmt.block_size(k) <= MOST[bits, zero])
+    assert (kernel.tile_spec.activation.block_sum == "biased") == (fmt.block_size(k) <= MOST[bits, zero])
     assert ("panel_function" in kernel.fields(m)) == (bits == 4 or (zero != "point" and block != "channel"))
     y = run_linear(kernel, x, packed)
     error = reference.error_bound(x, codes, None, "int8", "block")
@@ -65,7 +65,7 @@ def test_points_that_tiles_take_off_codes(block: int, activation: Activation) ->
     m, n, k, fmt = 13, 45, 333, Format(4, block, "point")
     codes, x = random_codes(fmt, (n, k), block), activations(m, k, torch.float32, block, 3)
     packed, kernel = pack(codes), LinearKernel(fmt, n, k, x.dtype, "int8", activation, isa=TakingPointsOff())
-    assert kernel.tile_spec.points_off == (block <= 256 and activation != "row_offset")
+    assert kernel.tile_spec.weight.points_off == (block <= 256 and activation != "row_offset")
     y = run_linear(kernel, x, packed)
     error = reference.error_bound(x, codes, None, "int8", activation)
     assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", activation), error).all())
@@ -78,7 +78,8 @@ def test_points_that_tiles_take_off_codes(block: int, activation: Activation) ->
 
 @pytest.mark.parametrize("activation", ["row", "block_offset", "row_offset"])
 def test_other_scales_of_activations_are_not_biased(activation: Activation) -> None:
-    assert not LinearKernel(Format(4, 32), 32, 64, torch.float32, "int8", activation, isa=Expanding()).tile_spec.biased
+    kernel = LinearKernel(Format(4, 32), 32, 64, torch.float32, "int8", activation, isa=Expanding())
+    assert kernel.tile_spec.activation.block_sum == "plain"
 
 
 @pytest.mark.parametrize(("bits", "zero"), KINDS)
@@ -100,7 +101,7 @@ def test_the_largest_sums(bits: int, zero: str) -> None:
     x[1] = -1
     x[2, ::2] = x[3, 1::2] = -1
     kernel = LinearKernel(fmt, n, k, torch.float32, "int8", "block", isa=Expanding())
-    assert kernel.tile_spec.biased
+    assert kernel.tile_spec.activation.block_sum == "biased"
     error = reference.error_bound(x, codes, None, "int8", "block")
     wanted = reference.linear(x, codes, None, "int8", "block")
     for rows in (4, 8):

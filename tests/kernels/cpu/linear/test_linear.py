@@ -162,7 +162,7 @@ def test_one_hot_activations_give_the_weight_exactly(case: Case, monkeypatch: py
     hot = 1.0 if case.compute == "float" else 127.0
     y = run_linear(kernel, (hot * torch.eye(k)).to(case.dtype), pack(codes))
     wanted = (hot * codes.dequantize(torch.float64)).float().T
-    twice = case.scale == torch.float32 or (case.bits == 8 and kernel.tile_spec.biased)
+    twice = case.scale == torch.float32 or (case.bits == 8 and kernel.tile_spec.activation.block_sum == "biased")
     if case.compute == "int8" and case.zero == "offset" and twice:
         error = torch.finfo(case.dtype).eps * (wanted.abs() + 127 * codes.zero.abs().max())
         assert bool(((y.double() - wanted).abs() <= error).all())
@@ -270,13 +270,13 @@ def test_panels_at_once_are_as_one_at_a_time(case: Case, monkeypatch: pytest.Mon
     n, k = 32 * 17 + 5, 150
     monkeypatch.setattr(runtime, "threads", lambda: 1)
     packed, bias = pack(random_codes(case.format, (n, k))), torch.randn(n)
-    isa = type(RUNNABLE[case.isa])
-    tile = isa.tile
+    tuning = type(RUNNABLE[case.isa].tuning)
+    tile = tuning.tile
     for m in (1, 2, 5):
         x, residual = activations(m, k, case.dtype, m), torch.randn(m, n).to(case.dtype)
         results = []
         for panels in (1, 3, 4):  # groups end with two panels and with one, whose outputs end within a vector
-            monkeypatch.setattr(isa, "tile", lambda *a, panels=panels, **options: tile(*a, **options)._replace(panels=panels))
+            monkeypatch.setattr(tuning, "tile", lambda *a, panels=panels, **options: tile(*a, **options)._replace(panels=panels))
             kernel = case.kernel(n, k, monkeypatch)
             results.append([run_linear(kernel, x, packed, b, (-9.0, 9.0), r) for b in (None, bias) for r in (None, residual)])
         assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(results[0], one, strict=True))

@@ -351,12 +351,12 @@ def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
     ahead   bytes from weights to the share of the next ones that is asked for; 0: of those that are there, which is faster than a branch
     """
     tile = (RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
-    passes = PANEL // (isa.lanes * spec.vectors)
+    passes = PANEL // (isa.lanes * spec.schedule.vectors)
     if passes == 1:
         tile.emit(f.value("i64", 0))
     else:
         for part in f.loop(passes):
-            tile.emit(part * (isa.lanes * spec.vectors))
+            tile.emit(part * (isa.lanes * spec.schedule.vectors))
 
 
 class _DirectTile(Tile):
@@ -370,18 +370,18 @@ class _DirectTile(Tile):
 
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        columns = [self._column_start(first, v) for v in range(spec.vectors)]
-        tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.tail_bytes)
+        columns = [self._column_start(first, v) for v in range(self.vectors)]
+        tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.meta_bytes)
         if self.paired:
             left = DIRECT.load(self.args, "left_pairs").to("i32").splat(isa.lanes)
             columns = [column - (self._pair_sums(tail, first, v) - left) for v, column in enumerate(columns)]
-        if isa.correction(spec.bits, signed=True):
-            starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
+        if isa.correction(spec.weight.bits, signed=True):
+            starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(self.rows)]
             totals = [column + start for start in starts for column in columns]
         else:
-            totals = columns * spec.rows
+            totals = columns * self.rows
         kept = [f.variable(total) for total in isa.transposed_accumulators(self.int8, totals)]
-        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
+        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.rows)]
 
         self._walk(kept, self.weights + first * 4, rows)
         self._finish(isa.transposed_accumulators(self.int8, [k.value for k in kept]), tail, first)
@@ -416,9 +416,9 @@ class _DirectTile(Tile):
     def _finish(self, sums: list[Value], tail: Value, first: Value) -> None:
         """Codes' sums to the totals that are written."""
         scale = self.scale.load("float", 0, 4).splat(self.isa.lanes)
-        scales = [self.isa.to_float(self._lanes(tail, first, v), self.spec.scale) * scale for v in range(self.spec.vectors)]
+        scales = [self.isa.to_float(self._scales(tail, first, v), self.spec.weight.scale) * scale for v in range(self.vectors)]
         for n, total in enumerate(sums):
-            self._set_total(n, total.to("float") * scales[n % self.spec.vectors])
+            self._set_total(n, total.to("float") * scales[n % self.vectors])
 
 
 class RequantizingDirectTile(_DirectTile, RequantizingTile):

@@ -22,7 +22,7 @@ from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall, tile_rows
 from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
+from halfbyte.kernels.cpu.linear.tile_spec import Schedule, TileSpec
 from halfbyte.kernels.problem import Pair, Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
@@ -345,10 +345,12 @@ def plan(
     sums = walk.sum_fields(lines, rows)
     memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
 
-    tile = replace(linear.tile_spec, vectors=isa.tuning.conv_tile[1], unit=walk.step, single=False, out=kind_of(out_dtype))
+    laid_out = replace(linear.tile_spec.activation, unit=walk.step, single=False)
+    tile = replace(linear.tile_spec, activation=laid_out, out=kind_of(out_dtype))
     build = direct.build_tile if tile_sizes is None else tile_sizes.build
     walked = _lines_walked(walk, spec, strips, image[1], outside, by_lines=tile_sizes is None or spec.unsigned)
-    bands = _bands(walked, wo, isa.tuning.conv_tile[0], lambda rows: compiled(build, replace(tile, rows=rows), isa))
+    most_rows, vectors = isa.tuning.conv_tile
+    bands = _bands(walked, wo, most_rows, lambda rows: compiled(build, replace(tile, schedule=Schedule(rows, vectors)), isa))
     places, lane_places = walk.places(lines, wo), walk.lane_places()
     walk_places = torch.arange(rows, device="cpu") * walk.patch if walk.row else places
     mask = torch.zeros(64, dtype=torch.int8, device="cpu")  # of the last, partial vector of a pixel

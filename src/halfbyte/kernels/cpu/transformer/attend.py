@@ -33,8 +33,8 @@ import torch
 
 from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.elementary import exp, tanh
 from halfbyte.kernels.cpu.codegen.elements import KINDS, Kind, element_of
-from halfbyte.kernels.cpu.codegen.exponential import exp, tanh
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, phase
