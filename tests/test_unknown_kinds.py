@@ -30,6 +30,7 @@ from halfbyte.kernels.cpu.codegen import elements, isas
 from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.tuning import Tuning
+from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.linear import activations, linear, tile
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.transformer import attend, experts
@@ -229,6 +230,12 @@ def test_the_conversion_of_a_blocks_sum() -> None:
     of_tile, of_row = specifications()
     row = built(activations.build, of_row, activation=replace(of_row.activation, block_sum=NEW))
     unsupported("conversion of a block's sum, 'new'", changed_tile(of_tile, "activation", block_sum=NEW), row)
+
+
+def test_sums_of_activations_and_of_pixels() -> None:
+    unsupported("sums of activations, 'new'", built(activations.build, specifications()[1], sums=NEW))
+    lines = direct.LinesSpec(8, 0, 0, 8, started=True, paired=False, width=1, unit=8, sums="single", masked=True)
+    unsupported("sums of pixels, 'new'", built(direct.build, lines, sums=NEW))
 
 
 # Layers of language models

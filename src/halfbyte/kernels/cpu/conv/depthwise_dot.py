@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
-from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
+from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, parts_of
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
@@ -48,7 +46,6 @@ COLUMNS = Block(
 _MOST_HIGH, _MOST_WIDE = 3, 3  # of a kernel: more columns of quads are not in registers
 _ITEMS_A_THREAD = 4
 _LEAST_LINES = 4  # of an item, which share what is laid out for a block
-_COST = 4  # of a product here, in products of a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +200,8 @@ class DepthwiseDotKernel(CodesConv):
     `weights_of` made; `table` [3, C] as `tile.RequantizingTile` has it.
     """
 
+    cost = 4
+
     def __init__(self, sizes: Filter, window: Window, out_height: int) -> None:
         super().__init__()
         self.sizes, self.isa = sizes, current()
@@ -227,27 +226,12 @@ class DepthwiseDotKernel(CodesConv):
             laid_out.append(torch.cat((corrections[order].view(torch.uint8), quads.flatten().view(torch.uint8))))
         return torch.stack(laid_out)
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
-        spec, (batch, channels, height, width) = self.spec, x.shape
-        ho, wo = window.out_size((height, width), self.sizes.kernel)
-        blocks, work = -(-channels // spec.block), batch * channels * ho * wo * self.sizes.taps
-        most = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD))
-        wanted = -(-most * _ITEMS_A_THREAD // (batch * blocks)) if most > 1 else 1
-        lines = max(_LEAST_LINES, -(-ho // wanted))
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+        spec, height = self.spec, geo.out[0]
+        blocks = -(-geo.channels // spec.block)
+        lines = max(_LEAST_LINES, -(-height // parts_of(height, threads, _ITEMS_A_THREAD, geo.batch * blocks)))
         lines += lines % spec.rows
-        groups = -(-ho // lines)
-        items = batch * groups * blocks
-        edge = torch.full((spec.block,), outside, dtype=torch.int8, device="cpu")
-        fields = {
-            **COLUMNS.known(window.sizes((height, width), (ho, wo), self.sizes.kernel)),
-            "items": items,
-            "groups_of_image": groups,
-            "lines": lines,
-            "blocks": blocks,
-            "block_bytes": spec.block_bytes,
-            "channels": channels,
-            "outside": edge.data_ptr(),
-        }
-        buffer = arguments(COLUMNS, compiled(build, spec, self.isa), fields)
-        threads = min(most, items)
-        return ConvCall.of(buffer, (batch, channels, ho, wo), 0, threads, (edge,))
+        groups = -(-height // lines)
+        items = geo.batch * groups * blocks
+        fields = {"items": items, "groups_of_image": groups, "lines": lines, "blocks": blocks, "block_bytes": spec.block_bytes}
+        return Plan(COLUMNS, compiled(build, spec, self.isa), fields, items, edge=spec.block)

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function, phase
+from halfbyte.kernels.cpu.conv.planned import parts_of
 from halfbyte.kernels.cpu.linear.tile import RequantizingTile, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.convolution import Filter
@@ -52,6 +54,7 @@ DIRECT = Block(
     ),
     LINEAR.floats,
 )
+PixelSums = Literal["none", "lines", "single"]
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
 SHARES = 4  # tiles of a strip that ask for the next panel's weights, each for one share
 _ITEMS_A_THREAD = 4  # what an item copies, the next one of the same strip finds
@@ -107,7 +110,7 @@ class Strips(NamedTuple):
                 fewest = -(-batch * height * sizes.groups * panels // wanted)
             lines = max(1, min(lines, fewest))
         number = -(-height // lines)
-        group = -(-panels // max(1, min(panels, -(-wanted // (batch * number * sizes.groups)))))
+        group = -(-panels // parts_of(panels, threads, _ITEMS_A_THREAD, batch * number * sizes.groups))
         parts = -(-panels // group)
         return cls(number, -(-height // number), parts, group, batch * number * sizes.groups * parts)
 
@@ -148,7 +151,7 @@ class LinesSpec:
     paired: bool
     width: int
     unit: int
-    sums: str
+    sums: PixelSums
     masked: bool
     tail: int = 0
     columns: int = PANEL
@@ -294,9 +297,16 @@ class Lines(Emitter):
             (single + p * 4).store(isa.row_start(_sum_of_each(totals), self.spec.bits, self.spec.paired), 0, 4)
         for p in f.loop(count, start=whole):
             (single + p * 4).store(isa.row_start(self._pixel(start + p * step).reduce("add"), self.spec.bits, self.spec.paired), 0, 4)
-        if kind == "none":
-            return
-        width, lanes = get("out_width"), isa.lanes if kind == "lines" else 1
+        match kind:
+            case "none":
+                return
+            case "lines":
+                lanes = isa.lanes
+            case "single":
+                lanes = 1
+            case _:
+                raise unreachable(kind, "the sums of pixels,")
+        width = get("out_width")
         for y in f.loop(get("strip_lines")):
             for x0 in f.loop(width, step=lanes):
                 x = f.umin(x0, width - lanes)  # the last vector may overlap the one before

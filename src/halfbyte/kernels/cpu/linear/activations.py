@@ -206,11 +206,16 @@ class _Int8Row(_Row):
             case _:
                 raise unreachable(block_sum, "the conversion of a block's sum,")
         self.field(act_meta, CORRECTION, correction)
-        if spec.sums == "codes":
-            self.field(act_meta, SUM, codes & 0xFFFF if block_sum == "biased" else codes.to("float"))
-        elif spec.sums == "values":
-            values = codes.to("float") * scale
-            self.field(act_meta, SUM, values if offset is None else f.fma(real.to("float"), offset, values))
+        match spec.sums:
+            case "none":
+                pass
+            case "codes":
+                self.field(act_meta, SUM, codes & 0xFFFF if block_sum == "biased" else codes.to("float"))
+            case "values":
+                values = codes.to("float") * scale
+                self.field(act_meta, SUM, values if offset is None else f.fma(real.to("float"), offset, values))
+            case _:
+                raise unreachable(spec.sums, "the sums of activations,")
         if block_sum == "bracketed":
             self.field(act_meta, OFFSET, codes * ((1 << 16) - CENTER) + SIGN_BIT)
         if offset is not None:
