@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from halfbyte.errors import lookup
 from halfbyte.kernels.cpu.codegen import tuning as tunings
-from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit
 from halfbyte.kernels.cpu.codegen.tuning import Core
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
@@ -354,18 +354,26 @@ def nibble_map(first: int, signed: bool) -> tuple[int, int]:
 
 def _narrowed(isa: ISA, f: Function, reals: Sequence[Value]) -> Value:
     """`ISA.narrowed` for registers of 256 or 512 bits: six instructions for four vectors, where each alone takes three."""
-    if isa.lanes == 16:
+    # `packed_codes` packs each 128 bits of the registers apart: there is a quad of each vector, side by side.
+    quads = packed_codes(f, reals).bits(isa.ints)
+    return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
+
+
+def packed_codes(f: Function, reals: Sequence[Value]) -> Value:
+    """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; what is less than -128 becomes that. For
+    each 128 bits of the registers there are the bytes of the first vector, then those of the second, and so on."""
+    lanes = lanes_of(reals[0].type)
+    ints, shorts, quads = vector("i32", lanes), vector("i16", 2 * lanes), vector("i8", 4 * lanes)
+    if lanes == 16:
         every, current = f.value("i16", -1), f.value("i32", 4)  # lanes; the rounding that is set
-        none = f.value(isa.ints, 0)
-        whole = [f.call(isa.ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, none, every, current) for real in reals]
+        whole = [f.call(ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, f.value(ints, 0), every, current) for real in reals]
         to_shorts, to_bytes = "llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packsswb.512"
     else:
-        whole = [f.call(isa.ints, "llvm.x86.avx.cvt.ps2dq.256", real) for real in reals]
-        to_shorts, to_bytes = "llvm.x86.avx2.packssdw", "llvm.x86.avx2.packsswb"
-    shorts = [f.call(isa.shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)]
-    quads = f.call(isa.quads, to_bytes, *shorts).bits(isa.ints)
-    # Each 128 bits of the registers were packed apart: there is a quad of each vector, side by side.
-    return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
+        convert = "llvm.x86.avx.cvt.ps2dq.256" if lanes == 8 else "llvm.x86.sse2.cvtps2dq"
+        whole = [f.call(ints, convert, real) for real in reals]
+        family, number = ("avx2", "") if lanes == 8 else ("sse2", ".128")
+        to_shorts, to_bytes = (f"llvm.x86.{family}.pack{kind}{number}" for kind in ("ssdw", "sswb"))
+    return f.call(quads, to_bytes, *(f.call(shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)))
 
 
 def _codes(signed: bool) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes
+from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes, packed_codes
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, parts_of
@@ -140,7 +140,7 @@ class _Columns(Emitter):
                     for v in range(4):
                         factor = weights.load(self.bytes, ((w * spec.rows + row) * 4 + v) * spec.block, 4)
                         sums[v] = dot_of_bytes(f, sums[v], column[v], factor)
-                codes = _narrowed(f, [self._real(v, total).min_or(high) for v, total in enumerate(sums)])
+                codes = packed_codes(f, [self._real(v, total).min_or(high) for v, total in enumerate(sums)])
                 (out + (get("out_width") * row + x) * channels).store((codes > low).select(codes, low))
             for variables, following in zip(kept, columns[new:], strict=True):
                 for variable, value in zip(variables, following, strict=True):
@@ -168,23 +168,6 @@ def _quads(lines: Sequence[Value]) -> list[Value]:
         a, b = (half(lines[n], lines[n + 1], 1, upper).bits(shorts) for n in (0, 2))
         out += [half(a, b, 2, part).bits(vector("i8", size)) for part in range(2)]
     return out
-
-
-def _narrowed(f: Function, reals: Sequence[Value]) -> Value:
-    """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; what is less than -128 becomes that. The
-    vectors' groups of 128 bits come one after the other."""
-    lanes = lanes_of(reals[0].type)
-    ints, shorts, quads = vector("i32", lanes), vector("i16", 2 * lanes), vector("i8", 4 * lanes)
-    if lanes == 16:
-        every, current_rounding = f.value("i16", -1), f.value("i32", 4)
-        whole = [f.call(ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, f.value(ints, 0), every, current_rounding) for real in reals]
-        to_shorts, to_bytes = "llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packsswb.512"
-    else:
-        family, number = ("avx2", ".256") if lanes == 8 else ("sse2", ".128")
-        convert = "llvm.x86.avx.cvt.ps2dq.256" if lanes == 8 else "llvm.x86.sse2.cvtps2dq"
-        whole = [f.call(ints, convert, real) for real in reals]
-        to_shorts, to_bytes = (f"llvm.x86.{family}.pack{kind}{number if lanes == 4 else ''}" for kind in ("ssdw", "sswb"))
-    return f.call(quads, to_bytes, *(f.call(shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)))
 
 
 def supports(sizes: Filter, window: Window, isa: ISA) -> bool:

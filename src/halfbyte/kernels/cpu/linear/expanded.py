@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from halfbyte.errors import unreachable
 from halfbyte.formats.spec import Zero, zero_size
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
-from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
+from halfbyte.kernels.cpu.codegen.elements import element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
@@ -28,7 +28,7 @@ from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, Record
 from halfbyte.kernels.cpu.linear.packed_planes import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.sparse import SparseUnit, zeros_of
 from halfbyte.kernels.cpu.linear.tile import PanelSlice, Tile
-from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec
+from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec, WeightSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other
@@ -38,52 +38,38 @@ _FIRST, _LAST = 1, 2  # the call of a tile that begins the sums, and the one tha
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
-    """What the passing of row tiles over a panel is compiled for: fields of TileSpec, vectors of a tile, and what records have.
+    """What the passing of row tiles over a panel is compiled for.
 
-    points_off   points are taken off codes
+    unit, vectors       of the tiles
+    subtracts_points    points are subtracted from codes when these are expanded
     has_rounding_terms  each scale is stored with its -ROUND * scale; where blocks are single units, recomputing it is no slower
     """
 
-    bits: int
-    scale: Kind
-    zero: Zero
+    weight: WeightSpec
     unit: int
     vectors: int
-    points_off: bool
+    subtracts_points: bool
     has_rounding_terms: bool
-    sparse: bool
-    packed_bits: int
 
     @classmethod
     def of(cls, spec: TileSpec) -> PanelSpec:
-        weight, activation = spec.weight, spec.activation
-        biased = activation.block_sum == "biased"
-        return cls(
-            4 if weight.table else weight.bits,
-            weight.scale,
-            weight.zero,
-            activation.unit,
-            spec.schedule.vectors,
-            points_off=biased and weight.zero == "point",
-            has_rounding_terms=biased and not activation.single,
-            sparse=weight.sparse,
-            packed_bits=weight.packed_bits,
-        )
+        weight, activation, biased = spec.weight, spec.activation, spec.activation.block_sum == "biased"
+        return cls(weight, activation.unit, spec.schedule.vectors, biased and weight.zero == "point", biased and not activation.single)
 
     @property
     def zeros(self) -> Zero:
         """What records have of them."""
-        return "none" if self.points_off else self.zero
+        return "none" if self.subtracts_points else self.weight.zero
 
     def record_bytes(self, isa: ISA, padded: int) -> int:
         """Bytes of a record of `padded` elements."""
         return isa.lanes * self.vectors * (padded + 4 * (1 + self.has_rounding_terms + (self.zeros != "none")))
 
 
-def packed_tail(scale: Kind, zero: Zero) -> int:
+def packed_meta(weight: WeightSpec) -> int:
     """Bytes behind the codes of a block as it is stored."""
-    size = element_of(scale).size
-    return tail_bytes(size, zero_size(zero, size), pair_sums=False)
+    size = element_of(weight.scale).size
+    return tail_bytes(size, zero_size(weight.zero, size), pair_sums=False)
 
 
 @function(*["ptr"] * 8, *["i64"] * 6)
@@ -103,7 +89,7 @@ class ExpandedTile(Tile):
         self.panel = PanelSpec.of(spec)
         floats = replace(spec, weight=replace(spec.weight, scale="f32", zero=self.panel.zeros))
         super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns))
-        self.asked, self.packed_tail = f.variable(asked), packed_tail(spec.weight.scale, spec.weight.zero)
+        self.asked, self.packed_meta = f.variable(asked), packed_meta(spec.weight)
         self.sums, self.packed, self.column = sums, packed, column
         if not self.in_registers:
             self.scratch = sums
@@ -136,7 +122,7 @@ class ExpandedTile(Tile):
         if self.spec.activation.single:
             self._prefetch_next_activations(block.activations, self.rows * (self.row_unit_bytes + 4 * FIELDS))
         super()._block(block)
-        self.asked.value = self.asked.value + self.packed_tail
+        self.asked.value = self.asked.value + self.packed_meta
 
     def _unit(self, unit: Record, sums: list[Value]) -> list[Value]:
         asked = self.asked.value
@@ -181,11 +167,11 @@ class ExpandingTile(ExpandedTile):
         packed = self.at.value + block.units * self.packed_unit
         self._expand_weight_meta(packed, block.weight_meta)
         if self.spec.weight.sparse:
-            points = packed + self.column + PANEL * self.scale_size if self.panel.zero == "point" else None
+            points = packed + self.column + PANEL * self.scale_size if self.panel.weight.zero == "point" else None
             self.zeros = zeros_of(self.isa, self.f, self.spec.weight.bits, points, self.vectors)
-        self.left = self._left_of_points(packed) if self.panel.points_off else None
+        self.left = self._left_of_points(packed) if self.panel.subtracts_points else None
         super()._block(block)
-        self.at.value = self.at.value + self.packed_tail
+        self.at.value = self.at.value + self.packed_meta
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
         weight, isa, at, size = self.spec.weight, self.isa, self.at.value, 4 * self.isa.lanes
@@ -248,8 +234,8 @@ class _Panel(Emitter):
         _, self.weights, self.activations, self.out, self.bias, self.columns, self.first_tile, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.units, self.blocks = self.get("units"), self.get("blocks")
-        self.unit_bytes = data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
-        self.tail_bytes = packed_tail(spec.scale, spec.zero)
+        self.unit_bytes = data_bytes(spec.weight.stored_bits, spec.unit, sparse=spec.weight.sparse)
+        self.tail_bytes = packed_meta(spec.weight)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
         expansion = isa.tuning.expansion
         assert expansion is not None

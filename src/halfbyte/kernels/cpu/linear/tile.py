@@ -94,7 +94,7 @@ class Tile(Epilogue):
         zero_bytes = zero_size(weight.zero, self.scale_bytes)
         self.paired = self.integer and weight.pair_sums and isa.multiplies_sums
         self.int8 = Int8Unit(schedule.rows, schedule.vectors, weight.bits, activation.unit, self.paired, codebook(weight.table))
-        self.unit_bytes = data_bytes(weight.packed_bits or self.int8.stored_bits, activation.unit, sparse=weight.sparse)
+        self.unit_bytes = data_bytes(weight.stored_bits, activation.unit, sparse=weight.sparse)
         self.meta_bytes = tail_bytes(self.scale_bytes, zero_bytes, pair_sums=weight.pair_sums)
         self.pair_sums_at = PANEL * (self.scale_bytes + zero_bytes)  # in the metadata
         self.row_unit_bytes = activation.unit * isa.activation_bytes(activation.inner, weight.bits)

@@ -42,6 +42,10 @@ class WeightSpec:
     points_off: bool = False
 
     @property
+    def stored_bits(self) -> int:
+        return self.packed_bits or (4 if self.table else self.bits)
+
+    @property
     def signed(self) -> bool:
         return self.zero == "none"
 
