@@ -223,14 +223,16 @@ class _Zen4(_Zen5):
 
 
 # Measured on a Zen 3; on an Emerald Rapids with `HALFBYTE_ISA=avx2`, nothing else was faster.
-AVX2 = _AVX2(conv_tile=(4, 2), register_totals=4, expansion=Expansion(), winograd=Winograd(direct_rate=28, rate=22), arranged_conv=True)
+AVX2: Tuning = _AVX2(
+    conv_tile=(4, 2), register_totals=4, expansion=Expansion(), winograd=Winograd(direct_rate=28, rate=22), arranged_conv=True
+)
 # Twice the registers of AVX2, twice as long; not measured, so that expansion and arranged convolutions are left out.
-AVX512 = _AVX512(conv_tile=(10, 2), register_totals=12, winograd=AVX2.winograd)
+AVX512: Tuning = _AVX512(conv_tile=(10, 2), register_totals=12, winograd=AVX2.winograd)
 # As AVX2; not measured on a CPU whose best instruction set this is.
-AVX_VNNI = _AVXVNNI(conv_tile=(5, 2), register_totals=4, biased=True)
+AVX_VNNI: Tuning = _AVXVNNI(conv_tile=(5, 2), register_totals=4, biased=True)
 
 # Measured on an Emerald Rapids, convolutions on a Sapphire Rapids. vdpbf16ps takes 1.6 times as long as the float32 products it stands for.
-INTEL = _Intel(
+INTEL: Tuning = _Intel(
     conv_tile=(12, 2),
     register_totals=12,
     prefetching=Prefetching(distance=4096, stream_distance=1024, sharing_tiles=1, all_tiles=True),
@@ -240,9 +242,9 @@ INTEL = _Intel(
     winograd=Winograd(direct_rate=112, rate=58),
 )
 # Without GFNI (Cascade Lake), whose affine map of bits unpacks a vector in one instruction, expanding was not measured.
-CASCADE_LAKE = replace(INTEL, expansion=None)
+CASCADE_LAKE: Tuning = replace(INTEL, expansion=None)
 # Measured on a Zen 5. Runs of Winograd tiles are short, as its second-level cache is half as large as Intel's.
-ZEN5 = _Zen5(
+ZEN5: Tuning = _Zen5(
     conv_tile=(12, 2),
     register_totals=12,
     prefetching=Prefetching(streamed_rows=3, sharing_tiles=2, most_sharing=8, sharing_bytes=3 << 18, contiguous=True),
@@ -251,7 +253,7 @@ ZEN5 = _Zen5(
     winograd=Winograd(direct_rate=112, rate=58, tiles=(20, 10)),
 )
 # Measured on a Zen 4, where a prefetch distance of whole pages is up to a third slower. Convolutions have Zen 5's numbers.
-ZEN4 = _Zen4(
+ZEN4: Tuning = _Zen4(
     conv_tile=(12, 2),
     register_totals=12,
     prefetching=replace(ZEN5.prefetching, distance=7 << 10),
@@ -262,8 +264,8 @@ ZEN4 = _Zen4(
 )
 AVX512_VNNI: dict[Core, Tuning] = {"intel": INTEL, "zen4": ZEN4, "zen5": ZEN5}
 # Measured on a Sapphire Rapids: up to eight rows are one tile of dot products. The matrix unit's tiles have few registers for totals.
-AMX = replace(CASCADE_LAKE, matrix_rows=9, bf16_pays=True)
-AMX_TILES = _AMX(
+AMX: Tuning = replace(CASCADE_LAKE, matrix_rows=9, bf16_pays=True)
+AMX_TILES: Tuning = _AMX(
     conv_tile=(12, 2),
     register_totals=0,
     prefetching=Prefetching(distance=8192, stream_distance=1024, all_tiles=True),
@@ -313,11 +315,11 @@ class _RVV(Tuning):
         return Tiling(2 if inner == "int8" else min(m, 4), 2)
 
 
-NEON = _Neon(conv_tile=(4, 2))
-NEON_DOTPROD = _NeonDotprod(conv_tile=(5, 4))
-NEON_I8MM = _NeonI8mm(conv_tile=(8, 2))
-RV64GC = _Scalar(conv_tile=(1, 1))
-RVV = _RVV(conv_tile=(2, 2), register_totals=4)
+NEON: Tuning = _Neon(conv_tile=(4, 2))
+NEON_DOTPROD: Tuning = _NeonDotprod(conv_tile=(5, 4))
+NEON_I8MM: Tuning = _NeonI8mm(conv_tile=(8, 2))
+RV64GC: Tuning = _Scalar(conv_tile=(1, 1))
+RVV: Tuning = _RVV(conv_tile=(2, 2), register_totals=4)
 
 
 def sve(lanes: int) -> Tuning:
