@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE, activations, examples, pairwise, run_linear
+from support import RUNNABLE, activations, examples, pairwise, run_linear, tile_spec
 from torch import Tensor
 
 from halfbyte.dispatch.cpu import choose_linear
@@ -18,7 +18,8 @@ from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.linear import linear
+from halfbyte.kernels.cpu.linear import linear, tile
+from halfbyte.kernels.cpu.linear.epilogue import Epilogue
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.problem import Activation, Compute
 from halfbyte.layouts import cpu_tiles
@@ -316,3 +317,11 @@ def test_huge_tiny_and_zero_activations(case: Case, monkeypatch: pytest.MonkeyPa
     info = torch.finfo(case.dtype)
     for size in (info.max, info.max / 1000, info.smallest_normal, info.smallest_normal * info.eps, 0.0):
         check(kernel, case, (torch.randn(4, k).clamp(-1, 1) * size).to(case.dtype), codes, None, None)
+
+
+def test_the_epilogue_finishes_each_vector_with_and_without_a_residual_and_each_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished, finish = list[object](), Epilogue._finished
+    monkeypatch.setattr(Epilogue, "_finished", lambda *arguments: finished.append(1) or finish(*arguments))
+    rows, vectors = 3, 2
+    tile.build(tile_spec("int8", 4, "none", (32, True), rows, vectors), RUNNABLE[0])
+    assert len(finished) == 2 * rows * vectors + rows  # the last ones in a loop over the outputs of a row that the weight has

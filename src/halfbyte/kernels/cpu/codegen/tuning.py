@@ -228,7 +228,7 @@ AVX2: Tuning = _AVX2(
 )
 # Twice the registers of AVX2, twice as long; not measured, so that expansion and arranged convolutions are left out.
 AVX512: Tuning = _AVX512(conv_tile=(10, 2), register_totals=12, winograd=AVX2.winograd)
-# As AVX2; not measured on a CPU whose best instruction set this is.
+# The numbers of AVX2; not measured on a CPU whose best instruction set this is.
 AVX_VNNI: Tuning = _AVXVNNI(conv_tile=(5, 2), register_totals=4, biased=True)
 
 # Measured on an Emerald Rapids, convolutions on a Sapphire Rapids. vdpbf16ps takes 1.6 times as long as the float32 products it stands for.

@@ -73,7 +73,7 @@ class ConvGeometry:
         return max(1, min(runtime.threads(), math.prod(self.outputs) * self.products * cost // WORK_A_THREAD))
 
     def fields(self) -> dict[str, int]:
-        """The arguments that all convolutions name alike."""
+        """The arguments that all convolutions have."""
         return self.window.sizes(self.image, self.out, self.kernel) | {"channels": self.channels}
 
 

@@ -322,7 +322,7 @@ class Tile(Epilogue):
         return sums
 
     def _unpacked(self, unit: Record, points: Value | None) -> SparseUnit | PackedBitsUnit | None:
-        """A unit whose stored bytes are first turned into those of the dense layout, or of 8-bit codes; else None."""
+        """A unit whose stored bytes are first converted to those of the dense layout, or of 8-bit codes; else None."""
         weight = self.spec.weight
         sparse = SparseUnit.of(self.isa, weight.bits, unit.weights, unit.row_offset, points, self.vectors) if weight.sparse else None
         if weight.packed_bits:
