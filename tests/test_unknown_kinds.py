@@ -29,6 +29,8 @@ from halfbyte.kernels.cpu import step_sequence
 from halfbyte.kernels.cpu.codegen import elements, isas
 from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.tuning import Tuning
+from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.linear import activations, linear, tile
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.transformer import attend, experts
@@ -65,10 +67,14 @@ def built(build: Callable[..., Any], one: Any, **changes: Any) -> Callable[[], o
     return lambda: build(replace(one, **changes), ISA_AT_HAND).text()
 
 
+def changed_tile(one: Any, record: str, **changes: Any) -> Callable[[], object]:
+    """Generates a tile from a specification, with some fields of one of its records changed."""
+    return built(tile.build, one, **{record: replace(getattr(one, record), **changes)})
+
+
 def specifications(fmt: str = "int4_g32_zp", inner: Any = "int8") -> tuple[Any, Any]:
     """Those of a tile and of a row of a linear layer."""
-    found = linear.specs(ISA_AT_HAND, cpu_tiles.geometry(as_format(fmt), (64, 64)), "f32", "f32", inner, "block")
-    return replace(found[0], rows=1, vectors=1), found[1]
+    return linear.specs(ISA_AT_HAND, cpu_tiles.geometry(as_format(fmt), (64, 64)), "f32", "f32", inner, "block")
 
 
 # Formats
@@ -95,7 +101,7 @@ def test_a_zero_in_the_grammar_alone(new_zero: Format) -> None:
         lambda: gpu_tiles.geometry(fmt, (40, 96)).nbytes,
         built(dequantize.build, dequantize.spec_of(cpu_tiles.geometry(as_format("int4_g32"), (64, 64)), "f32"), zero=NEW),
         built(quantize.build, quantize.QuantizeSpec("f32", 4, "offset", "f16", "int"), zero=NEW),
-        *(built(tile.build, specifications(inner=inner)[0], zero=NEW) for inner in ("int8", "float")),
+        *(changed_tile(specifications(inner=inner)[0], "weight", zero=NEW) for inner in ("int8", "float")),
     )
 
 
@@ -215,9 +221,22 @@ def test_a_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_products_of_another_type() -> None:
     of_tile, of_row = specifications()
-    unsupported("products of 'new'", built(tile.build, of_tile, inner=NEW), built(activations.build, of_row, inner=NEW))
+    row = built(activations.build, of_row, activation=replace(of_row.activation, inner=NEW))
+    unsupported("products of 'new'", changed_tile(of_tile, "activation", inner=NEW), row)
     with pytest.raises(UnsupportedError, match="activations of bfloat16, got f16"):
         built(activations.build, specifications("int4_g32", "bf16")[1], source="f16")()
+
+
+def test_the_conversion_of_a_blocks_sum() -> None:
+    of_tile, of_row = specifications()
+    row = built(activations.build, of_row, activation=replace(of_row.activation, block_sum=NEW))
+    unsupported("conversion of a block's sum, 'new'", changed_tile(of_tile, "activation", block_sum=NEW), row)
+
+
+def test_sums_of_activations_and_of_pixels() -> None:
+    unsupported("sums of activations, 'new'", built(activations.build, specifications()[1], sums=NEW))
+    lines = direct.LinesSpec(8, 0, 0, 8, started=True, paired=False, width=1, unit=8, sums="single", masked=True)
+    unsupported("sums of pixels, 'new'", built(direct.build, lines, sums=NEW))
 
 
 # Layers of language models
@@ -308,7 +327,8 @@ class Promising(ISA):
 
     name = "promising"
     needs: ClassVar[frozenset[str]] = frozenset()
-    narrows = sums_shorts = biases = bf16_dot = multiplies_sums = spreads = True
+    narrows = sums_shorts = bf16_dot = multiplies_sums = spreads = True
+    tuning = Tuning(biased=True)
 
 
 def test_an_instruction_set_that_lacks_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def test_a_small_run_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     data = json.loads(file.read_text())
     assert data["schema"] == 1
     assert data["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    ways = ("", ":float", ":bf16") if current().bf16_dot and current().bf16_pays else ("", ":float")
+    ways = ("", ":float", ":bf16") if current().bf16_dot and current().tuning.bf16_pays else ("", ":float")
     names = [*(f"halfbyte:q4_0{way}" for way in ways), "torch_fp32"]
     assert [(one["contender"], one["m"]) for one in data["measurements"]] == [(name, 3) for name in names]
     for one in data["measurements"]:

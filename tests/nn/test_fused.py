@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint import load_tensors, save
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen.gelu import BOUND as GELU_BOUND
+from halfbyte.kernels.cpu.codegen.elementary import GELU_BOUND
 from halfbyte.layouts import cpu_tiles
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_

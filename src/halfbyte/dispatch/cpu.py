@@ -62,7 +62,7 @@ class CpuCandidate(Candidate[Problem, ISA]):
 def _bf16_refuses(problem: Problem, isa: ISA) -> str | None:
     if not isa.bf16_dot:
         return f"{isa.name} has no dot product of bfloat16"
-    if not isa.bf16_pays:
+    if not isa.tuning.bf16_pays:
         return "this CPU's dot products of bfloat16 take longer than float32 multiply-adds"
     if problem.dtype != torch.bfloat16:
         return f"it would round {str(problem.dtype).removeprefix('torch.')} activations to bfloat16"

@@ -22,8 +22,9 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import probe
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.elements import KINDS
-from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
+from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current, native
+from halfbyte.kernels.cpu.codegen.tuning import Tiling
 from halfbyte.kernels.cpu.linear import grouped
 from halfbyte.kernels.cpu.linear.sparse import pack as pack_sparse
 from halfbyte.kernels.cpu.linear.sparse import why_no_layout

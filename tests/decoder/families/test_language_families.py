@@ -184,7 +184,7 @@ def test_kernels_on_a_cpu_are_those_of_the_model(opened: Opened, monkeypatch: py
 
     def spy(problem: Problem, **settings: Any) -> Any:
         kernel = real(problem, **settings)
-        taken.add((str(problem.format), problem.n, problem.k, kernel.tile_spec.inner))
+        taken.add((str(problem.format), problem.n, problem.k, kernel.inner))
         return kernel
 
     real = dispatch.cpu_kernel

@@ -14,8 +14,8 @@ from halfbyte import ops
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu import step_sequence
-from halfbyte.kernels.cpu.codegen import gelu, runtime
-from halfbyte.kernels.cpu.codegen.exponential import BOUND
+from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.elementary import EXP_BOUND, GELU_BOUND
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.step_sequence import NORM, Step
@@ -67,7 +67,7 @@ def attention(
     largest = sizes.amax(-1, keepdim=True)
     if sinks is not None:
         largest = largest.maximum(sink_scores.abs())
-    relative = ((dim + 2) * EPS * (sizes + largest) + 2 * EPS * largest + BOUND + before + before.amax(-1, keepdim=True)) * 1.01
+    relative = ((dim + 2) * EPS * (sizes + largest) + 2 * EPS * largest + EXP_BOUND + before + before.amax(-1, keepdim=True)) * 1.01
     total = (p * relative).sum(-1, keepdim=True) + (2 * tokens + 4) * EPS
     error = (p * relative) @ v.abs() + total * (p @ v.abs()) + (p * 1.01) @ (v * 0 + of_v)
     return (p @ v).transpose(1, 2), error.transpose(1, 2) + 1e-30
@@ -191,7 +191,7 @@ def check_layer(running: Callable[[list[Tensor]], AbstractContextManager[None]],
     if not before:
         h, e = norm(h, e, 0)
     g, off = linear(*(norm(h, e, 1) if before else (h, e)), 2)
-    g, off = functional.gelu(g), 1.13 * off + (gelu.BOUND + EPS) * (g.abs() + off)  # its slope is less than 1.13
+    g, off = functional.gelu(g), 1.13 * off + (GELU_BOUND + EPS) * (g.abs() + off)  # its slope is less than 1.13
     y, e = plus(h, e, linear(g, off, 3))
     if not before:
         y, e = norm(y, e, 1)

@@ -216,15 +216,15 @@ QUADS = [(1, 70, 1, (3, 3), Window((1, 1), (1, 1, 1, 1))), (1, 33, 1, (3, 2), Wi
 def rearranged_weights(announce: Callable[[str], None]) -> None:
     isa = current()
     filtered = [(2 * isa.lanes, 1, out, (3, 3), Window((1, 1), (number, 1, 2, number))) for number, out in enumerate((5, 33))]
-    others = ARRANGED if isa.arranges else [*ARRANGED[-1:], *QUADS] if isa.mixed_dot else []
-    for number, (channels, groups, out, kernel, window) in enumerate(filtered * bool(isa.minimal) + others):
+    others = ARRANGED if isa.tuning.arranged_conv else [*ARRANGED[-1:], *QUADS] if isa.mixed_dot else []
+    for number, (channels, groups, out, kernel, window) in enumerate(filtered * (isa.tuning.winograd is not None) + others):
         sizes = Filter(as_format("int8_channel"), out * groups, channels, kernel, groups)
         codes = conv_ops.quantize_conv(torch.randn(out * groups, channels, *kernel), sizes.format)
         x = torch.randint(-128, 128, (2, 9, 7 + number, channels * groups), dtype=torch.int8)
         scales = {"in_scale": 0.1, "in_zero": -3, "out_scale": 200.0, "out_zero": 5}
         packed = conv_ops.pack_conv(codes, kernel, groups)
         table = conv_ops.conv_requantization_table(packed, None, **scales)
-        form: Any = ArrangedConvKernel if isa.arranges else UnsignedConvKernel
+        form: Any = ArrangedConvKernel if isa.tuning.arranged_conv else UnsignedConvKernel
         if channels == out == 1:
             run: Any = DepthwiseDotKernel(sizes, window, window.out_size((9, 7 + number), kernel)[0])
         elif winograd.supports(sizes, window, isa):

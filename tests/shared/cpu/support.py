@@ -6,6 +6,8 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,14 @@ from llvmlite import binding
 from torch import Tensor
 
 from halfbyte import env
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.cpu.codegen import jit
+from halfbyte.kernels.cpu.codegen.elements import Kind
 from halfbyte.kernels.cpu.codegen.ir import Function, Module, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import ISAS, current
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import ActivationSpec, Inner, Schedule, TileSpec, WeightSpec
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.layouts.base import Packed
 
@@ -39,6 +44,32 @@ _numbers = itertools.count()
 def examples(isa: ISA, most: int) -> int:
     """Of a random sweep on each instruction set: `most` on the best that the CPU has, and on others, which share most code, half."""
     return most if isa is RUNNABLE[0] else most // 2
+
+
+def tile_spec(
+    inner: Inner,
+    bits: int,
+    zero: Zero,
+    unit: tuple[int, bool],
+    rows: int,
+    vectors: int,
+    *,
+    scale: Kind = "f16",
+    out: Kind = "f32",
+    **more: Any,
+) -> TileSpec:
+    """A tile of weights with such codes, in units of so many k, a block of which is a single one or not; `more` as for `changed`."""
+    plain = TileSpec(WeightSpec(bits, scale, zero), ActivationSpec(inner, *unit), Schedule(rows, vectors), scaled_at_end=False, out=out)
+    return changed(plain, **more)
+
+
+def changed(spec: TileSpec, **values: Any) -> TileSpec:
+    """The specification with other values in fields of its records."""
+    for name in ("weight", "activation", "schedule"):
+        record = getattr(spec, name)
+        here = {field.name for field in fields(record)} & {*values}
+        spec = replace(spec, **{name: replace(record, **{field: values.pop(field) for field in here})})
+    return replace(spec, **values)
 
 
 def skip_what_crashes(isa: ISA) -> None:

@@ -28,7 +28,7 @@ from typing import Literal
 from halfbyte.errors import KernelError, lookup, unreachable
 from halfbyte.kernels.cpu.codegen import kernel, runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.codegen.exponential import gelu_tanh, relu_squared, silu, tanh
+from halfbyte.kernels.cpu.codegen.elementary import gelu_tanh, relu_squared, silu, tanh
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current

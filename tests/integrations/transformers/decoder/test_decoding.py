@@ -306,7 +306,7 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVIDIA GPUs only" in ({lowered.op.name: lowered for lowered in amd}["attention"].reason or "")
     here = explain_model(short, "cpu").groups[0]
     assert here.reason is None
-    products = "bf16" if current().bf16_dot and current().bf16_pays else "float"
+    products = "bf16" if current().bf16_dot and current().tuning.bf16_pays else "float"
     kernels = {lowered.op.name: lowered.kernel or f"in {lowered.fused_into}" for lowered in here.ops}
     assert [kernels[name] for name in ("attn_norm", "qkv", "rope", "attention")] == ["in qkv", products, "in attention", "attend"]
     assert explain_model(short, "cpu", 65).groups[0].reason == "native calls are for 64 sequences at most"

@@ -6,17 +6,18 @@ import re
 from dataclasses import replace
 
 import pytest
-from support import LLVM, RUNNABLE, covering, pairwise, skip_what_crashes
+from support import LLVM, RUNNABLE, changed, covering, pairwise, skip_what_crashes, tile_spec
 
 from halfbyte.formats import Format, as_format
 from halfbyte.kernels.cpu import probe
 from halfbyte.kernels.cpu.codegen import isa_x86, jit, runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512BF16, AVX512VNNI, Core
+from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512BF16, AVX512VNNI
 from halfbyte.kernels.cpu.codegen.isas import ISAS
+from halfbyte.kernels.cpu.codegen.tuning import Core
 from halfbyte.kernels.cpu.linear import activations, bracketed, driver, expanded, tile
 from halfbyte.kernels.cpu.linear.activations import RowSpec
-from halfbyte.kernels.cpu.linear.tile_spec import Inner, TileSpec
+from halfbyte.kernels.cpu.linear.tile_spec import ActivationSpec, Inner, TileSpec
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.quantize.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.quantize.quantize import QuantizeSpec
@@ -36,9 +37,9 @@ def assembly(isa: ISA, spec: TileSpec) -> str:
 def spec_of(
     isa: ISA, inner: Inner, bits: int, zero: str, unit: tuple[int, bool], m: int, shifted: bool = False, out: str = "f32"
 ) -> TileSpec:
-    tiling = isa.tile(m, inner, geometry(bits, zero))
+    tiling = isa.tuning.tile(m, inner, geometry(bits, zero))
     rows = min(m, tiling.rows)
-    return TileSpec(inner, bits, "f16", zero, False, *unit, by_row=False, shifted=shifted, rows=rows, vectors=tiling.vectors, out=out)
+    return tile_spec(inner, bits, zero, unit, rows, tiling.vectors, out=out, shifted=shifted)
 
 
 def geometry(bits: int, zero: str, block: int = 32) -> Geometry:
@@ -74,25 +75,25 @@ def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, s
         loop = between(text, "vpdpbusd")
         dots = [line for line in loop if "vpdpbusd" in line]
         # Four k of 16 outputs each; where activations have an offset the sums of the weights are one more row.
-        assert len(dots) == (spec.rows + shifted) * spec.vectors * unit[0] // 4
+        assert len(dots) == (spec.schedule.rows + shifted) * spec.schedule.vectors * unit[0] // 4
         assert all(line.count("%zmm") == 3 or (line.count("%zmm") == 2 and "(" in line) for line in dots)
         # On AMD's CPUs it takes a slot of its own; on Intel's, where tiles of one vector are, it does not.
-        assert not any("{1to16}" in line for line in dots) or (isa.intel and spec.vectors == 1)
+        assert not any("{1to16}" in line for line in dots) or (isa.core == "intel" and spec.schedule.vectors == 1)
         unpacking = count(loop, "vgf2p8affineqb"), count(loop, "vps?rl[wdq]")
-        steps = spec.vectors * unit[0] // 8 if bits == 4 else 0
+        steps = spec.schedule.vectors * unit[0] // 8 if bits == 4 else 0
         assert max(unpacking) <= 2 * steps
-        assert not isa.intel or unpacking[1] == 0
+        assert isa.core != "intel" or unpacking[1] == 0
         assert not spills(loop)
 
 
 @pytest.mark.parametrize("zero", ["none", "point", "offset"])
 def test_on_zen_5_up_to_14_rows_of_8_bits_are_one_tile_in_registers(zero: str) -> None:
     isa, long = AVX512VNNI("zen5"), geometry(8, zero, 128)
-    assert [isa.tile(m, "int8", long).rows for m in (11, 14, 15)] == [11, 14, 8]
-    assert isa.tile(14, "int8", geometry(8, zero, 1024)).rows == 14
-    assert isa.tile(14, "int8", geometry(4, zero, 128)).rows == isa.tile(14, "int8", geometry(8, zero)).rows == 8
+    assert [isa.tuning.tile(m, "int8", long).rows for m in (11, 14, 15)] == [11, 14, 8]
+    assert isa.tuning.tile(14, "int8", geometry(8, zero, 1024)).rows == 14
+    assert isa.tuning.tile(14, "int8", geometry(4, zero, 128)).rows == isa.tuning.tile(14, "int8", geometry(8, zero)).rows == 8
     for rows, most in ((13, 0), (14, 9)):
-        spec = replace(spec_of(isa, "int8", 8, zero, (32, False), 8), rows=rows)
+        spec = changed(spec_of(isa, "int8", 8, zero, (32, False), 8), rows=rows)
         loop = between(assembly(isa, spec), "vpdpbusd")
         assert count(loop, "vpdpbusd") == rows * 2 * 8
         assert len(spills(loop)) <= most
@@ -104,10 +105,10 @@ def test_on_zen_5_up_to_14_rows_of_8_bits_are_one_tile_in_registers(zero: str) -
 def test_codes_of_a_table_are_looked_up_once_a_byte(name: str, lookup: str) -> None:
     isa = AVX512VNNI("intel") if name == "avx512_vnni" else BY_NAME[name]
     for m in (1, 6, 20):
-        tiling = isa.tile(m, "int8", Geometry(as_format("mxfp4"), 32, 4096))
-        spec = replace(spec_of(isa, "int8", 8, "none", (32, True), m), rows=min(m, tiling.rows), vectors=tiling.vectors, table="fp4")
+        tiling = isa.tuning.tile(m, "int8", Geometry(as_format("mxfp4"), 32, 4096))
+        spec = changed(spec_of(isa, "int8", 8, "none", (32, True), m), rows=min(m, tiling.rows), vectors=tiling.vectors, table="fp4")
         loop = between(assembly(isa, spec), lookup)
-        assert count(loop, lookup) == spec.vectors * 8
+        assert count(loop, lookup) == spec.schedule.vectors * 8
         assert name == "avx2" or not spills(loop)
 
 
@@ -115,25 +116,25 @@ def test_codes_of_a_table_are_looked_up_once_a_byte(name: str, lookup: str) -> N
 def test_biased_sums_take_two_multiplications_and_no_conversion(zero: str) -> None:
     isa = AVX512VNNI("intel")
     for bits, block in ((4, 32), (4, 128), (8, 32)):
-        spec = replace(spec_of(isa, "int8", bits, zero, (32, block == 32), 6), biased=True)
+        spec = changed(spec_of(isa, "int8", bits, zero, (32, block == 32), 6), block_sum="biased")
         geo = geometry(bits, zero, block)
-        tiles = [tile.build(replace(spec, rows=isa.tile(31, "int8", geo).rows), isa)]
-        shape = isa.tile(64, "int8", geo)
+        tiles = [tile.build(changed(spec, rows=isa.tuning.tile(31, "int8", geo).rows), isa)]
+        shape = isa.tuning.tile(64, "int8", geo)
         if bits == 4 or zero != "point":
-            tiles.append(expanded.build(replace(spec, rows=shape[0]), isa))
+            tiles.append(expanded.build(changed(spec, rows=shape[0]), isa))
         packed, *read = [jit.compile_assembly(module, isa).splitlines() for module in tiles]
         for lines in (packed, *read):
             assert not count(lines, "vcvtdq2ps")
         for lines in read:
-            assert count(lines, "vpdpbusd") == shape[0] * spec.vectors * 8
+            assert count(lines, "vpdpbusd") == shape[0] * spec.schedule.vectors * 8
             assert not count(lines, "vgf2p8affineqb") + count(lines, "vpdpwssd")
             assert not [line for line in between("\n".join(lines), "vpdpbusd") if re.search(r"%rsp.*%zmm|%zmm.*%rsp", line)]
 
 
 def test_scales_and_offsets_at_once_take_two_multiplications() -> None:
     isa = AVX512VNNI("zen5")
-    spec = replace(spec_of(isa, "int8", 4, "offset", (32, True), isa.brackets), bracketed=True)
-    products = spec.rows * spec.vectors
+    spec = changed(spec_of(isa, "int8", 4, "offset", (32, True), isa.tuning.bracketed_rows), block_sum="bracketed")
+    products = spec.schedule.rows * spec.schedule.vectors
     for module, pairs, multiplications in ((bracketed.build(spec, isa), products, products), (tile.build(spec, isa), 0, 3 * products)):
         text = jit.compile_assembly(module, isa)
         loop = between(text, r"(?:vpdpbusd|vfmadd\d+ps)")
@@ -150,8 +151,8 @@ def test_avx512_bfloat16_tiles_are_dot_products_in_registers(zero: str, unit: tu
         spec = spec_of(isa, "bf16", 4, zero, unit, m)
         text = assembly(isa, spec)
         loop = between(text, "vdpbf16ps")
-        assert sum("vdpbf16ps" in line for line in loop) == spec.rows * spec.vectors * unit[0] // 2
-        assert text.count("\tvpermw\t") == spec.vectors * unit[0] // 2  # a lookup makes two weights of each lane
+        assert sum("vdpbf16ps" in line for line in loop) == spec.schedule.rows * spec.schedule.vectors * unit[0] // 2
+        assert text.count("\tvpermw\t") == spec.schedule.vectors * unit[0] // 2  # a lookup makes two weights of each lane
         assert not spills(loop)
 
 
@@ -161,7 +162,12 @@ def test_zen_4_multiplies_floats_in_tiles_of_one_vector(zero: str, unit: tuple[i
     isa, products = AVX512BF16("zen4"), {"float": "vfmadd231ps", "bf16": "vdpbf16ps"}
     for (inner, product), bits in (*itertools.product(products.items(), (4,)), (("float", "vfmadd231ps"), 8)):
         two = 6 if inner == "bf16" else 4  # rows from which on it is one
-        assert [isa.tile(m, inner, geometry(bits, zero))[:2] for m in (two - 1, two, 12, 30)] == [(two - 1, 2), (two, 1), (12, 1), (12, 1)]
+        assert [isa.tuning.tile(m, inner, geometry(bits, zero))[:2] for m in (two - 1, two, 12, 30)] == [
+            (two - 1, 2),
+            (two, 1),
+            (12, 1),
+            (12, 1),
+        ]
         loop = between(assembly(isa, spec_of(isa, inner, bits, zero, unit, 30)), product)
         assert count(loop, product) >= 12 * unit[0] // (2 if inner == "bf16" else 1)
         assert sum("{1to16}" in line for line in loop if product in line) >= 12 * unit[0] // (4 if inner == "bf16" else 2)
@@ -172,21 +178,21 @@ def test_zen_4_multiplies_floats_in_tiles_of_one_vector(zero: str, unit: tuple[i
 @pytest.mark.parametrize(("panels", "shares_prefetch"), [(1, False), (1, True), (4, False)])
 def test_each_line_of_weights_is_asked_for_once_by_each_way(unit: tuple[int, bool], panels: int, shares_prefetch: bool) -> None:
     isa = AVX512VNNI("intel")
-    spec = replace(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels, shares_prefetch=shares_prefetch)
-    text, outputs = assembly(isa, spec), spec.rows * spec.vectors  # a line each, asked for by tiles of one panel
+    spec = changed(spec_of(isa, "int8", 4, "point", unit, 2), panels=panels, shares_prefetch=shares_prefetch)
+    text, outputs = assembly(isa, spec), spec.schedule.rows * spec.schedule.vectors  # a line each, asked for by tiles of one panel
     lines = (PANEL * 32 // 2 + tail_bytes(2, 1, pair_sums=False)) // 64  # of a unit, and of what is behind its block
     assert count(text.splitlines(), "prefetcht0") == lines + (outputs if panels == 1 else 0)
     assert count(text.splitlines(), "prefetcht1") == (lines if shares_prefetch else 0)
-    once = assembly(isa, replace(spec, near=0)).splitlines()
+    once = assembly(isa, changed(spec, locality=0)).splitlines()
     assert count(once, "prefetchnta") == lines
     assert count(once, "prefetcht0") == (outputs if panels == 1 else 0)
-    alone = assembly(isa, replace(spec, near=None)).splitlines()
+    alone = assembly(isa, changed(spec, locality=None)).splitlines()
     assert count(alone, "prefetch[a-z0-9]+") == (outputs if panels == 1 else 0) + (lines if shares_prefetch else 0)
 
 
 def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
     def asked(core: Core, bits: int, zero: str, inner: Inner = "int8") -> list[int | None]:
-        return [AVX512VNNI(core).near(m, inner, geometry(bits, zero)) for m in (1, 2, 3, 5, 6, 100)]
+        return [AVX512VNNI(core).tuning.locality(m, inner, geometry(bits, zero)) for m in (1, 2, 3, 5, 6, 100)]
 
     assert asked("zen4", 4, "none") == asked("zen4", 4, "offset") == [None, None, 2, 2, 2, 2]
     assert asked("zen4", 4, "point") == [None, 0, 2, 2, 2, 2]
@@ -194,8 +200,8 @@ def test_a_zen_4_reads_the_weights_of_few_rows_by_itself() -> None:
     assert asked("zen4", 8, "none", "float") == [2] * 6
     assert asked("zen5", 4, "none") == asked("zen5", 8, "none", "float") == [0, 0, 0, 3, 3, 3]
     assert asked("intel", 4, "none") == [3] * 6
-    assert [AVX512VNNI(core).ahead for core in ("zen4", "zen5", "intel")] == [7168, 8192, 4096]
-    assert [AVX512VNNI(core).chunk_bytes for core in ("zen4", "zen5", "intel")] == [1 << 20, 1 << 62, 1 << 62]
+    assert [AVX512VNNI(core).tuning.prefetching.distance for core in ("zen4", "zen5", "intel")] == [7168, 8192, 4096]
+    assert [AVX512VNNI(core).tuning.chunk_bytes for core in ("zen4", "zen5", "intel")] == [1 << 20, 1 << 62, 1 << 62]
 
 
 def test_whose_rules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +235,7 @@ def test_avx_vnni_tiles_are_dot_products_of_half_the_width(bits: int, unit: tupl
         spec = spec_of(isa, "int8", bits, "point", unit, m)
         text = assembly(isa, spec)
         loop = between(text, "vpdpbusd")
-        assert count(loop, "vpdpbusd") == spec.rows * spec.vectors * unit[0] // 4
+        assert count(loop, "vpdpbusd") == spec.schedule.rows * spec.schedule.vectors * unit[0] // 4
         assert not spills(loop)
         assert "zmm" not in text
         assert "{evex}" not in text
@@ -251,9 +257,9 @@ def test_tiles_without_dot_products(name: str, register: str) -> None:
     assert count(loop, "vpsrlw") + count(loop, "vpand[dq]?") <= 2 * 2 * 8 + 1
     assert len(spills(loop)) <= (12 if LLVM > 20 else 17)
     # Whole rows: products of sums, one for four k of an output, between two additions and one.
-    rows, vectors = isa.direct_tile
+    rows, vectors = isa.tuning.conv_tile
     for out in ("f32", "i8"):
-        spec = replace(short, pair_sums=True, rows=rows, vectors=vectors, out=out)
+        spec = changed(short, pair_sums=True, rows=rows, vectors=vectors, out=out)
         text = assembly(isa, spec)
         assert count(text.splitlines(), "vpmaddwd") == rows * vectors * 8
         assert count(text.splitlines(), "vpaddw") == 2 * rows * vectors * 8
@@ -276,7 +282,7 @@ def test_dotprod_tiles_are_dot_products_in_registers(bits: int, unit: tuple[int,
     for m in (1, 4, 5):
         spec = spec_of(isa, "int8", bits, "point", unit, m)
         loop = between(assembly(isa, spec), "sdot")
-        assert count(loop, "sdot") == spec.rows * spec.vectors * unit[0] // 4
+        assert count(loop, "sdot") == spec.schedule.rows * spec.schedule.vectors * unit[0] // 4
         assert not spills(loop)
 
 
@@ -288,8 +294,8 @@ def test_i8mm_tiles_are_matrix_products_in_registers(bits: int, unit: tuple[int,
         spec = spec_of(isa, "int8", bits, "point", unit, m)
         text = assembly(isa, spec)
         loop = between(text, "smmla")
-        assert count(loop, "smmla") == spec.rows // 2 * 2 * spec.vectors * unit[0] // 8
-        assert count(text.splitlines(), "sdot") == spec.rows % 2 * spec.vectors * unit[0] // 4  # the odd row
+        assert count(loop, "smmla") == spec.schedule.rows // 2 * 2 * spec.schedule.vectors * unit[0] // 8
+        assert count(text.splitlines(), "sdot") == spec.schedule.rows % 2 * spec.schedule.vectors * unit[0] // 4  # the odd row
         assert not spills(loop)
 
 
@@ -324,11 +330,13 @@ def test_all_is_compiled_for_other_instruction_sets(isa: ISA) -> None:
     some = itertools.cycle(halves)
     modules = [driver.build(isa), runtime.build(isa), probe.build(isa)]
     for source, inner in (("f32", "int8"), ("bf16", "float"), ("f16", "int8"), ("i8", "int8")):
-        modules.append(activations.build(RowSpec(source, inner, 8, False, 32, True, False, False, -8, "values"), isa))
+        modules.append(activations.build(RowSpec(source, ActivationSpec(inner, 32, single=True), 8, False, False, -8, "values"), isa))
         for by_row, shifted in ((True, False), (False, True)) if source != "i8" else ():
-            modules.append(activations.build(RowSpec(source, inner, 8, False, 8, False, by_row, shifted, -8, "values"), isa))
+            modules.append(
+                activations.build(RowSpec(source, ActivationSpec(inner, 8, False, shifted), 8, False, by_row, -8, "values"), isa)
+            )
     if isa.bf16_dot:
-        modules.append(activations.build(RowSpec("bf16", "bf16", 8, False, 32, True, False, False, 0, "values"), isa))
+        modules.append(activations.build(RowSpec("bf16", ActivationSpec("bf16", 32, single=True), 8, False, False, 0, "values"), isa))
     for bits, zero in itertools.product((4, 8), ("none", "point", "offset")):
         modules.append(dequantize.build(DequantizeSpec(bits, "f16", zero, 8, next(some)), isa))
         modules.append(quantize.build(QuantizeSpec("f16", bits, zero, next(some), "int"), isa))

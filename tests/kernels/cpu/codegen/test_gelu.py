@@ -6,8 +6,7 @@ import pytest
 import torch
 from support import RUNNABLE, elementwise
 
-from halfbyte.kernels.cpu.codegen.exponential import gelu_tanh, tanh
-from halfbyte.kernels.cpu.codegen.gelu import BOUND, gelu
+from halfbyte.kernels.cpu.codegen.elementary import GELU_BOUND, gelu, gelu_tanh, tanh
 from halfbyte.kernels.cpu.codegen.isa import ISA
 
 TINY = torch.finfo(torch.float32).tiny
@@ -20,7 +19,7 @@ def test_the_error_is_within_its_bound(isa: ISA) -> None:
     x = torch.cat((steps, sizes, -sizes, torch.tensor([5.6, -5.6, 0.0, -0.0]).repeat(4)))
     y = elementwise(lambda v: gelu(v.fn, v), torch.float32, x, isa=isa)
     exact = x.double() * torch.special.erfc(-x.double() / math.sqrt(2)) / 2
-    assert bool(((y.double() - exact).abs() <= BOUND * x.double().abs() + TINY).all())
+    assert bool(((y.double() - exact).abs() <= GELU_BOUND * x.double().abs() + TINY).all())
 
 
 @pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)

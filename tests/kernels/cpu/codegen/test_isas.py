@@ -16,7 +16,7 @@ import torch
 from emulated import kernels, program, sequences
 from emulated.program import Emulator
 from samples import largest_sums, random_codes
-from support import activations, covering, pairwise, run_linear, skip_what_crashes
+from support import activations, covering, pairwise, run_linear, skip_what_crashes, tile_spec
 
 from halfbyte import machine as machine_module
 from halfbyte import ops
@@ -35,7 +35,7 @@ from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.linear import activations as activations_module
 from halfbyte.kernels.cpu.linear import driver, tile
 from halfbyte.kernels.cpu.linear.activations import RowSpec
-from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
+from halfbyte.kernels.cpu.linear.tile_spec import ActivationSpec
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
 from halfbyte.kernels.cpu.quantize.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.quantize.quantize import QuantizeSpec
@@ -137,7 +137,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(emulator: Emulator, step: i
         whole = run_linear(kernel, x, packed)
         assert torch.equal(whole, torch.cat([run_linear(kernel, row, packed) for row in x.split(1)]))
         # Each number of rows is a tile of its own. Where there are three formats, each has a third of them.
-        for m in sorted({emulator.isa.tile(m, compute, kernel.geometry).rows for m in range(1, 12)})[number :: len(FEW[::step])]:
+        for m in sorted({emulator.isa.tuning.tile(m, compute, kernel.geometry).rows for m in range(1, 12)})[number :: len(FEW[::step])]:
             assert torch.equal(run_linear(kernel, x[:m], packed), whole[:m])
 
 
@@ -310,9 +310,9 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
     isa = generic(arch)
     if arch == "riscv64":
         isa.features = BY_NAME["rv64gc"].features
-    specs = [TileSpec(inner, 4, "f16", "point", False, 8, False, False, False, 2, 4, "f32") for inner in ("int8", "float")]
+    specs = [tile_spec(inner, 4, "point", (8, False), 2, 4) for inner in ("int8", "float")]
     modules = [driver.build(isa), *(tile.build(spec, isa) for spec in specs)]
-    modules.append(activations_module.build(RowSpec("f32", "int8", 8, False, 8, False, False, False, -8, "codes"), isa))
+    modules.append(activations_module.build(RowSpec("f32", ActivationSpec("int8", 8, single=False), 8, False, False, -8, "codes"), isa))
     modules.append(dequantize.build(DequantizeSpec(4, "f16", "point", 8, "f32"), isa))
     modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
     modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=True), isa))
@@ -345,8 +345,8 @@ def test_attention_and_steps_are_compiled_for_long_vectors(name: str) -> None:
 @pytest.mark.parametrize("name", ["sve256", "sve512"])
 def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
     isa = BY_NAME[name]
-    rows, vectors, *_ = isa.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
-    spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
+    rows, vectors, *_ = isa.tuning.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
+    spec = tile_spec("int8", bits, "none", (32, False), rows, vectors)
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith("\tsdot\tz")]
     assert len(at) == rows * vectors * 8
@@ -356,8 +356,8 @@ def test_sve_tiles_are_dot_products_in_registers(name: str, bits: int) -> None:
 @pytest.mark.parametrize("name", ["neon_dotprod", "neon_i8mm"])
 def test_neon_tiles_keep_operands_off_the_stack(name: str) -> None:
     isa = BY_NAME[name]
-    rows, vectors, *_ = isa.tile(8, "int8", Geometry(Format(4, 32), 32, 32))
-    spec = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, rows, vectors, "f32")
+    rows, vectors, *_ = isa.tuning.tile(8, "int8", Geometry(Format(4, 32), 32, 32))
+    spec = tile_spec("int8", 4, "none", (32, True), rows, vectors)
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith(("\tsdot", "\tsmmla"))]
     assert len(at) == rows * vectors * (8 if name == "neon_dotprod" else 4)
@@ -368,8 +368,8 @@ def test_neon_tiles_keep_operands_off_the_stack(name: str) -> None:
 def test_rvv_tiles_multiply_vectors(bits: int) -> None:
     isa = BY_NAME["rvv"]
     skip_what_crashes(isa)
-    rows, vectors, *_ = isa.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
-    spec = TileSpec("int8", bits, "f16", "none", False, 32, False, False, False, rows, vectors, "f32")
+    rows, vectors, *_ = isa.tuning.tile(100, "int8", Geometry(Format(bits, 32), 32, 32))
+    spec = tile_spec("int8", bits, "none", (32, False), rows, vectors)
     lines = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     wanted = ("\tvmul.vv", "\tvmacc.vv", "\tvmadd.vv") if bits == 4 else ("\tvwmul.vv", "\tvwmacc.vv", "\tvwmaccsu.vv", "\tvwmulsu.vv")
     at = [i for i, line in enumerate(lines) if line.startswith(wanted)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import RUNNABLE
+from support import RUNNABLE, changed, tile_spec
 
 import halfbyte as hb
 from halfbyte import env
@@ -29,7 +29,6 @@ from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isas import ISAS, current
 from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.linear import linear, tile
-from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.machine import machine
 
@@ -85,7 +84,7 @@ def test_what_is_loaded_is_not_loaded_again(folder: Path, monkeypatch: pytest.Mo
     assert answer() == 42
 
 
-SPEC = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, rows=1, vectors=4, out="f32")
+SPEC = tile_spec("int8", 4, "none", (32, True), rows=1, vectors=4)
 
 
 def runner() -> dict[str, int]:
@@ -93,7 +92,7 @@ def runner() -> dict[str, int]:
 
 
 def tiles(**changes: object) -> dict[str, int]:
-    return jit.load("tile", functools.partial(tile.build, dataclasses.replace(SPEC, **changes)), current())
+    return jit.load("tile", functools.partial(tile.build, changed(SPEC, **changes)), current())
 
 
 def test_kernels_that_the_cache_has_are_loaded_without_making_their_ir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

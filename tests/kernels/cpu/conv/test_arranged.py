@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import RUNNABLE
+from support import RUNNABLE, tile_spec
 from torch import Tensor
 
 from halfbyte.formats import as_format
@@ -13,12 +13,11 @@ from halfbyte.kernels.cpu.conv import arrange, arranged, direct_call
 from halfbyte.kernels.cpu.conv.arrange import HALF, LANE, PAIRS, WHOLE, Arranged
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
-from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.ops.conv import functions as ops
 
-isas = pytest.mark.parametrize("isa", [isa for isa in RUNNABLE if isa.arranges], ids=lambda isa: isa.name)
+isas = pytest.mark.parametrize("isa", [isa for isa in RUNNABLE if isa.tuning.arranged_conv], ids=lambda isa: isa.name)
 INT8 = as_format("int8_channel")
 
 
@@ -106,11 +105,11 @@ def test_extreme_weights_go_another_way_or_are_exact(isa, code: int, monkeypatch
         assert y.unique().tolist() == [round(code * value / 128**2 * 100)]
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.arranges], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.tuning.arranged_conv], ids=lambda isa: isa.name)
 def test_products_are_made_in_registers(isa) -> None:
     """A loop for each kind of chunk: 16 codes of each row times two vectors, and no accumulator leaves its register."""
-    rows, vectors = isa.direct_tile
-    spec = TileSpec("int8", 8, "f32", "none", True, 32, False, True, False, rows, vectors, "i8")
+    rows, vectors = isa.tuning.conv_tile
+    spec = tile_spec("int8", 8, "none", (32, False), rows, vectors, scale="f32", out="i8", pair_sums=True)
     loops = [part.splitlines() for part in jit.compile_assembly(arranged.build_tile(spec, isa), isa).split("\n.L") if "vpmaddubsw" in part]
     count = 4 * rows * vectors
     assert [sum("vpmaddubsw" in line for line in loop) for loop in loops] == [count] * 3

@@ -1,6 +1,7 @@
 """Convolutions on matrix units, whose registers are emulated where the CPU has none."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_images_with_one_scale_each_are_those_of_the_reference(dtype: torch.dtyp
 @runs
 def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current()), "matrix", UNIT)
-    monkeypatch.setattr(type(current()), "matrix_rows", 3)
+    monkeypatch.setattr(current(), "tuning", replace(current().tuning, matrix_rows=3), raising=False)
     PLANS.conv2d.clear()
     forget()
     taken = list[Tensor]()

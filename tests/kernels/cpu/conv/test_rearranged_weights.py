@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from samples import random_codes
-from support import RUNNABLE
+from support import RUNNABLE, tile_spec
 from torch import Tensor
 
 from halfbyte.formats import as_format
@@ -19,13 +19,12 @@ from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
-from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.ops.conv import functions as ops
 
-KERNELS = [pytest.param(isa, ArrangedConvKernel, id=f"arranged-{isa.name}") for isa in RUNNABLE if isa.arranges]
+KERNELS = [pytest.param(isa, ArrangedConvKernel, id=f"arranged-{isa.name}") for isa in RUNNABLE if isa.tuning.arranged_conv]
 KERNELS += [pytest.param(isa, UnsignedConvKernel, id=f"unsigned-{isa.name}") for isa in RUNNABLE if isa.mixed_dot and isa.matrix is None]
 
 
@@ -109,8 +108,8 @@ def test_depthwise_quads_have_the_sums_of_single_products(isa, monkeypatch) -> N
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.mixed_dot], ids=lambda isa: isa.name)
 def test_products_of_unsigned_codes_are_made_in_registers(isa) -> None:
     """A loop over units: each quad of codes of each row times two vectors, and no accumulator leaves its register."""
-    (rows, vectors), unit = isa.direct_tile, 24
-    spec = TileSpec("int8", 8, "f32", "none", True, unit, False, True, False, rows, vectors, "i8")
+    (rows, vectors), unit = isa.tuning.conv_tile, 24
+    spec = tile_spec("int8", 8, "none", (unit, False), rows, vectors, scale="f32", out="i8", pair_sums=True)
     loops = [part.splitlines() for part in jit.compile_assembly(unsigned.build_tile(spec, isa), isa).split("\n.L") if "vpdpbusd" in part]
     assert [sum("vpdpbusd" in line for line in loop) for loop in loops] == [unit // 4 * rows * vectors]
     assert not any("%rsp" in line for loop in loops for line in loop if "mm" in line)

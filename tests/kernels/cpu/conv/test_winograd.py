@@ -22,7 +22,7 @@ from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 from halfbyte.ops.conv import functions as ops
 
-MINIMAL = [isa for isa in RUNNABLE if isa.minimal and isa.matrix is None]
+MINIMAL = [isa for isa in RUNNABLE if isa.tuning.winograd and isa.matrix is None]
 isas = pytest.mark.parametrize("isa", MINIMAL, ids=lambda isa: isa.name)
 INT8 = as_format("int8_channel")
 AROUND = ((1, 1), (1, 1))
@@ -176,10 +176,10 @@ def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
     PLANS.conv2d.clear()
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.minimal], ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa.tuning.winograd], ids=lambda isa: isa.name)
 def test_products_are_made_in_registers(isa) -> None:
     """The innermost loop: for each pair of channels two vectors of weights times the tiles of a group."""
-    groups = sorted({isa.direct_tile[0], isa.direct_tile[0] - 1})
+    groups = sorted({isa.tuning.conv_tile[0], isa.tuning.conv_tile[0] - 1})
     spec = WinogradSpec(tuple(Class(at, 18, rows) for at, rows in zip((0, 18), groups, strict=True)))
     loops = jit.compile_assembly(winograd.build(spec, isa), isa).split("\n.L")
     product = "vpdpwssd" if isa.sums_shorts else "vpmaddwd"

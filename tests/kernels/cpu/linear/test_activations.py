@@ -13,7 +13,7 @@ from halfbyte.formats import Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.linear import linear
-from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE, highest_point
+from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, highest_point
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND_BITS
 from halfbyte.kernels.problem import Activation
@@ -38,7 +38,7 @@ class Tile:
         function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2)(kernel.row_function)
         for r in range(rows):
             function(arguments, x[r].data_ptr(), memory.data_ptr(), rows, r)
-        inner, bits = kernel.tile_spec.inner, geo.format.bits
+        inner, bits = kernel.inner, geo.format.bits
         kind = {"int8": torch.int8, "float": torch.float32, "bf16": torch.bfloat16}[inner]
         wide = kernel.isa.activation_bytes(inner, bits) > kind.itemsize  # int16, of each quad the even ones first
         kind = torch.int16 if wide else kind
@@ -57,7 +57,8 @@ class Tile:
         self.padding = torch.cat([d[:, size:] for d, size in zip(data, real, strict=True)], dim=1)
         self.data = torch.cat([d[:, :size] for d, size in zip(data, real, strict=True)], dim=1)
         self.scale, self.sum, self.offset = (torch.stack([f[i].view(torch.float32) for f in fields], dim=1) for i in (0, 2, 3))
-        self.correction = torch.stack([f[1].view(torch.float32 if kernel.tile_spec.folded else torch.int32) for f in fields], dim=1)
+        corrections = torch.float32 if kernel.tile_spec.activation.block_sum == "folded" else torch.int32
+        self.correction = torch.stack([f[1].view(corrections) for f in fields], dim=1)
 
 
 def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
@@ -68,25 +69,25 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     assert torch.equal(got.scale.nan_to_num(nan=-1), wanted.scale.expand_as(got.scale).nan_to_num(nan=-1))
     assert torch.equal(got.data[columns], wanted.q[columns])
     assert not bool(got.padding[good.all(dim=1)].any())
-    spec = kernel.tile_spec
-    highest = HIGHEST_CODE if spec.points_off else highest_point(kernel.isa, fmt.bits, fmt.zero, spec.biased)
+    block_sum, points_off = kernel.tile_spec.activation.block_sum, kernel.tile_spec.weight.points_off
+    highest = HIGHEST_CODE if points_off else highest_point(kernel.isa, fmt.bits, fmt.zero, block_sum == "biased")
     start = wanted.sums * (kernel.isa.correction(fmt.bits, fmt.signed) - highest)
     if kernel.paired:
         q = torch.nn.functional.pad(wanted.q.int(), (0, -geo.k % 2)).unflatten(1, (-1, 2))
         start = start - q.prod(2, dtype=torch.int32).sum(1, keepdim=True, dtype=torch.int32)  # there is one block
-    if spec.folded:
+    if block_sum == "folded":
         start = start.float() * wanted.scale
-    elif spec.biased:
+    elif block_sum == "biased":
         start = start + ROUND_BITS
     assert torch.equal(got.correction[good], start[good])
     offset = wanted.offset.expand_as(got.scale)
     if way.endswith("offset"):
         assert torch.equal(got.offset[good], offset[good])
-    if spec.points_off:
+    if points_off:
         assert not bool(got.sum.any())
-    elif fmt.zero == "point" and spec.biased:  # int16, beside a 0
+    elif fmt.zero == "point" and block_sum == "biased":  # int16, beside a 0
         assert torch.equal(got.sum[good].view(torch.int32), wanted.sums[good] & 0xFFFF)
-    elif fmt.zero == "point" or (fmt.zero == "offset" and (way == "row" or spec.bracketed)):  # short blocks: bracketed.py
+    elif fmt.zero == "point" or (fmt.zero == "offset" and (way == "row" or block_sum == "bracketed")):  # short blocks: bracketed.py
         assert torch.equal(got.sum[good], wanted.sums.float()[good])
     elif fmt.zero == "offset":  # sum(x as quantized) = scale * sum(q) + size * offset: a product, then perhaps one fused multiply-add
         product = wanted.sums.float() * wanted.scale

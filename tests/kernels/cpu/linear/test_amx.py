@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulated.amx import EmulatedAMX, EmulatedTiles
 from samples import largest_sums, random_codes
-from support import activations, pairwise, run_linear
+from support import activations, changed, pairwise, run_linear, tile_spec
 
 from halfbyte import ops
 from halfbyte.formats import Format, as_format
@@ -19,6 +19,7 @@ from halfbyte.kernels.cpu.codegen.isa_amx import AMXInt8, AMXTiles
 from halfbyte.kernels.cpu.codegen.isa_x86 import nibble_map
 from halfbyte.kernels.cpu.codegen.isas import ISAS
 from halfbyte.kernels.cpu.codegen.kernel import compiled
+from halfbyte.kernels.cpu.codegen.tuning import AMX_TILES
 from halfbyte.kernels.cpu.linear import amx, linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
@@ -87,8 +88,8 @@ def test_a_row_does_not_depend_on_how_many_there_are(name: str, way: Activation,
     for m in (1, 2, 3, 17, 33):  # the first two without the unit
         assert torch.equal(run_linear(kernel, x[:m], packed).nan_to_num(), whole[:m].nan_to_num())
     for ahead in (1, 3, 7):
-        monkeypatch.setattr(EmulatedTiles, "units_ahead", 8 - ahead)
-        monkeypatch.setattr(EmulatedTiles, "chunk_bytes", 2500 * ahead)
+        assert kernel.isa.matrix is not None
+        monkeypatch.setattr(kernel.isa.matrix, "tuning", replace(AMX_TILES, units_ahead=8 - ahead, chunk_bytes=2500 * ahead))
         again = kernel_of(fmt, n, k, torch.float32, way)
         compiled.cache_clear()
         assert torch.equal(run_linear(again, x, packed).nan_to_num(), whole.nan_to_num())
@@ -135,8 +136,8 @@ def count(lines: list[str], instruction: str) -> int:
     return sum(line.startswith(f"\t{instruction}\t") for line in lines)
 
 
-SHORT = TileSpec("int8", 4, "f16", "none", False, 32, True, False, False, 32, 2, "f32", biased=True)
-LONG = TileSpec("int8", 4, "f16", "none", False, 64, False, False, False, 32, 2, "f32", biased=True)
+SHORT = tile_spec("int8", 4, "none", (32, True), 32, 2, block_sum="biased")
+LONG = tile_spec("int8", 4, "none", (64, False), 32, 2, block_sum="biased")
 
 
 @pytest.mark.parametrize("spec", [SHORT, LONG])
@@ -167,7 +168,7 @@ def test_sums_are_stored_between_the_first_products_of_the_next_block() -> None:
 
 @pytest.mark.parametrize("zero", ["none", "point"])
 def test_nibbles_are_unpacked_by_one_instruction_each(zero: str) -> None:
-    lines = assembly(replace(LONG, zero=zero, biased=False))
+    lines = assembly(changed(LONG, zero=zero, block_sum="plain"))
     assert count(lines, "vgf2p8affineqb") == 3 * 2 * 2 * 8  # at three places: low and high, two vectors, eight rows of eight k
     assert not any(re.match(r"\tv(psrl|psll|psub)", line) for line in lines)
 
@@ -183,7 +184,7 @@ def test_the_map_of_bits_gives_the_code(first: int, signed: bool) -> None:
 
 
 def test_bytes_are_multiplied_where_they_lie() -> None:
-    lines = assembly(replace(LONG, bits=8, biased=False))
+    lines = assembly(changed(LONG, bits=8, block_sum="plain"))
     assert count(lines, "tdpbsud") == 2 * 4
     assert not count(lines, "vgf2p8affineqb")
 

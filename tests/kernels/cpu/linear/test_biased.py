@@ -2,6 +2,7 @@
 codes, on any x86."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,27 +12,29 @@ from support import activations, pairwise, run_linear
 
 from halfbyte.formats import Codes, Format
 from halfbyte.kernels import reference
-from halfbyte.kernels.cpu.codegen.isa import Tiling
-from halfbyte.kernels.cpu.codegen.isa_x86 import expandable
-from halfbyte.kernels.cpu.linear.biased import biasable
+from halfbyte.kernels.cpu.codegen.tuning import AVX_VNNI, Expansion, Tiling, Tuning
+from halfbyte.kernels.cpu.linear.block_end import biasable
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import Geometry, pack
 
 
+class ExpandingEarly(Tuning):
+    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
+        if m < 6 or codes or not self.expands(geo):
+            return AVX_VNNI.tile(m, inner, geo, codes=codes)
+        return Tiling(2 if geo.padded <= 32 else 4, 2, expanded=True)  # totals in registers, and in memory
+
+
 class Expanding(EmulatedDotProducts):
     name = "avx_vnni_expanding"
-    expands = True
-
-    def tile(self, m: int, inner: str, geo: Geometry, *, codes: bool = False) -> Tiling:
-        if m < 6 or codes or not expandable(self, geo):
-            return super().tile(m, inner, geo, codes=codes)
-        return Tiling(2 if geo.padded <= 32 else 4, 2, expanded=True)  # totals in registers, and in memory
+    tuning = ExpandingEarly(AVX_VNNI.conv_tile, AVX_VNNI.register_totals, expansion=Expansion(), biased=True)
 
 
 class TakingPointsOff(EmulatedDotProducts):
     name = "avx_vnni_points_off"
-    biases, points_off = False, 256
+    tuning = replace(AVX_VNNI, biased=False, points_off=256)
 
 
 pytestmark = pytest.mark.skipif(Expanding().missing() is not None, reason=str(Expanding().missing()))
@@ -47,7 +50,7 @@ def test_products_are_those_of_the_reference_for_any_number_of_rows(number: int)
     m, n, k, fmt = 13, 45 + 20 * (number % 2), (700, 333)[number % 2], Format(bits, block, zero)
     codes, x = random_codes(fmt, (n, k), number), activations(m, k, dtype, number, 3)
     packed, kernel = pack(codes), LinearKernel(fmt, n, k, dtype, "int8", "block", isa=Expanding())
-    assert kernel.tile_spec.biased == (fmt.block_size(k) <= MOST[bits, zero])
+    assert (kernel.tile_spec.activation.block_sum == "biased") == (fmt.block_size(k) <= MOST[bits, zero])
     assert ("panel_function" in kernel.fields(m)) == (bits == 4 or (zero != "point" and block != "channel"))
     y = run_linear(kernel, x, packed)
     error = reference.error_bound(x, codes, None, "int8", "block")
@@ -62,7 +65,7 @@ def test_points_that_tiles_take_off_codes(block: int, activation: Activation) ->
     m, n, k, fmt = 13, 45, 333, Format(4, block, "point")
     codes, x = random_codes(fmt, (n, k), block), activations(m, k, torch.float32, block, 3)
     packed, kernel = pack(codes), LinearKernel(fmt, n, k, x.dtype, "int8", activation, isa=TakingPointsOff())
-    assert kernel.tile_spec.points_off == (block <= 256 and activation != "row_offset")
+    assert kernel.tile_spec.weight.points_off == (block <= 256 and activation != "row_offset")
     y = run_linear(kernel, x, packed)
     error = reference.error_bound(x, codes, None, "int8", activation)
     assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", activation), error).all())
@@ -75,7 +78,8 @@ def test_points_that_tiles_take_off_codes(block: int, activation: Activation) ->
 
 @pytest.mark.parametrize("activation", ["row", "block_offset", "row_offset"])
 def test_other_scales_of_activations_are_not_biased(activation: Activation) -> None:
-    assert not LinearKernel(Format(4, 32), 32, 64, torch.float32, "int8", activation, isa=Expanding()).tile_spec.biased
+    kernel = LinearKernel(Format(4, 32), 32, 64, torch.float32, "int8", activation, isa=Expanding())
+    assert kernel.tile_spec.activation.block_sum == "plain"
 
 
 @pytest.mark.parametrize(("bits", "zero"), KINDS)
@@ -97,7 +101,7 @@ def test_the_largest_sums(bits: int, zero: str) -> None:
     x[1] = -1
     x[2, ::2] = x[3, 1::2] = -1
     kernel = LinearKernel(fmt, n, k, torch.float32, "int8", "block", isa=Expanding())
-    assert kernel.tile_spec.biased
+    assert kernel.tile_spec.activation.block_sum == "biased"
     error = reference.error_bound(x, codes, None, "int8", "block")
     wanted = reference.linear(x, codes, None, "int8", "block")
     for rows in (4, 8):

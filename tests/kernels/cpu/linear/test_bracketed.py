@@ -20,14 +20,14 @@ from halfbyte.kernels.problem import Activation
 from halfbyte.layouts.cpu_tiles import pack
 
 ISA = AVX512VNNI("zen5")
-M = ISA.brackets + 3  # row tiles of two sizes
+M = ISA.tuning.bracketed_rows + 3  # row tiles of two sizes
 
 pytestmark = pytest.mark.skipif(ISA.missing() is not None, reason=str(ISA.missing()))
 
 
 def kernel_of(codes: Codes, dtype: torch.dtype = torch.float32, activation: Activation = "block") -> LinearKernel:
     kernel = LinearKernel(codes.format, *codes.shape, dtype, "int8", activation, isa=ISA)
-    assert kernel.tile_spec.bracketed
+    assert kernel.tile_spec.activation.block_sum == "bracketed"
     assert "bracketing_tile_function" in kernel.fields(M)
     return kernel
 
@@ -164,4 +164,5 @@ OTHERS = ["q4_0", "int4_g64_offset_f16", "int4_g32_offset_bf16", "int4_g32_offse
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_formats_have_plain_tiles(name: str) -> None:
-    assert not LinearKernel(as_format(name), 32, 96, torch.float32, "int8", "block", isa=ISA).tile_spec.bracketed
+    kernel = LinearKernel(as_format(name), 32, 96, torch.float32, "int8", "block", isa=ISA)
+    assert kernel.tile_spec.activation.block_sum != "bracketed"

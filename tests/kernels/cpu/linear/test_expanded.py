@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from halfbyte.kernels.cpu.linear import expanded
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.layouts.cpu_tiles import pack
 
-ISAS = [isa for isa in RUNNABLE if isa.expands]
+ISAS = [isa for isa in RUNNABLE if isa.tuning.expansion]
+LONGEST = {isa: isa.tuning.expansion.longest_block for isa in ISAS if isa.tuning.expansion}
 pytestmark = pytest.mark.skipif(not ISAS, reason="this CPU's tiles read packed codes")
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -31,7 +33,7 @@ SHAPES = ((67, 81, 2900), (5 * expanded.WAITING_ROWS + 1, 47, 40))
 def plain(isa: ISA) -> ISA:
     """The same, but that it expands no codes."""
     other = copy.copy(isa)
-    other.expands = False
+    other.tuning = replace(isa.tuning, expansion=None)
     return other
 
 
@@ -42,7 +44,7 @@ def test_results_are_those_of_packed_codes(
     fmt = Format(bits, block, zero, scale)
     for isa, (m, n, k) in itertools.product([i for i in ISAS if bits == 4 or i.mixed_dot], SHAPES):
         kernel, packing = (LinearKernel(fmt, n, k, dtype, "int8", way, isa=one) for one in (isa, plain(isa)))
-        if block != "channel" or k <= isa.expanded_longest:
+        if block != "channel" or k <= LONGEST[isa]:
             assert kernel.fields(m)["panel_function"]
         packed, x, residual = pack(random_codes(fmt, (n, k), m)), activations(m, k, dtype, 1, n % 3), activations(m, n, dtype, 2)
         for bias, clamp, added in ((torch.randn(n), (-3.0, 4.0), residual), (None, (-torch.inf, torch.inf), None)):
@@ -61,7 +63,7 @@ def test_few_rows_long_blocks_and_float_offsets_are_not_expanded() -> None:
         (Format(8, 32, "point"), 100, False),
         (Format(8, "channel"), 100, False),
     ):
-        kernel = LinearKernel(fmt, 32, isa.expanded_longest + 32, torch.float32, "int8", "block", isa=isa)
+        kernel = LinearKernel(fmt, 32, LONGEST[isa] + 32, torch.float32, "int8", "block", isa=isa)
         assert ("panel_function" in kernel.fields(m)) == takes
 
 

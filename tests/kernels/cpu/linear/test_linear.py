@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import random_codes
-from support import RUNNABLE, activations, examples, pairwise, run_linear
+from support import RUNNABLE, activations, examples, pairwise, run_linear, tile_spec
 from torch import Tensor
 
 from halfbyte.dispatch.choose import choose
@@ -18,7 +18,8 @@ from halfbyte.formats import Codes, Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.linear import linear
+from halfbyte.kernels.cpu.linear import linear, tile
+from halfbyte.kernels.cpu.linear.epilogue import Epilogue
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Activation, Compute, Problem
@@ -164,7 +165,7 @@ def test_one_hot_activations_give_the_weight_exactly(case: Case, monkeypatch: py
     hot = 1.0 if case.compute == "float" else 127.0
     y = run_linear(kernel, (hot * torch.eye(k)).to(case.dtype), pack(codes))
     wanted = (hot * codes.dequantize(torch.float64)).float().T
-    twice = case.scale == torch.float32 or (case.bits == 8 and kernel.tile_spec.biased)
+    twice = case.scale == torch.float32 or (case.bits == 8 and kernel.tile_spec.activation.block_sum == "biased")
     if case.compute == "int8" and case.zero == "offset" and twice:
         error = torch.finfo(case.dtype).eps * (wanted.abs() + 127 * codes.zero.abs().max())
         assert bool(((y.double() - wanted).abs() <= error).all())
@@ -272,13 +273,13 @@ def test_panels_at_once_are_as_one_at_a_time(case: Case, monkeypatch: pytest.Mon
     n, k = 32 * 17 + 5, 150
     monkeypatch.setattr(runtime, "threads", lambda: 1)
     packed, bias = pack(random_codes(case.format, (n, k))), torch.randn(n)
-    isa = type(RUNNABLE[case.isa])
-    tile = isa.tile
+    tuning = type(RUNNABLE[case.isa].tuning)
+    tile = tuning.tile
     for m in (1, 2, 5):
         x, residual = activations(m, k, case.dtype, m), torch.randn(m, n).to(case.dtype)
         results = []
         for panels in (1, 3, 4):  # groups end with two panels and with one, whose outputs end within a vector
-            monkeypatch.setattr(isa, "tile", lambda *a, panels=panels, **options: tile(*a, **options)._replace(panels=panels))
+            monkeypatch.setattr(tuning, "tile", lambda *a, panels=panels, **options: tile(*a, **options)._replace(panels=panels))
             kernel = case.kernel(n, k, monkeypatch)
             results.append([run_linear(kernel, x, packed, b, (-9.0, 9.0), r) for b in (None, bias) for r in (None, residual)])
         assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(results[0], one, strict=True))
@@ -318,3 +319,11 @@ def test_huge_tiny_and_zero_activations(case: Case, monkeypatch: pytest.MonkeyPa
     info = torch.finfo(case.dtype)
     for size in (info.max, info.max / 1000, info.smallest_normal, info.smallest_normal * info.eps, 0.0):
         check(kernel, case, (torch.randn(4, k).clamp(-1, 1) * size).to(case.dtype), codes, None, None)
+
+
+def test_the_epilogue_finishes_each_vector_with_and_without_a_residual_and_each_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished, finish = list[object](), Epilogue._finished
+    monkeypatch.setattr(Epilogue, "_finished", lambda *arguments: finished.append(1) or finish(*arguments))
+    rows, vectors = 3, 2
+    tile.build(tile_spec("int8", 4, "none", (32, True), rows, vectors), RUNNABLE[0])
+    assert len(finished) == 2 * rows * vectors + rows  # the last ones in a loop over the outputs of a row that the weight has

@@ -3,12 +3,11 @@
 import itertools
 import re
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
 from samples import random_codes, same_codes, sparse_codes
-from support import RUNNABLE, activations, run_linear
+from support import RUNNABLE, activations, run_linear, tile_spec
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, FormatError, KernelError
@@ -19,7 +18,6 @@ from halfbyte.kernels.cpu.codegen import jit
 from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.linear import sparse, tile
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
-from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import NAME, SPARSE, unpack
 from halfbyte.ops.functions import pack_dense
@@ -105,9 +103,11 @@ def test_errors() -> None:
 )
 def test_a_vector_is_one_expansion(bits: int, zero: str, rows: int, vectors: int, panels: int) -> None:
     """And all accumulators stay in registers. Compiling needs no such machine."""
-    spec = TileSpec("int8", bits, "f16", zero, False, 32, False, False, False, rows, vectors, "f32", panels=panels, sparse=True)
+    spec = tile_spec(
+        "int8", bits, zero, (32, False), rows, vectors, panels=panels, sparse=True, block_sum="biased" if bits == 4 else "plain"
+    )
     isa = AVX512VNNI("intel" if panels == 1 else "zen5")
-    text = jit.compile_assembly(tile.build(replace(spec, biased=bits == 4), isa), isa).splitlines()
+    text = jit.compile_assembly(tile.build(spec, isa), isa).splitlines()
     at = [i for i, line in enumerate(text) if "vpexpandb" in line]
     assert len(at) == 8 * vectors
     assert not [line for line in text[at[0] : at[-1]] if re.search(r"%r[sb]p.*%[xyz]mm|%[xyz]mm.*%r[sb]p", line)]

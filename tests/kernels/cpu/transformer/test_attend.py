@@ -7,7 +7,7 @@ import torch
 from attention import CASES, attended, check, native
 from support import RUNNABLE, elementwise
 
-from halfbyte.kernels.cpu.codegen.exponential import BOUND, exp, relu_squared, silu
+from halfbyte.kernels.cpu.codegen.elementary import EXP_BOUND, exp, relu_squared, silu
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.step_sequence import shares
@@ -21,11 +21,11 @@ def test_the_error_of_exponentials_is_within_its_bound(isa: ISA) -> None:
     x = torch.cat((torch.arange(-87 << 9, 88 << 9) / 2.0**9, torch.zeros(8), torch.logspace(-38, 1, 1 << 12)))
     x = x[: len(x) // 16 * 16]
     found, exact = elementwise(lambda v: exp(v.fn, v), torch.float32, x, isa=isa).double(), x.double().exp()
-    assert bool(((found - exact).abs() <= BOUND * exact).all())
+    assert bool(((found - exact).abs() <= EXP_BOUND * exact).all())
     # A quotient and a sum more, each rounded: 3 * 2^-24; subnormal results are rounded to 2^-149.
     gates = torch.cat((x, -x))
     found, exact = elementwise(lambda v: silu(v.fn, v), torch.float32, gates, isa=isa).double(), torch.nn.functional.silu(gates.double())
-    assert bool(((found - exact).abs() <= (BOUND + 2.0**-22) * exact.abs() + 2.0**-149).all())
+    assert bool(((found - exact).abs() <= (EXP_BOUND + 2.0**-22) * exact.abs() + 2.0**-149).all())
 
 
 @pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)

@@ -4,6 +4,7 @@ x86."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
@@ -136,7 +137,7 @@ class EmulatedAMX(EmulatedDotProducts):
 
     name = "avx_vnni_and_amx_emulated"
     matrix = EmulatedTiles()
-    matrix_rows = 3
+    tuning = replace(AVXVNNI.tuning, matrix_rows=3)
 
     def bf16_order(self) -> tuple[tuple[int, int], ...]:
         return BF16_ORDER

@@ -1,8 +1,8 @@
 """What the kernels ask of an instruction set, and the plain vectors that any LLVM target runs.
 
-An ISA says how many float lanes a register has, which tiles keep their accumulators in registers, and how three things
-are done: a unit of products of bytes (`int8_unit`, which for most is a matter of `dot`), `float_codes` (stored bytes to float
-weights), and conversions to and from half-width floats. Compiling for an ISA needs no such machine; `missing` guards running it.
+An ISA says how many float lanes a register has, which optional operations there are, and how three things are done: a unit of products
+of bytes (`int8_unit`, which for most is a matter of `dot`), `float_codes` (stored bytes to float weights), and conversions to and from
+half-width floats. Which of that is fast says its `tuning`. Compiling for an ISA needs no such machine; `missing` guards running it.
 
 Bytes are little-endian throughout: a layout's four bytes are read as one integer. Big-endian machines are not supported.
 """
@@ -12,11 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from halfbyte.errors import KernelError, UnsupportedError, unreachable
 from halfbyte.kernels.cpu.codegen.elements import Kind
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, lanes_of, vector
+from halfbyte.kernels.cpu.codegen.tuning import Tuning
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 from halfbyte.machine import machine
@@ -44,65 +45,30 @@ class Int8Unit:
         return 4 if self.table else self.bits
 
 
-class Tiling(NamedTuple):
-    """How outputs are cut into tiles, of at most so many rows of activations and so many vectors of outputs side by side.
-
-    panels     that a tile of all rows takes at once, so that weights are read from as many places
-    expanded   codes are expanded once for all tiles: see `linear/expanded.py`
-    """
-
-    rows: int
-    vectors: int
-    panels: int = 1
-    expanded: bool = False
-
-
 class ISA:
     """The generic path: 128-bit vectors in LLVM's own operations, right on every little-endian target."""
 
     name = "generic"
     arch = ""  # as in Machine; "" stands for the one at hand
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset()  # LLVM's names of what the CPU must have
     cpu = ""
     features = ""
     attributes = ""  # of each function
     code_model = "jitdefault"
     lanes = 4
-    register_totals = 8  # vectors of float totals that fit in registers with a block's accumulators
-    half_conversions = False  # has instructions for float <-> float16
     register = ""  # as for Function.pinned, where accumulators are to be pinned
-    sums_shorts = False  # has `dot_shorts`
-    narrows = False  # has `narrowed`
+    tuning = Tuning()
+    # What the CPU has, and with it which of the optional methods
+    half_conversions = False  # instructions for float <-> float16
+    sums_shorts = False  # `dot_shorts`
+    narrows = False  # `narrowed`
     mixed_dot = False  # `dot` multiplies bytes, of which one is unsigned and the other signed
-    multiplies_sums = False  # makes products of sums where the layout has sums of pairs: see `AVX2`
-    minimal: ClassVar[tuple[int, int] | None] = None  # products a cycle of `conv/direct.py` and `conv/winograd.py`, where that may pay
-    minimal_tiles = 48, 48  # of a run there that are enough, with weights from the third-level cache and from the second
-    arranges = False  # has `byte_products` and no better ones of 8-bit weights: see `conv/arrange.py`
-    bf16_dot = False  # sums products of bfloat16 pairs in float32
-    bf16_pays = True  # faster than by float32
+    multiplies_sums = False  # products of sums where the layout has sums of pairs: see `AVX2`
+    bf16_dot = False  # sums of products of bfloat16 pairs in float32
     lane_products = 4  # products of bytes that one `product` sums into each lane
-    matrix: ClassVar[ISA | None] = None  # takes over products of bfloat16, and those of bytes from `matrix_rows` rows on
-    matrix_rows = 0
-    direct_tile = (2, 4)  # rows and vectors of a tile that convolves codes, or makes products of sums
-    expands = False  # has tiles that read expanded codes
+    matrix: ClassVar[ISA | None] = None  # the tiles of a matrix unit: products of bfloat16, and those of bytes from `matrix_rows` rows on
     reads_packed_bits = True  # puts codes of 5 and 6 bits together from their planes
-    spreads = False  # has `spread_kept`, which the layout of 2:4 sparse weights is for
-    ahead, streams_ahead = 8192, 0  # bytes ahead that a tile asks for memory, and in each of several places; 0: the CPU does by itself
-    once = 0  # rows up to which one tile for all asks for weights that need not stay in a cache
-    least_prefetching_tiles = (
-        0  # where so many row tiles, or more, pass over a panel, each prefetches a share of the next one; 0: none does
-    )
-    all_ask_near = False  # each of these tiles for its own weights, too; else the first alone
-    asking_tiles = 1 << 62  # the most that ask: of more, the last ones
-    asks_for_shares = False  # where data have 8 bits, for contiguous lines, not for every n-th unit
-    asking_bytes = 1 << 62  # of both panels and activations that stay near meanwhile; with more, those of 8 bits in long panels alone do
-    biases = False  # whether sums of blocks become floats by what they begin at: see `biased.py`; has `dot_shorts`
-    points_off = 0  # elements of a block up to which tiles take 4-bit points off codes: additions of bytes leave products their ports
-    brackets = 0  # rows from which on tiles multiply scales and offsets at once: see `bracketed.py`; 0: none do
-    expanded_longest = 1 << 10  # elements of a block, of which at least one is expanded at a time
-    expanded_bytes = 24 << 10  # that are expanded at a time
-    expanded_chunk_bytes = 1 << 62  # as chunk_bytes, where codes are expanded
-    chunk_bytes = 1 << 62  # of activations, that are to stay in a core's second-level cache
+    spreads = False  # `spread_kept`, which the layout of 2:4 sparse weights is for
 
     @property
     def triple(self) -> str:
@@ -123,17 +89,6 @@ class ISA:
         """The error for a method that a class has to implement which says that it can do it."""
         return UnsupportedError(f"the instruction set {self.name} has no {method}, which kernels ask of it: this is a fault in halfbyte")
 
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        """The tiles for M rows of activations: every choice that depends on the format and on M. `codes`: int8 in, int8 out."""
-        if geo.format.codebook:  # to look up takes some fifty instructions
-            return Tiling(min(m, 2), 2)
-        return Tiling(1, 8) if m == 1 else Tiling(2, 4)
-
-    def near(self, m: int, inner: Inner, geo: Geometry) -> int | None:
-        """Where tiles of M rows ask for their own weights: in the first-level cache (3), in the second (2), in the first and not to be kept
-        (0); None if they do not ask, since the CPU finds out by itself."""
-        return 0 if m <= self.once else 3
-
     def unit(self, geo: Geometry, inner: Inner) -> int:
         """Elements of K that a tile takes at a time."""
         return geo.unit
@@ -141,7 +96,7 @@ class ISA:
     def taking(self, m: int, inner: Inner) -> ISA:
         """The instruction set whose tiles M rows go through: this one, or its unit for products of matrices."""
         # Sums of bfloat16 products depend on the unit that makes them: one does all, so that a row does not depend on the others.
-        first = self.matrix_rows if inner == "int8" else 1
+        first = self.tuning.matrix_rows if inner == "int8" else 1
         return self.matrix if self.matrix is not None and inner != "float" and m >= first else self
 
     @property

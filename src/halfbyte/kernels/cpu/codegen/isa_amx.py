@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+from halfbyte.kernels.cpu.codegen import tuning as tunings
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
-from halfbyte.kernels.cpu.codegen.isa import Tiling
 from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512BF16, affine_nibbles
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.layouts.cpu_tiles import Geometry
@@ -50,19 +50,13 @@ class AMXTiles(AVX512BF16):
     name = "amx_int8"
     needs: ClassVar[frozenset[str]] = AVX512BF16.needs | {"amx-tile", "amx-int8", "amx-bf16", "gfni"}
     features = _FEATURES
-    register_totals = 0
-    chunk_bytes = 1 << 20
-    units_ahead = 1  # how far unpacking is ahead of multiplying
 
     def __init__(self) -> None:
         super().__init__("intel")
-        self.expands, self.spreads, self.ahead, self.least_prefetching_tiles, self.bf16_pays = False, False, 8192, 0, True
+        self.spreads, self.tuning = False, tunings.AMX_TILES
 
     def missing(self) -> str | None:
         return super().missing() or refusal()
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        return Tiling(min(m, 2 * ROWS), 2)  # four products for four loads of tiles
 
     def unit(self, geo: Geometry, inner: Inner) -> int:
         """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""
@@ -128,12 +122,11 @@ class AMXInt8(AVX512BF16):
     needs = AMXTiles.needs
     features = _FEATURES
     matrix = AMXTiles()
-    matrix_rows = 9  # up to eight are one tile of dot products
 
     def __init__(self) -> None:
         super().__init__("intel")
         # Sparse weights and codes of 5 or 6 bits are not unpacked for tile registers.
-        self.expands, self.spreads, self.reads_packed_bits, self.bf16_pays = False, False, False, True
+        self.spreads, self.reads_packed_bits, self.tuning = False, False, tunings.AMX
 
     def missing(self) -> str | None:
         return super().missing() or refusal()

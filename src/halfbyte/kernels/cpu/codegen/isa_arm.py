@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from halfbyte.kernels.cpu.codegen import tuning as tunings
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, lanes_of, mangled
-from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit, Tiling
-from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.layouts.cpu_tiles import PANEL, Geometry
+from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit
+from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.machine import machine
 
 
@@ -21,12 +21,7 @@ class Neon(ISA):
     features = "+neon"
     half_conversions = True
     register = "w"
-    direct_tile = (4, 2)
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        if m <= 2:
-            return Tiling(m, 4)
-        return Tiling(4, 2) if inner == "int8" else Tiling(min(m, 4), 4)
+    tuning = tunings.NEON
 
     def spread(self, a: Value, element: str, at: int) -> Value:
         # Products take an operand's lane for free. A register has four; what it reads beyond a short unit is still the record's.
@@ -84,13 +79,8 @@ class NeonDotprod(Neon):
 
     name = "neon_dotprod"
     needs = Neon.needs | {"dotprod"}
-    direct_tile = (5, 4)
+    tuning = tunings.NEON_DOTPROD
     features = "+neon,+dotprod"
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        if inner == "int8":
-            return Tiling(1, 8) if m == 1 else Tiling(min(m, 5), 4)
-        return super().tile(m, inner, geo, codes=codes)
 
     def narrow_accumulators(self, bits: int) -> bool:
         return False
@@ -117,11 +107,8 @@ class NeonI8mm(NeonDotprod):
     needs = NeonDotprod.needs | {"i8mm"}
     features = "+neon,+dotprod,+i8mm"
     lane_products = 8
-    direct_tile = (8, 2)
+    tuning = tunings.NEON_I8MM
     reads_packed_bits = False  # products take codes of eight k together
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        return Tiling(min(m, 8), 2) if inner == "int8" and m > 1 else super().tile(m, inner, geo, codes=codes)
 
     def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
         return f.call(self.ints, "llvm.aarch64.neon.smmla.v4i32.v16i8", acc, a.bits(self.quads), weights)
@@ -179,16 +166,11 @@ class SVE(NeonDotprod):
         self.name = f"sve{bits}"
         self.lanes = bits // 32
         self.attributes = f"vscale_range({bits // 128},{bits // 128})"
-        vectors = min(4, PANEL // self.lanes)
-        self.direct_tile = 20 // vectors, vectors
+        self.tuning = tunings.sve(self.lanes)
 
     needs = NeonDotprod.needs | {"sve"}
     features = "+neon,+dotprod,+sve"
     register = ""  # inline assembly takes no fixed vectors of more than 128 bits
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        vectors = min(4, PANEL // self.lanes)
-        return Tiling(min(m, (20 if inner == "int8" else 16) // vectors), vectors)
 
     def missing(self) -> str | None:
         bits = 32 * self.lanes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from halfbyte.kernels.cpu.codegen import tuning as tunings
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, is_float, vector
-from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
-from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.layouts.cpu_tiles import Geometry
+from halfbyte.kernels.cpu.codegen.isa import ISA
 
 
 class RV64GC(ISA):
@@ -16,11 +15,8 @@ class RV64GC(ISA):
     name = "rv64gc"
     arch = "riscv64"
     features = "+m,+a,+f,+d,+c"
-    direct_tile = (1, 1)
+    tuning = tunings.RV64GC
     code_model = "medium"  # relative to the program counter: the code may lie anywhere
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        return Tiling(1, 1)
 
 
 class RVV(RV64GC):
@@ -30,14 +26,8 @@ class RVV(RV64GC):
     needs: ClassVar[frozenset[str]] = frozenset({"v"})
     features = RV64GC.features + ",+v"
     lanes = 8
-    direct_tile = (2, 2)
-    register_totals = 4
+    tuning = tunings.RVV
     register = "^vr"
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        if m == 1:
-            return Tiling(1, 4 if inner == "int8" else 2)
-        return Tiling(2 if inner == "int8" else min(m, 4), 2)
 
     def pinned(self, f: Function, acc: Value) -> Value:
         return acc if is_float(acc.type) else super().pinned(f, acc)  # LLVM 22 fails on floats here

@@ -6,21 +6,19 @@ import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of
-from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit, Tiling
-from halfbyte.kernels.cpu.linear.prefetch import LONG_PANEL
+from halfbyte.errors import lookup
+from halfbyte.kernels.cpu.codegen import tuning as tunings
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
+from halfbyte.kernels.cpu.codegen.isa import ISA, Int8Unit
+from halfbyte.kernels.cpu.codegen.tuning import Core
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.layouts.cpu_tiles import PANEL, Geometry, has_pair_sums
+from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
 _SPREADS = frozenset({"avx512vbmi", "avx512vbmi2"})  # all from Ice Lake and Zen 4 on
-_LONG_BLOCK = 512  # elements: from here on it does not matter what a block's end costs
-_ONE_PASS = range(13, 25)  # rows of which one tile of one vector takes all: weights are read and unpacked once
-_ONE_TILE = 14  # rows whose sums fit in registers, on Zen 5: two tiles do not overlap with memory as one does
-Core = Literal["intel", "zen4", "zen5"]  # of CPUs with AVX-512 VNNI, as far as rules differ
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
 
@@ -46,28 +44,10 @@ class AVX2(ISA):
     cpu = "haswell"
     needs: ClassVar[frozenset[str]] = frozenset({"avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"})
     half_conversions = True
-    register_totals = 4
     register = "v"
-    direct_tile = (4, 2)
+    tuning = tunings.AVX2
     multiplies_sums = True
     narrows = True
-    minimal = 28, 22  # on Zen 3
-    arranges = True
-    expands = True
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        fmt = geo.format
-        # At a block's end float offsets take so many instructions that expanding is slower.
-        if inner == "int8" and expandable(self, geo) and fmt.code_bits == 4 and fmt.zero != "offset" and m >= 48 and not codes:
-            return Tiling(5, 2, expanded=True)
-        # One core of a Zen 3 reads 15 GB/s from one place, however far ahead it asks, and 20 to 22 from four. More rows of 8-bit weights
-        # do not wait for memory.
-        panels = 4 if fmt.bits == 4 or m <= 2 else 1
-        if inner == "int8" and has_pair_sums(fmt) and not 2 < m < 6:
-            return Tiling(*self.direct_tile, panels)
-        if m <= 2:
-            return Tiling(m, 4, panels)
-        return Tiling(5 if inner == "int8" and fmt.bits == 4 else 6, 2, panels)
 
     def activation_bytes(self, inner: Inner, bits: int) -> int:
         return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
@@ -192,13 +172,7 @@ class AVX512(AVX2):
     cpu = "skylake-avx512"
     needs = AVX2.needs | _AVX512_NEEDS
     attributes = _WHOLE_REGISTERS
-    register_totals = 12
-    direct_tile = (10, 2)
-    arranges = False  # not measured
-    expands = False  # not measured
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        return Tiling(*self.direct_tile) if inner == "int8" and has_pair_sums(geo.format) else Tiling(min(m, 6), 2)
+    tuning = tunings.AVX512
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         return f.call(self.shorts, "llvm.x86.avx512.pmaddubs.w.512", unsigned, signed)
@@ -223,16 +197,11 @@ class AVXVNNI(ISA):
     features = "+avxvnni,+fast-dpwssd"
     needs: ClassVar[frozenset[str]] = AVX2.needs | {"avxvnni"}
     half_conversions = True
-    register_totals = 4
     register = "v"
-    direct_tile = (5, 2)
+    tuning = tunings.AVX_VNNI
     sums_shorts = True
     narrows = True
     mixed_dot = True
-    biases = True
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        return Tiling(m, 4) if m <= 2 else Tiling(min(m, 5 if inner == "int8" else 6), 2)
 
     def narrow_accumulators(self, bits: int) -> bool:
         return False
@@ -251,14 +220,10 @@ class AVXVNNI(ISA):
 
 
 class AVX512VNNI(AVXVNNI):
-    """512 bits with `vpdpbusd`.
+    """512 bits with `vpdpbusd`. Intel's CPUs, where masks and shifts take slots that dot products could have, unpack by one affine map of
+    bits a vector (GFNI, which all but the first of them have).
 
-    On Intel's CPUs masks and shifts take slots that dot products could have, so that it pays to unpack by one affine map of bits a
-    vector (GFNI, which all but the first of them have), and to have more rows share what is unpacked, with totals in memory. On AMD's
-    the former are free and stores are not. Zen 4 makes a product of 512 bits a cycle, half as many as Zen 5, and as many other
-    operations; its rules are those of Zen 5, but for how memory is read and for products of floats.
-
-    core   whose rules are followed; None for those of the CPU at hand, to which others that are not Intel's are like a Zen 5
+    core   whose tuning is taken; None for that of the CPU at hand, or Zen 5's where it is another AMD
     """
 
     name = "avx512_vnni"
@@ -268,61 +233,19 @@ class AVX512VNNI(AVXVNNI):
     needs = AVX512.needs | {"avx512vnni"}
     attributes = _WHOLE_REGISTERS
     register = ""
-    register_totals = 12
-    direct_tile = (12, 2)
-    minimal = 112, 58  # on Sapphire Rapids
 
     def __init__(self, core: Core | None = None) -> None:
         self.core = core or core_at_hand()
-        self.intel, zen4 = self.core == "intel", self.core == "zen4"
-        self.affine = self.intel and (core is not None or "gfni" in machine().features)
+        self.tuning = lookup(tunings.AVX512_VNNI, self.core, "the core")
+        has = machine().features if core is None else _SPREADS | {"gfni"}
+        self.affine = self.core == "intel" and "gfni" in has
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
-            self.expands, self.expanded_longest, self.expanded_bytes, self.expanded_chunk_bytes = True, 1 << 14, 18 << 10, 3 << 18
-        self.spreads = core is not None or machine().features >= _SPREADS
+        elif self.core == "intel":
+            self.tuning = tunings.CASCADE_LAKE
+        self.spreads = has >= _SPREADS
         if self.spreads:
             self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
-        if self.intel:
-            self.ahead, self.streams_ahead, self.least_prefetching_tiles, self.all_ask_near = 4096, 1024, 1, True
-        else:
-            self.least_prefetching_tiles, self.asks_for_shares, self.asking_tiles, self.asking_bytes = 2, True, 8, 3 << 18
-            self.minimal_tiles = 20, 10  # on Zen 5, whose second-level cache is half as large
-            self.once, self.brackets = 3, 48
-        if zen4:
-            self.ahead, self.chunk_bytes = 7 << 10, 1 << 20  # a distance of whole pages is up to a third slower
-        self.biases, self.points_off = self.intel, 0 if self.intel else _LONG_BLOCK // 2
-
-    def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        block, few = geo.padded, m <= (3 if inner == "int8" else 2)
-        panels = 4 if self.intel and few and geo.panel_bytes >= LONG_PANEL else 1
-        if inner != "int8":
-            # Zen 4: products read activations themselves, for nothing, and their sums stay in registers.
-            if self.core == "zen4" and m >= (6 if inner == "bf16" else 4):
-                return Tiling(min(m, 12), 1)
-            # vdpbf16ps takes 6 cycles on Zen 5: 12 sums in turn keep its two ports just busy, if nothing else ever takes one.
-            most = 6 if self.intel else 10 if inner == "bf16" else 8 if m <= 8 else 6
-            return Tiling(min(m, most), 2, panels)
-        if expandable(self, geo) and m >= (25 if block < _LONG_BLOCK else 40) and not codes:
-            return Tiling(6 if block <= 32 else 12, 2, expanded=True)  # the former's totals are in registers
-        if m <= _ONE_TILE and block > 32 and geo.bits == 8 and not geo.sparse and not self.intel:
-            return Tiling(m, 2)
-        if block >= _LONG_BLOCK:
-            return Tiling(min(m, 12 if geo.format.bits == 8 and self.intel else 10), 2, panels)
-        if self.intel:
-            return Tiling(m, 1) if m in _ONE_PASS else Tiling(min(m, 12 if block > 32 else 8), 2, panels)
-        # Totals of more than 6 rows lie in memory, which takes stores at each block's end, and saves reading weights once more.
-        if m <= 24 and (block > 32 or (geo.format.bits == 8 and m <= 16)):
-            return Tiling(min(m, 10 if m <= 10 else 8), 2)
-        return Tiling(min(m, 8 if m <= 8 else 7 if m <= 24 else 6), 2)
-
-    def near(self, m: int, inner: Inner, geo: Geometry) -> int | None:
-        if self.core != "zen4":
-            return super().near(m, inner, geo)
-        four = geo.bits == 4
-        rows = m + (four and geo.format.zero == "point")  # to take points off is as much work as a row
-        if inner == "int8" and rows <= (2 if four else 5):
-            return None
-        return 0 if inner == "int8" and m <= 2 else 2
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
@@ -382,10 +305,6 @@ class AVX512BF16(AVX512VNNI):
     needs = AVX512VNNI.needs | {"avx512bf16"}
     bf16_dot = True
 
-    def __init__(self, core: Core | None = None) -> None:
-        super().__init__(core)
-        self.bf16_pays = not self.intel  # on Emerald Rapids it takes 1.6 times as long as the products of float32 that it stands for
-
     def bf16_order(self) -> tuple[tuple[int, int], ...]:
         """The two k that each shift of a lane of eight nibbles delivers, in its low and its high half."""
         return ((0, 2), (4, 6), (1, 3), (5, 7))
@@ -402,16 +321,9 @@ class AVX512BF16(AVX512VNNI):
 
 
 def core_at_hand() -> Core:
-    """The core whose arithmetic rules this machine's matrix unit follows."""
+    """The core whose tuning this machine takes."""
     here = machine()
     return "intel" if here.vendor == "Intel" else "zen4" if here.llvm_cpu == "znver4" else "zen5"
-
-
-def expandable(isa: ISA, geo: Geometry) -> bool:
-    """Whether tiles may gain by reading expanded codes: those of 8 bits, in blocks, by the numbers behind them and by being near."""
-    fmt = geo.format
-    gains = fmt.bits == 4 or (fmt.zero != "point" and (geo.sparse or isinstance(fmt.block, int)))
-    return isa.expands and gains and geo.padded <= isa.expanded_longest
 
 
 def dot_of_bytes(f: Function, acc: Value, unsigned: Value, signed: Value) -> Value:
@@ -442,18 +354,26 @@ def nibble_map(first: int, signed: bool) -> tuple[int, int]:
 
 def _narrowed(isa: ISA, f: Function, reals: Sequence[Value]) -> Value:
     """`ISA.narrowed` for registers of 256 or 512 bits: six instructions for four vectors, where each alone takes three."""
-    if isa.lanes == 16:
+    # `packed_codes` packs each 128 bits of the registers apart: there is a quad of each vector, side by side.
+    quads = packed_codes(f, reals).bits(isa.ints)
+    return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
+
+
+def packed_codes(f: Function, reals: Sequence[Value]) -> Value:
+    """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; what is less than -128 becomes that. For
+    each 128 bits of the registers there are the bytes of the first vector, then those of the second, and so on."""
+    lanes = lanes_of(reals[0].type)
+    ints, shorts, quads = vector("i32", lanes), vector("i16", 2 * lanes), vector("i8", 4 * lanes)
+    if lanes == 16:
         every, current = f.value("i16", -1), f.value("i32", 4)  # lanes; the rounding that is set
-        none = f.value(isa.ints, 0)
-        whole = [f.call(isa.ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, none, every, current) for real in reals]
+        whole = [f.call(ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, f.value(ints, 0), every, current) for real in reals]
         to_shorts, to_bytes = "llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packsswb.512"
     else:
-        whole = [f.call(isa.ints, "llvm.x86.avx.cvt.ps2dq.256", real) for real in reals]
-        to_shorts, to_bytes = "llvm.x86.avx2.packssdw", "llvm.x86.avx2.packsswb"
-    shorts = [f.call(isa.shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)]
-    quads = f.call(isa.quads, to_bytes, *shorts).bits(isa.ints)
-    # Each 128 bits of the registers were packed apart: there is a quad of each vector, side by side.
-    return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
+        convert = "llvm.x86.avx.cvt.ps2dq.256" if lanes == 8 else "llvm.x86.sse2.cvtps2dq"
+        whole = [f.call(ints, convert, real) for real in reals]
+        family, number = ("avx2", "") if lanes == 8 else ("sse2", ".128")
+        to_shorts, to_bytes = (f"llvm.x86.{family}.pack{kind}{number}" for kind in ("ssdw", "sswb"))
+    return f.call(quads, to_bytes, *(f.call(shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)))
 
 
 def _codes(signed: bool) -> tuple[int, ...]:

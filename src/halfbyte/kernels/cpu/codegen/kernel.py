@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
 from halfbyte.kernels.cpu.codegen import jit, runtime
@@ -75,6 +75,8 @@ def _label(spec: Any) -> str:
         value = getattr(spec, field.name)
         if isinstance(value, bool):
             words += [field.name] * value
+        elif is_dataclass(value):
+            words.append(_label(value))
         else:
             words += map(_label, value) if isinstance(value, tuple) else [f"{field.name}_{value}"]
     return "_".join(words).replace("-", "m")

@@ -27,17 +27,15 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
-from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
-from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved, tile_rows
-from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, convolved, tile_rows
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
@@ -376,23 +374,20 @@ class MatrixConvKernel(PlannedConv):
             return bias
         return torch.nn.functional.pad(bias.view(self.sizes.groups, self.n), (0, self.panels * PANEL - self.n))
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *more: bool) -> Plan:
         """`more`: whether there is a residual."""
-        sizes, units = self.sizes, self.units
-        batch, channels, height, width = x.shape
-        ho, wo = window.out_size((height, width), sizes.kernel)
-        (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = sizes.kernel, window.stride, window.dilation, window.padding
+        sizes, units, window, channels = self.sizes, self.units, geo.window, geo.channels
+        (height, width), (ho, wo) = geo.image, geo.out
+        (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = geo.kernel, window.stride, window.dilation, window.padding
         near_width = round_up((wo - 1) * sw + (kw - 1) * dw + 1, sw)
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height
         image_itself = top == left == 0 and inside and sh == 1 and near_width == width and units.run % UNIT == 0
         copies = 0 if image_itself else units.woven  # of a line
         line, near = near_width * channels, _Near.of(units, window)
-        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        strips = Strips.of((batch, ho, wo), sizes, self.panels, most, lambda n: copies * len(near.lines(n)) * line)
-        threads = min(most, strips.items)
+        strips = Strips.of(geo.outputs, sizes, self.panels, threads, lambda n: copies * len(near.lines(n)) * line)
 
         near_from = torch.tensor(near.lines(strips.lines), device="cpu")
-        image = image_fields(window, (channels, height, width), (ho, wo), near_width, len(near_from), line)
+        image = image_fields(geo, near_width, len(near_from), line)
         near_bytes = len(near_from) * line + SLACK + 63 & ~63
         flat = near_width // sw  # outputs from a line to the next
         m = (strips.lines - 1) * flat + wo
@@ -402,7 +397,6 @@ class MatrixConvKernel(PlannedConv):
         unit_places = torch.tensor(near.unit_places(strips.lines, line, dw * channels), device="cpu")
         waiting = min(_WAITING, len(unit_places) // 3)
         panel_bytes = len(unit_places) * UNIT * PANEL + 4 * PANEL
-        edge = torch.full((UNIT,), outside, dtype=torch.int8, device="cpu")
         fields = {
             **strips.fields(),
             **group_fields(sizes, self.out_dtype, self.panels, panel_bytes, padded_bias=True),
@@ -411,7 +405,6 @@ class MatrixConvKernel(PlannedConv):
             "group_bytes": sizes.channels,
             "thread_bytes": copies * near_bytes,
             "patches_at": near_bytes,
-            "outside": edge.data_ptr(),
             "places": places.data_ptr(),
             "units": len(unit_places),
             "unit_places": unit_places.data_ptr(),
@@ -422,6 +415,5 @@ class MatrixConvKernel(PlannedConv):
         }
         step = 0 if image_itself else power_of_two(image["copied_codes"] or UNIT, UNIT)
         spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, kind_of(self.out_dtype), any(more))
-        buffer = arguments(MATRIX, compiled(build, spec, self.isa), fields)
-        kept = edge, places, near_from, unit_places
-        return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * copies * near_bytes, threads, kept)
+        tensors = places, near_from, unit_places
+        return Plan(MATRIX, compiled(build, spec, self.isa), fields, strips.items, UNIT, copies * near_bytes, tensors)

@@ -64,10 +64,10 @@ class _ArrangedTile(RequantizingDirectTile):
 
     def emit(self, first: Value) -> None:
         isa, f, record = self.isa, self.f, self.weights
-        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.spec.rows)]
-        starts = [self._column_start(first, v) for v in range(self.spec.vectors)]
+        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.rows)]
+        starts = [self._column_start(first, v) for v in range(self.vectors)]
         starts = [start + record.load(isa.ints, _CORRECTIONS + v * 4 * isa.lanes, 4) for v, start in enumerate(starts)]
-        kept = [f.variable(start) for start in starts * self.spec.rows]
+        kept = [f.variable(start) for start in starts * self.rows]
         self.ones = f.pinned(f.value(isa.shorts, 1), isa.register)
         chunk, place = f.variable(record + _HEAD), f.variable(self._place(record, _FIRST))
         for number, kind in enumerate((arrange.WHOLE, arrange.HALF, arrange.PAIRS)):
@@ -87,7 +87,7 @@ class _ArrangedTile(RequantizingDirectTile):
 
     def _products(self, rows: list[Value], chunk: Value, totals: list[Value], kind: int) -> list[Value]:
         """The totals and the products of a chunk; its first `kind` halves are added as int16."""
-        spec, isa, f, at, out = self.spec, self.isa, self.f, _Chunk.of(self.isa), list(totals)
+        isa, f, at, out = self.isa, self.f, _Chunk.of(self.isa), list(totals)
         size, lane = 4 * isa.lanes, vector("i8", LANE)
         everywhere = list(range(LANE)) * (size // LANE)
         flip, take = (chunk.load(isa.quads, part, size) for part in (at.flip, at.take))
@@ -98,10 +98,10 @@ class _ArrangedTile(RequantizingDirectTile):
                 products = []
                 for quad in (2 * half, 2 * half + 1):
                     four = slots.shuffle([i // 4 * 4 + quad for i in range(isa.lanes)]).bits(isa.quads)
-                    weights = [chunk.load(isa.quads, (quad * spec.vectors + v) * size, size) for v in range(spec.vectors)]
+                    weights = [chunk.load(isa.quads, (quad * self.vectors + v) * size, size) for v in range(self.vectors)]
                     products.append([isa.byte_products(f, four, w) for w in weights])
-                for v in range(spec.vectors):
-                    n = i * spec.vectors + v
+                for v in range(self.vectors):
+                    n = i * self.vectors + v
                     for sums in [products[0][v] + products[1][v]] if half < kind else [products[0][v], products[1][v]]:
                         out[n] = isa.pinned(f, isa.dot_shorts(f, out[n], sums, self.ones))
                 f.fence()
@@ -110,7 +110,7 @@ class _ArrangedTile(RequantizingDirectTile):
 
 def supports(sizes: Filter, isa: ISA) -> bool:
     """Whether `ArrangedConvKernel` takes int8 images and weights of these sizes."""
-    return isa.arranges and whole_bytes(sizes)
+    return isa.tuning.arranged_conv and whole_bytes(sizes)
 
 
 class ArrangedConvKernel(RearrangedWeightsKernel):

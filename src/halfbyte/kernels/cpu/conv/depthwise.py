@@ -22,15 +22,13 @@ from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
-from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, convolved
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -47,7 +45,6 @@ _TOGETHER = 8  # neighbouring outputs that share a weight, at most; with many re
 _MORE_TOGETHER = 14
 _MANY_REGISTERS = 16  # lanes: AVX-512 has 32 registers
 _SHARED_STRIDE = 2  # up to which neighbours share pixels that are loaded once
-_COST = 8  # of a product here, in products of a matrix
 _WIDEST = 7  # kernel whose line is written out
 MOST_TAPS = 1024  # 2^10 * 2^7 * 2^7 = 2^24: so many products of codes have a sum that float32 holds
 _TAPS_AND_START = 512  # so many products of codes and the start, which is a sum of as many products
@@ -208,6 +205,8 @@ class DepthwiseKernel(PlannedConv):
     `taps` made; a bias is contiguous float32 [C] (for int8 a table [3, C], as `tile.RequantizingTile` has it).
     """
 
+    cost = 8
+
     def __init__(self, sizes: Filter, dtype: torch.dtype) -> None:
         if dtype == torch.int8 and sizes.taps > MOST_TAPS:
             raise UnsupportedError(f"a depthwise kernel of int8 has at most {MOST_TAPS} taps, got {sizes.kernel[0]} x {sizes.kernel[1]}")
@@ -236,27 +235,21 @@ class DepthwiseKernel(PlannedConv):
         out = convolved(call, x, weights.data_ptr(), table, low, high, x.dtype, residual)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
-        batch, channels, height, width = x.shape
-        ho, wo = window.out_size((height, width), self.sizes.kernel)
-        lanes = self.isa.lanes if channels >= self.isa.lanes else 1
-        kw, stride, left = self.sizes.kernel[1], window.stride[1], window.padding[2]
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+        lanes = self.isa.lanes if geo.channels >= self.isa.lanes else 1
+        kw, stride, left, dilation = geo.kernel[1], geo.window.stride[1], geo.window.padding[2], geo.window.dilation[1]
+        width, wo = geo.image[1], geo.out[1]
         most = _MORE_TOGETHER if self.isa.lanes >= _MANY_REGISTERS else _TOGETHER
-        shares = kw <= _WIDEST and stride <= _SHARED_STRIDE and window.dilation[1] == 1
+        shares = kw <= _WIDEST and stride <= _SHARED_STRIDE and dilation == 1
         spec = DepthwiseSpec(
-            kind_of(x.dtype),
+            kind_of(self.inner_dtype),
             lanes,
             together=-(-wo // -(-wo // most)),
             width=kw if kw <= _WIDEST else 0,
             stride=stride if shares else 0,
-            started=x.dtype == torch.int8 and self.sizes.taps <= _TAPS_AND_START,
+            started=self.inner_dtype == torch.int8 and self.sizes.taps <= _TAPS_AND_START,
         )
-        first = -(-left // stride)
-        stop = max(0, (width - 1 - (kw - 1) * window.dilation[1] + left) // stride + 1)
-        edge = torch.full((channels,), outside, dtype=x.dtype, device="cpu")
-        fields = window.sizes((height, width), (ho, wo), self.sizes.kernel) | {"channels": channels, "lines": batch * ho}
-        fields |= {"outside": edge.data_ptr(), "first_inside": first, "stop_inside": stop}
-        buffer = arguments(DEPTHWISE, compiled(build, spec, self.isa), fields)
-        work = batch * channels * ho * wo * self.sizes.taps
-        threads = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD, batch * ho))
-        return ConvCall.of(buffer, (batch, channels, ho, wo), 0, threads, (edge,))
+        lines = geo.batch * geo.out[0]
+        first_inside, stop_inside = -(-left // stride), max(0, (width - 1 - (kw - 1) * dilation + left) // stride + 1)
+        fields = {"lines": lines, "first_inside": first_inside, "stop_inside": stop_inside}
+        return Plan(DEPTHWISE, compiled(build, spec, self.isa), fields, items=lines, edge=geo.channels)

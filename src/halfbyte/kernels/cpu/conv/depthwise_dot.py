@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes
+from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes, packed_codes
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
-from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
+from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, parts_of
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
@@ -48,7 +46,6 @@ COLUMNS = Block(
 _MOST_HIGH, _MOST_WIDE = 3, 3  # of a kernel: more columns of quads are not in registers
 _ITEMS_A_THREAD = 4
 _LEAST_LINES = 4  # of an item, which share what is laid out for a block
-_COST = 4  # of a product here, in products of a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ class _Columns(Emitter):
                     for v in range(4):
                         factor = weights.load(self.bytes, ((w * spec.rows + row) * 4 + v) * spec.block, 4)
                         sums[v] = dot_of_bytes(f, sums[v], column[v], factor)
-                codes = _narrowed(f, [self._real(v, total).min_or(high) for v, total in enumerate(sums)])
+                codes = packed_codes(f, [self._real(v, total).min_or(high) for v, total in enumerate(sums)])
                 (out + (get("out_width") * row + x) * channels).store((codes > low).select(codes, low))
             for variables, following in zip(kept, columns[new:], strict=True):
                 for variable, value in zip(variables, following, strict=True):
@@ -173,23 +170,6 @@ def _quads(lines: Sequence[Value]) -> list[Value]:
     return out
 
 
-def _narrowed(f: Function, reals: Sequence[Value]) -> Value:
-    """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; what is less than -128 becomes that. The
-    vectors' groups of 128 bits come one after the other."""
-    lanes = lanes_of(reals[0].type)
-    ints, shorts, quads = vector("i32", lanes), vector("i16", 2 * lanes), vector("i8", 4 * lanes)
-    if lanes == 16:
-        every, current_rounding = f.value("i16", -1), f.value("i32", 4)
-        whole = [f.call(ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, f.value(ints, 0), every, current_rounding) for real in reals]
-        to_shorts, to_bytes = "llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packsswb.512"
-    else:
-        family, number = ("avx2", ".256") if lanes == 8 else ("sse2", ".128")
-        convert = "llvm.x86.avx.cvt.ps2dq.256" if lanes == 8 else "llvm.x86.sse2.cvtps2dq"
-        whole = [f.call(ints, convert, real) for real in reals]
-        to_shorts, to_bytes = (f"llvm.x86.{family}.pack{kind}{number if lanes == 4 else ''}" for kind in ("ssdw", "sswb"))
-    return f.call(quads, to_bytes, *(f.call(shorts, to_shorts, *whole[at : at + 2]) for at in (0, 2)))
-
-
 def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     """Whether `DepthwiseDotKernel` takes int8 images of these sizes."""
     small = sizes.kernel[0] <= _MOST_HIGH and sizes.kernel[1] <= _MOST_WIDE and sizes.out >= 16
@@ -202,6 +182,8 @@ class DepthwiseDotKernel(CodesConv):
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
     `weights_of` made; `table` [3, C] as `tile.RequantizingTile` has it.
     """
+
+    cost = 4
 
     def __init__(self, sizes: Filter, window: Window, out_height: int) -> None:
         super().__init__()
@@ -227,27 +209,12 @@ class DepthwiseDotKernel(CodesConv):
             laid_out.append(torch.cat((corrections[order].view(torch.uint8), quads.flatten().view(torch.uint8))))
         return torch.stack(laid_out)
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
-        spec, (batch, channels, height, width) = self.spec, x.shape
-        ho, wo = window.out_size((height, width), self.sizes.kernel)
-        blocks, work = -(-channels // spec.block), batch * channels * ho * wo * self.sizes.taps
-        most = max(1, min(runtime.threads(), work * _COST // WORK_A_THREAD))
-        wanted = -(-most * _ITEMS_A_THREAD // (batch * blocks)) if most > 1 else 1
-        lines = max(_LEAST_LINES, -(-ho // wanted))
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+        spec, height = self.spec, geo.out[0]
+        blocks = -(-geo.channels // spec.block)
+        lines = max(_LEAST_LINES, -(-height // parts_of(height, threads, _ITEMS_A_THREAD, geo.batch * blocks)))
         lines += lines % spec.rows
-        groups = -(-ho // lines)
-        items = batch * groups * blocks
-        edge = torch.full((spec.block,), outside, dtype=torch.int8, device="cpu")
-        fields = {
-            **COLUMNS.known(window.sizes((height, width), (ho, wo), self.sizes.kernel)),
-            "items": items,
-            "groups_of_image": groups,
-            "lines": lines,
-            "blocks": blocks,
-            "block_bytes": spec.block_bytes,
-            "channels": channels,
-            "outside": edge.data_ptr(),
-        }
-        buffer = arguments(COLUMNS, compiled(build, spec, self.isa), fields)
-        threads = min(most, items)
-        return ConvCall.of(buffer, (batch, channels, ho, wo), 0, threads, (edge,))
+        groups = -(-height // lines)
+        items = geo.batch * groups * blocks
+        fields = {"items": items, "groups_of_image": groups, "lines": lines, "blocks": blocks, "block_bytes": spec.block_bytes}
+        return Plan(COLUMNS, compiled(build, spec, self.isa), fields, items, edge=spec.block)

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function, phase
+from halfbyte.kernels.cpu.conv.planned import parts_of
 from halfbyte.kernels.cpu.linear.tile import RequantizingTile, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.convolution import Filter
@@ -52,6 +54,7 @@ DIRECT = Block(
     ),
     LINEAR.floats,
 )
+PixelSums = Literal["none", "lines", "single"]
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
 SHARES = 4  # tiles of a strip that ask for the next panel's weights, each for one share
 _ITEMS_A_THREAD = 4  # what an item copies, the next one of the same strip finds
@@ -107,7 +110,7 @@ class Strips(NamedTuple):
                 fewest = -(-batch * height * sizes.groups * panels // wanted)
             lines = max(1, min(lines, fewest))
         number = -(-height // lines)
-        group = -(-panels // max(1, min(panels, -(-wanted // (batch * number * sizes.groups)))))
+        group = -(-panels // parts_of(panels, threads, _ITEMS_A_THREAD, batch * number * sizes.groups))
         parts = -(-panels // group)
         return cls(number, -(-height // number), parts, group, batch * number * sizes.groups * parts)
 
@@ -148,7 +151,7 @@ class LinesSpec:
     paired: bool
     width: int
     unit: int
-    sums: str
+    sums: PixelSums
     masked: bool
     tail: int = 0
     columns: int = PANEL
@@ -294,9 +297,16 @@ class Lines(Emitter):
             (single + p * 4).store(isa.row_start(_sum_of_each(totals), self.spec.bits, self.spec.paired), 0, 4)
         for p in f.loop(count, start=whole):
             (single + p * 4).store(isa.row_start(self._pixel(start + p * step).reduce("add"), self.spec.bits, self.spec.paired), 0, 4)
-        if kind == "none":
-            return
-        width, lanes = get("out_width"), isa.lanes if kind == "lines" else 1
+        match kind:
+            case "none":
+                return
+            case "lines":
+                lanes = isa.lanes
+            case "single":
+                lanes = 1
+            case _:
+                raise unreachable(kind, "the sums of pixels,")
+        width = get("out_width")
         for y in f.loop(get("strip_lines")):
             for x0 in f.loop(width, step=lanes):
                 x = f.umin(x0, width - lanes)  # the last vector may overlap the one before
@@ -351,12 +361,12 @@ def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
     ahead   bytes from weights to the share of the next ones that is asked for; 0: of those that are there, which is faster than a branch
     """
     tile = (RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
-    passes = PANEL // (isa.lanes * spec.vectors)
+    passes = PANEL // (isa.lanes * spec.schedule.vectors)
     if passes == 1:
         tile.emit(f.value("i64", 0))
     else:
         for part in f.loop(passes):
-            tile.emit(part * (isa.lanes * spec.vectors))
+            tile.emit(part * (isa.lanes * spec.schedule.vectors))
 
 
 class _DirectTile(Tile):
@@ -370,18 +380,18 @@ class _DirectTile(Tile):
 
     def emit(self, first: Value) -> None:
         spec, isa, f = self.spec, self.isa, self.f
-        columns = [self._column_start(first, v) for v in range(spec.vectors)]
-        tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.tail_bytes)
+        columns = [self._column_start(first, v) for v in range(self.vectors)]
+        tail = self.weights + (LINEAR.load(self.args, "panel_bytes") - self.meta_bytes)
         if self.paired:
             left = DIRECT.load(self.args, "left_pairs").to("i32").splat(isa.lanes)
             columns = [column - (self._pair_sums(tail, first, v) - left) for v, column in enumerate(columns)]
-        if isa.correction(spec.bits, signed=True):
-            starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(spec.rows)]
+        if isa.correction(spec.weight.bits, signed=True):
+            starts = [self.sums.load("i32", 4 * i, 4).splat(isa.lanes) for i in range(self.rows)]
             totals = [column + start for start in starts for column in columns]
         else:
-            totals = columns * spec.rows
+            totals = columns * self.rows
         kept = [f.variable(total) for total in isa.transposed_accumulators(self.int8, totals)]
-        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
+        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.rows)]
 
         self._walk(kept, self.weights + first * 4, rows)
         self._finish(isa.transposed_accumulators(self.int8, [k.value for k in kept]), tail, first)
@@ -416,9 +426,9 @@ class _DirectTile(Tile):
     def _finish(self, sums: list[Value], tail: Value, first: Value) -> None:
         """Codes' sums to the totals that are written."""
         scale = self.scale.load("float", 0, 4).splat(self.isa.lanes)
-        scales = [self.isa.to_float(self._lanes(tail, first, v), self.spec.scale) * scale for v in range(self.spec.vectors)]
+        scales = [self.isa.to_float(self._scales(tail, first, v), self.spec.weight.scale) * scale for v in range(self.vectors)]
         for n, total in enumerate(sums):
-            self._set_total(n, total.to("float") * scales[n % self.spec.vectors])
+            self._set_total(n, total.to("float") * scales[n % self.vectors])
 
 
 class RequantizingDirectTile(_DirectTile, RequantizingTile):

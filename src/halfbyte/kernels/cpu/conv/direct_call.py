@@ -11,19 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.elements import kind_of
 from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall, tile_rows
-from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD, LinearKernel
-from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
-from halfbyte.kernels.problem import Pair, Window
+from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, tile_rows
+from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.linear.tile_spec import Schedule, TileSpec
+from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
@@ -31,6 +30,7 @@ from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
 _TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _MANY_BYTES = 1 << 19  # of weights, which are not in a core's second-level cache when they are due
+_EDGE = 64  # codes of an edge: a whole vector
 _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 
 
@@ -52,7 +52,7 @@ class TileSizes(NamedTuple):
 
 def tile_width(isa: ISA) -> int:
     """Outputs of such a tile."""
-    return isa.lanes * isa.direct_tile[1]
+    return isa.lanes * isa.tuning.conv_tile[1]
 
 
 def whole_bytes(sizes: Filter) -> bool:
@@ -103,10 +103,8 @@ class _Walk:
     line_pixels: int
 
     @classmethod
-    def of(cls, linear: LinearKernel, sizes: Filter, window: Window, image: Sequence[int], tile_sizes: TileSizes | None) -> _Walk:
-        """The walk over images [C, H, W]."""
-        _, height, width = image
-        ho, wo = window.out_size((height, width), sizes.kernel)
+    def of(cls, linear: LinearKernel, sizes: Filter, geo: ConvGeometry, tile_sizes: TileSizes | None) -> _Walk:
+        (height, width), (ho, wo), window = geo.image, geo.out, geo.window
         (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = sizes.kernel, window.stride, window.dilation, window.padding
         run = line_run(sizes, window)
         runs, step = kw * sizes.channels // run, math.gcd(run, 32)
@@ -300,60 +298,54 @@ def group_fields(sizes: Filter, out_dtype: torch.dtype, panels: int, panel_bytes
     }
 
 
-def image_fields(window: Window, image: Sequence[int], out: Pair, near_width: int, lines: int, line: int) -> dict[str, int]:
-    """An image [C, H, W], its outputs, and what a strip needs of it: so many lines of `line` bytes, of which outputs need `near_width`
-    pixels."""
-    channels, height, width = image
-    left = min(window.padding[2], near_width)
-    copied = min(width, near_width - left) * channels
+def image_fields(geo: ConvGeometry, near_width: int, lines: int, line: int) -> dict[str, int]:
+    """An image, and what a strip needs of it: so many lines of `line` bytes, of which outputs need `near_width` pixels."""
+    height, width = geo.image
+    left = min(geo.window.padding[2], near_width)
+    copied = min(width, near_width - left) * geo.channels
     return {
         "height": height if copied else 0,  # 0: nothing of a line is seen
-        "out_height": out[0],
-        "out_width": out[1],
-        "stride_h": window.stride[0],
-        "top": window.padding[0],
-        "image_bytes": height * width * channels,
-        "line_bytes": width * channels,
+        "image_bytes": height * width * geo.channels,
+        "line_bytes": width * geo.channels,
         "near_lines": lines,
         "near_line_bytes": line,
         "copied_codes": copied,
-        "left_codes": left * channels,
+        "left_codes": left * geo.channels,
     }
 
 
 def plan(
     linear: LinearKernel,
     sizes: Filter,
-    window: Window,
-    shape: Sequence[int],
+    geo: ConvGeometry,
+    threads: int,
     out_dtype: torch.dtype,
     outside: int,
     tile_sizes: TileSizes | None = None,
-) -> ConvCall:
-    """The call for images of a shape [B, C, H, W]. `outside` is the code of what lies outside of them."""
-    isa, geo, (batch, *image) = linear.isa, linear.geometry, shape
-    ho, wo = window.out_size((image[1], image[2]), sizes.kernel)
-    walk = _Walk.of(linear, sizes, window, image, tile_sizes)
-    columns, panel_bytes = (PANEL, geo.panel_bytes) if tile_sizes is None else (tile_sizes.columns, tile_sizes.panel_bytes)
-    panels = geo.panels * (PANEL // columns)
-    most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-    strips = Strips.of((batch, ho, wo), sizes, panels, most, lambda lines: walk.strip_bytes(lines, wo))
-    lines, rows, threads = strips.lines, strips.lines * wo, min(most, strips.items)
+) -> Plan:
+    """The plan for images of codes. `outside` is the code of what lies outside of them."""
+    isa, weight, wo = linear.isa, linear.geometry, geo.out[1]
+    walk = _Walk.of(linear, sizes, geo, tile_sizes)
+    columns, panel_bytes = (PANEL, weight.panel_bytes) if tile_sizes is None else (tile_sizes.columns, tile_sizes.panel_bytes)
+    panels = weight.panels * (PANEL // columns)
+    strips = Strips.of(geo.outputs, sizes, panels, threads, lambda lines: walk.strip_bytes(lines, wo))
+    lines, rows = strips.lines, strips.lines * wo
 
-    near = image_fields(window, image, (ho, wo), walk.near_width, walk.near_lines(lines), walk.line)
+    near = image_fields(geo, walk.near_width, walk.near_lines(lines), walk.line)
     spec = _lines_spec(walk, linear, tile_sizes, near["copied_codes"], wo)
     sums = walk.sum_fields(lines, rows)
     memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
 
-    tile = replace(linear.tile_spec, vectors=isa.direct_tile[1], unit=walk.step, single=False, out=kind_of(out_dtype))
+    laid_out = replace(linear.tile_spec.activation, unit=walk.step, single=False)
+    tile = replace(linear.tile_spec, activation=laid_out, out=kind_of(out_dtype))
     build = direct.build_tile if tile_sizes is None else tile_sizes.build
-    walked = _lines_walked(walk, spec, strips, image[1], outside, by_lines=tile_sizes is None or spec.unsigned)
-    bands = _bands(walked, wo, isa.direct_tile[0], lambda rows: compiled(build, replace(tile, rows=rows), isa))
+    walked = _lines_walked(walk, spec, strips, geo.image[0], outside, by_lines=tile_sizes is None or spec.unsigned)
+    most_rows, vectors = isa.tuning.conv_tile
+    bands = _bands(walked, wo, most_rows, lambda rows: compiled(build, replace(tile, schedule=Schedule(rows, vectors)), isa))
     places, lane_places = walk.places(lines, wo), walk.lane_places()
     walk_places = torch.arange(rows, device="cpu") * walk.patch if walk.row else places
     mask = torch.zeros(64, dtype=torch.int8, device="cpu")  # of the last, partial vector of a pixel
     mask[: walk.summed % (4 * isa.lanes)] = -1
-    edge = torch.full((64,), outside, dtype=torch.int8, device="cpu")
     fields = {
         **strips.fields(),
         **memory._asdict(),
@@ -364,18 +356,16 @@ def plan(
         "rows": rows,
         "asks": int(panels * panel_bytes >= _MANY_BYTES),
         "out_bytes": out_dtype.itemsize,
-        "left_pairs": 0 if walk.row else (geo.padded - sizes.k) // 2 * 128**2,
+        "left_pairs": 0 if walk.row else (weight.padded - sizes.k) // 2 * 128**2,
         "bands": bands.data_ptr(),
         "band_count": len(bands),
-        "outside": edge.data_ptr(),
         "places": places.data_ptr(),
         "walk_places": walk_places.data_ptr(),
         "lane_places": lane_places.data_ptr(),
         "pixel_mask": mask.data_ptr(),
     }
-    buffer = arguments(DIRECT, compiled(direct.build, spec, isa), fields)
-    kept = edge, places, walk_places, mask, lane_places, bands
-    return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * memory.thread_bytes, threads, kept)
+    tensors = places, walk_places, mask, lane_places, bands
+    return Plan(DIRECT, compiled(direct.build, spec, isa), fields, strips.items, _EDGE, memory.thread_bytes, tensors)
 
 
 class RearrangedWeightsKernel(CodesConv):
@@ -395,5 +385,5 @@ class RearrangedWeightsKernel(CodesConv):
         """What multiplies; `panel_bytes` of weights for each tile's outputs."""
         raise NotImplementedError
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
-        return plan(self.linear, self.sizes, window, x.shape, torch.int8, outside, self.tiles(weights.shape[2]))
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+        return plan(self.linear, self.sizes, geo, threads, torch.int8, outside, self.tiles(weights.shape[2]))

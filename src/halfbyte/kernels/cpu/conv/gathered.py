@@ -15,15 +15,14 @@ import struct
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
+from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.conv import direct_call, elementwise, patches
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.conv.patches import CONV, LEAST_UNIT, GatherSpec
-from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, convolved
-from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD, LinearKernel
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, convolved, parts_of
+from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
 from halfbyte.layouts.convolution import Filter
@@ -86,27 +85,22 @@ class ConvKernel(PlannedConv):
         out = convolved(call, x, weights.data_ptr(), table, low, high, self.out_dtype, residual)
         return out if out.dtype == self.result else out.to(self.result)
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
-        batch, height, width = x.shape[0], *x.shape[2:]
-        ho, wo = window.out_size((height, width), self.sizes.kernel)
-        linear = self.linear.taking(batch * ho * wo)
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+        linear = self.linear.taking(math.prod(geo.outputs))
         on_matrix_unit = linear is not self.linear and linear.unit >= LEAST_UNIT  # with short units it is slower than dot products
         if self.result != self.dtype or (self.dtype == torch.int8 and not on_matrix_unit and linear.geometry.blocks == 1):
-            return direct_call.plan(self.linear, self.sizes, window, x.shape, self.out_dtype, outside)
-        return self._with_patches(x, window, outside)
+            return direct_call.plan(self.linear, self.sizes, geo, threads, self.out_dtype, outside)
+        return self._with_patches(geo, linear, threads)
 
-    def _with_patches(self, x: Tensor, window: Window, outside: int) -> ConvCall:
-        sizes, element = self.sizes, self.dtype.itemsize
-        batch, channels, height, width = x.shape
-        ho, wo = window.out_size((height, width), sizes.kernel)
-        m, pixel = batch * ho * wo, channels * element
-        linear = self.linear.taking(m)
-        geo = linear.geometry
+    def _with_patches(self, geo: ConvGeometry, linear: LinearKernel, threads: int) -> Plan:
+        sizes, element, weight = self.sizes, self.dtype.itemsize, linear.geometry
+        (height, width), m = geo.image, math.prod(geo.outputs)
+        pixel = geo.channels * element
         tap, stride = sizes.channels * element, sizes.padded * element
-        whole_lines = window.dilation[1] == 1 and sizes.groups == 1 and tap == stride
+        whole_lines = geo.window.dilation[1] == 1 and sizes.groups == 1 and tap == stride
         pieces, piece = (1, tap * sizes.kernel[1]) if whole_lines else (sizes.kernel[1], tap)
         most_copied = 4 * self.isa.lanes
-        if x.dtype == torch.int8 and geo.blocks == 1 and linear.unit >= LEAST_UNIT and tap % linear.unit == 0:
+        if self.dtype == torch.int8 and weight.blocks == 1 and linear.unit >= LEAST_UNIT and tap % linear.unit == 0:
             spec = GatherSpec(linear.unit, linear.isa.correction(sizes.format.bits, signed=True))
         else:
             spec = GatherSpec(0, 0, power_of_two(piece, most_copied), power_of_two(tap, most_copied))
@@ -115,19 +109,14 @@ class ConvKernel(PlannedConv):
         chunks = -(-tiles // max(1, min(_CHUNK_BYTES, max(_LEAST_BYTES, _LEAST_ROWS * linear.row_bytes)) // (rows * linear.row_bytes)))
         chunk = -(-tiles // chunks)
         chunks = -(-tiles // chunk)
-        most = max(1, min(runtime.threads(), m * sizes.out * sizes.k // WORK_A_THREAD))
-        parts = max(1, min(geo.panels, -(-most * _ITEMS_A_THREAD // (chunks * sizes.groups)))) if most > 1 else 1
-        group = -(-geo.panels // parts)
-        parts = -(-geo.panels // group)
+        group = -(-weight.panels // parts_of(weight.panels, threads, _ITEMS_A_THREAD, chunks * sizes.groups))
+        parts = -(-weight.panels // group)
         items = sizes.groups * chunks * parts
-        threads = min(most, items)
         tile_bytes = chunk * rows * linear.row_bytes + 63 & ~63
         row_stride = sizes.k * element + 191 & ~63  # a unit is at most 128 bytes
         row_count = max(1, min(rows, _ROWS_BYTES // row_stride))
         thread_bytes = tile_bytes + row_count * row_stride
-        edge = torch.full((sizes.channels,), outside, dtype=self.dtype, device="cpu")
         out_bytes = linear.out_dtype.itemsize
-        fields |= window.sizes((height, width), (ho, wo), sizes.kernel)
         fields |= {
             "out_stride": sizes.out * out_bytes,
             "group": group,
@@ -140,21 +129,19 @@ class ConvKernel(PlannedConv):
             "chunks": chunks,
             "chunk_tiles": chunk,
             "group_bytes": tap,
-            "group_weights": geo.nbytes,
-            "group_bias": 3 * fields["table_stride"] if linear.out_dtype == torch.int8 else 4 * geo.n,
-            "group_out": geo.n * out_bytes,
+            "group_weights": weight.nbytes,
+            "group_bias": 3 * fields["table_stride"] if linear.out_dtype == torch.int8 else 4 * weight.n,
+            "group_out": weight.n * out_bytes,
             "image_bytes": height * width * pixel,
             "line_bytes": width * pixel,
             "pixel_bytes": pixel,
             "tap_bytes": tap,
             "tap_stride": stride,
-            "outside": edge.data_ptr(),
             "pieces": pieces,
             "piece_bytes": piece,
             "piece_stride": piece if whole_lines else stride,
         }
-        buffer = arguments(CONV, compiled(patches.build, spec, self.isa), fields)
-        return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
+        return Plan(CONV, compiled(patches.build, spec, self.isa), fields, items, sizes.channels, thread_bytes)
 
 
 class ImageConvKernel:

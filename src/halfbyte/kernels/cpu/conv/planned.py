@@ -1,9 +1,15 @@
-"""Convolutions that are planned once for images of each size, and how a planned one of codes is called."""
+"""The planner of convolutions: geometry, threads, arguments, once for images of each size; and the call of a planned one.
+
+Each kind of convolution gives a `Plan`: its table of arguments, its code, and how its work is cut into items that threads draw.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,10 +17,12 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import Buffer
-from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
+from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer
+from halfbyte.kernels.cpu.codegen.kernel import arguments
+from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.problem import Window
+from halfbyte.kernels.problem import Pair, Window
+from halfbyte.layouts.convolution import Filter
 
 
 class ConvCall(NamedTuple):
@@ -27,9 +35,71 @@ class ConvCall(NamedTuple):
     threads: int
     tensors: tuple[Tensor, ...]
 
+
+@dataclass(frozen=True, slots=True)
+class ConvGeometry:
+    """The sizes of a convolution, or of a pool: images [batch, channels, *image] -> [batch, out_channels, *out].
+
+    products   of each output pixel, over all its channels
+    """
+
+    batch: int
+    channels: int
+    image: Pair
+    out_channels: int
+    out: Pair
+    kernel: Pair
+    window: Window
+    products: int
+
     @classmethod
-    def of(cls, buffer: Buffer, out_shape: tuple[int, int, int, int], memory: int, threads: int, tensors: tuple[Tensor, ...]) -> ConvCall:
-        return cls(buffer, ctypes.addressof(buffer), out_shape, memory, threads, tensors)
+    def of(cls, shape: Sequence[int], sizes: Filter, window: Window) -> ConvGeometry:
+        """For images of this shape."""
+        batch, channels, height, width = shape
+        image, kernel = (height, width), sizes.kernel
+        return cls(batch, channels, image, sizes.out, window.out_size(image, kernel), kernel, window, sizes.out * sizes.k)
+
+    @property
+    def outputs(self) -> tuple[int, int, int]:
+        """[B, Ho, Wo]"""
+        return self.batch, *self.out
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.out_channels, *self.out
+
+    def threads(self, cost: int = 1) -> int:
+        """The number of available threads that are worth waking, where a product costs as much as `cost` products of a matrix."""
+        return max(1, min(runtime.threads(), math.prod(self.outputs) * self.products * cost // WORK_A_THREAD))
+
+    def fields(self) -> dict[str, int]:
+        """The arguments that all convolutions have."""
+        return self.window.sizes(self.image, self.out, self.kernel) | {"channels": self.channels}
+
+
+class Plan(NamedTuple):
+    """What one kind of convolution decides for images of one size.
+
+    block, function   the table of its arguments, and the address of its code
+    fields            the arguments, but those of `ConvGeometry.fields` and `outside`
+    items             pieces of work, which threads draw
+    edge              elements that stand for what lies outside of an image
+    thread_bytes      scratch memory of each thread
+    tensors           that arguments point to
+    """
+
+    block: Block
+    function: int
+    fields: dict[str, int]
+    items: int
+    edge: int
+    thread_bytes: int = 0
+    tensors: tuple[Tensor, ...] = ()
+
+
+def parts_of(size: int, threads: int, items_a_thread: int, others: int) -> int:
+    """Into how many parts, `size` at most, work is cut of which there are `others` pieces, so that each thread draws so many items."""
+    return max(1, min(size, -(-threads * items_a_thread // others))) if threads > 1 else 1
 
 
 class RearrangedWeights(Protocol):
@@ -50,10 +120,20 @@ _numbers = itertools.count()
 
 
 class PlannedConv:
-    """A compiled convolution of images of any size."""
+    """A compiled convolution of images of any size. Each kind has a `plan`; all else is the same.
+
+    cost   of a product, in products of a matrix
+    """
+
+    sizes: Filter
+    cost = 1
 
     def __init__(self) -> None:
         self._number = next(_numbers)
+
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *more: bool) -> Plan:
+        """How images of these sizes are convolved, on at most so many threads. Arguments as for `prepare`."""
+        raise NotImplementedError
 
     def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
         """The call for images of the size of x, exclusive to the caller.
@@ -62,7 +142,15 @@ class PlannedConv:
         weights  what the kernel reads
         more     what else it is compiled for
         """
-        raise NotImplementedError
+        geo = ConvGeometry.of(x.shape, self.sizes, window)
+        threads = geo.threads(self.cost)
+        plan = self.plan(geo, threads, outside, weights, *more)
+        threads = min(threads, plan.items)
+        edge = torch.full((plan.edge,), outside, dtype=x.dtype, device="cpu")
+        fields = plan.block.known(geo.fields()) | {"outside": edge.data_ptr()} | plan.fields
+        buffer = arguments(plan.block, plan.function, fields)
+        tensors = edge, *plan.tensors
+        return ConvCall(buffer, ctypes.addressof(buffer), geo.out_shape, threads * plan.thread_bytes, threads, tensors)
 
     def planned(self, x: Tensor, window: Window, outside: int, weights: Tensor, *more: bool) -> ConvCall:
         """The same, prepared once in each Python thread."""

@@ -23,6 +23,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.conv.direct import power_of_two
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.cpu.plan_cache import PLANS, Call
 from halfbyte.kernels.cpu.steps import Step
@@ -37,7 +38,6 @@ POOL = Block(
 )
 _TENSORS = POOL.offset("x")
 _pack_tensors = POOL.struct("x", "out").pack_into
-_WORK_A_THREAD = 1 << 18  # codes read
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,7 @@ def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
 def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> Call:
     batch, channels, height, width = shape
     isa, lines = current(), batch * out_size[0]
+    geo = ConvGeometry(batch, channels, (height, width), channels, out_size, kernel, window, kernel[0] * kernel[1] * channels)
     spec = PoolSpec(power_of_two(channels, 4 * isa.lanes), zero is not None)
-    fields = window.sizes((height, width), out_size, kernel) | {"lines": lines, "channels": channels, "zero": zero or 0}
-    buffer = arguments(POOL, compiled(build, spec, isa), fields)
-    codes = lines * out_size[1] * kernel[0] * kernel[1] * channels
-    return Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), codes // _WORK_A_THREAD, lines)))
+    buffer = arguments(POOL, compiled(build, spec, isa), geo.fields() | {"lines": lines, "zero": zero or 0})
+    return Call(buffer, ctypes.addressof(buffer), min(geo.threads(), lines))

@@ -55,25 +55,26 @@ class _UnsignedTile(RequantizingDirectTile):
 
     def emit(self, first: Value) -> None:
         spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
-        self.asks = spec.unit == 4 * _MOST_QUADS  # stems have few weights, and short runs
-        self.unit_bytes, self.row_unit_bytes = spec.unit * spec.vectors * isa.lanes, spec.unit
-        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(spec.rows)]
-        starts = [self._column_start(first, v) + self.weights.load(isa.ints, v * size, size) for v in range(spec.vectors)]
-        kept = [f.variable(start) for start in starts * spec.rows]
-        self._walk(kept, self.weights + size * spec.vectors, rows)
+        unit = spec.activation.unit
+        self.asks = unit == 4 * _MOST_QUADS  # stems have few weights, and short runs
+        self.unit_bytes, self.row_unit_bytes = unit * self.vectors * isa.lanes, unit
+        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.rows)]
+        starts = [self._column_start(first, v) + self.weights.load(isa.ints, v * size, size) for v in range(self.vectors)]
+        kept = [f.variable(start) for start in starts * self.rows]
+        self._walk(kept, self.weights + size * self.vectors, rows)
         self._finish([k.value for k in kept], self.weights, first)
         self._write(first)
 
     def _multiplied(self, weights: Value, rows: list[Value], totals: list[Value]) -> list[Value]:
         spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
         sums = list(totals)
-        for quad in range(spec.unit // 4):
-            vectors = [weights.load(isa.quads, (quad * spec.vectors + v) * size, size) for v in range(spec.vectors)]
+        for quad in range(spec.activation.unit // 4):
+            vectors = [weights.load(isa.quads, (quad * self.vectors + v) * size, size) for v in range(self.vectors)]
             for i, row in enumerate(rows):
                 codes = isa.spread(row, "i32", 4 * quad).bits(isa.quads)
                 for v, weight in enumerate(vectors):
-                    n = i * spec.vectors + v
-                    sums[n] = isa.pinned(f, isa.dot(f, sums[n], codes, weight, spec.bits))
+                    n = i * self.vectors + v
+                    sums[n] = isa.pinned(f, isa.dot(f, sums[n], codes, weight, spec.weight.bits))
             f.fence()
         return sums
 

@@ -30,14 +30,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvCall
-from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
+from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, parts_of
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
@@ -77,7 +75,7 @@ ORDER = {position: n for n, position in enumerate(itertools.chain(*CLASSES))}  #
 _RUN_BYTES = 3 << 16  # of a run's transformed image and products, which are to stay in a core's second-level cache, unless it were short
 _ITEMS_A_THREAD = 4
 _GROUP_COST = 0.5  # of beginning and ending a group's products, in tiles
-_LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights, unless fewer have `ISA.minimal_tiles`
+_LEAST_GROUPS = 4  # of tiles in a run, which share what is loaded of the weights, unless fewer have `Winograd.tiles`
 _NEAR_BYTES = 1 << 19  # of weights that stay in the second-level cache
 _AHEAD = 8192  # bytes of weights, which come from the third-level cache where they are many
 # A cycle of a core: bytes of weights from the third-level cache; and cycles for a position of a tile's image or outputs.
@@ -137,7 +135,7 @@ def transformed(codes: Codes, sizes: Filter) -> Tensor | None:
 
 def group_of(tiles: int, isa: ISA) -> int:
     """How many tiles are multiplied together, so that the last such group of a layer is nearly full."""
-    most = isa.direct_tile[0]
+    most = isa.tuning.conv_tile[0]
     return min(range(most, most // 2, -1), key=lambda n: -(-tiles // n) * (n + _GROUP_COST))
 
 
@@ -410,20 +408,20 @@ def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     """Whether `WinogradKernel` takes int8 images and weights of these sizes."""
     dense = window.stride == window.dilation == (1, 1)
     plain = sizes.format.bits == 8 and sizes.kernel == (3, 3) and sizes.groups == 1
-    return isa.minimal is not None and plain and dense and sizes.channels % (2 * isa.lanes) == 0
+    return isa.tuning.winograd is not None and plain and dense and sizes.channels % (2 * isa.lanes) == 0
 
 
 def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     """Whether it takes fewer cycles than `direct.py`, for outputs [B, Ho, Wo]."""
-    assert isa.minimal is not None
-    directly, by_this = isa.minimal
+    rates = isa.tuning.winograd
+    assert rates is not None
     batch, height, width = out
     matrix, tiles = sizes.out * sizes.channels, Tiles.of(out)
     counts = [stop - start for start, stop in tiles.classes]
     products, ends = (sum(n * len(some) for n, some in zip(of, CLASSES, strict=True)) for of in ([_whole(n, isa) for n in counts], counts))
-    multiplied = max(products * matrix / by_this, 2 * POSITIONS * matrix / _WEIGHT_BYTES)  # while weights come
+    multiplied = max(products * matrix / rates.rate, 2 * POSITIONS * matrix / _WEIGHT_BYTES)  # while weights come
     cycles = multiplied + ends * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
-    return cycles < batch * height * width * 9 * matrix / directly
+    return cycles < batch * height * width * 9 * matrix / rates.direct_rate
 
 
 class WinogradKernel(CodesConv):
@@ -443,23 +441,21 @@ class WinogradKernel(CodesConv):
         """The weights as the kernel reads them; None where sums may be too large for it."""
         return transformed(codes, self.sizes)
 
-    def prepare(self, x: Tensor, window: Window, outside: int, weights: Tensor, *_: bool) -> ConvCall:
-        sizes, column = self.sizes, 2 * self.isa.lanes
-        batch, channels, height, width = x.shape
-        ho, wo = window.out_size((height, width), sizes.kernel)
-        of, columns = Tiles.of((batch, ho, wo)), -(-sizes.out // column)
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+        sizes, column, channels = self.sizes, 2 * self.isa.lanes, geo.channels
+        of, columns = Tiles.of(geo.outputs), -(-sizes.out // column)
         spec, tiles = WinogradSpec.of(of, self.isa), sum(of.kinds)
         rows = spec.classes[0].rows
         groups = -(-tiles // rows)
-        most = max(1, min(runtime.threads(), batch * ho * wo * sizes.out * sizes.k // WORK_A_THREAD))
-        enough = self.isa.minimal_tiles[weights.nbytes <= _NEAR_BYTES]
+        assert self.isa.tuning.winograd is not None
+        enough = self.isa.tuning.winograd.tiles[weights.nbytes <= _NEAR_BYTES]
         least = min(_LEAST_GROUPS, -(-enough // rows))
         runs = -(-groups // max(least, _RUN_BYTES // (POSITIONS * rows * (2 * channels + 4 * column))))
-        if most > 1:
-            runs = max(runs, min(most * _ITEMS_A_THREAD, groups // least))
+        if threads > 1:
+            runs = max(runs, min(threads * _ITEMS_A_THREAD, groups // least))
         run = -(-groups // runs) * rows
         runs = -(-tiles // run)
-        parts = max(1, min(columns, -(-most * _ITEMS_A_THREAD // runs))) if most > 1 else 1
+        parts = parts_of(columns, threads, _ITEMS_A_THREAD, runs)
         # 64 bytes behind each plane, or all of them would have the same places in the first-level cache.
         planes = [
             round_up(min(run, stop - start), some.rows) * channels * 2 + 64
@@ -470,11 +466,8 @@ class WinogradKernel(CodesConv):
         image_tile_at = products_at + (run + max(some.rows for some in spec.classes)) * POSITIONS * column * 4
         out_tile_at = image_tile_at + (POSITIONS * channels + 63 & ~63)
         thread_bytes = out_tile_at + M * M * column
-        edge = torch.full((channels,), outside, dtype=torch.int8, device="cpu")
-        items = runs * parts
-        threads = min(most, items)
+        (height, width), items = geo.image, runs * parts
         fields = {
-            **WINOGRAD.known(window.sizes((height, width), (ho, wo), sizes.kernel)),
             "n": sizes.out,
             "out_stride": sizes.out,
             "table_stride": 4 * PANEL * -(-sizes.out // PANEL),
@@ -483,7 +476,6 @@ class WinogradKernel(CodesConv):
             "tiles": tiles,
             "run": run,
             "columns": columns,
-            "channels": channels,
             "thread_bytes": thread_bytes,
             "products_at": products_at,
             "image_tile_at": image_tile_at,
@@ -493,11 +485,9 @@ class WinogradKernel(CodesConv):
             "image_bytes": height * width * channels,
             "line_bytes": width * channels,
             "pixel_bytes": channels,
-            "out_line_bytes": wo * sizes.out,
-            "outside": edge.data_ptr(),
+            "out_line_bytes": geo.out[1] * sizes.out,
         }
         for n, (plane, at, (start, stop)) in enumerate(zip(planes, planes_at, of.classes, strict=False)):
             fields |= {f"plane_bytes_{n}": plane, f"planes_at_{n}": at, f"class_start_{n}": start, f"class_stop_{n}": stop}
         fields |= {f"kind_{n}": start for n, start in enumerate(itertools.accumulate(of.kinds[:-1], initial=0))}
-        buffer = arguments(WINOGRAD, compiled(build, spec, self.isa), fields)
-        return ConvCall.of(buffer, (batch, sizes.out, ho, wo), threads * thread_bytes, threads, (edge,))
+        return Plan(WINOGRAD, compiled(build, spec, self.isa), fields, items, channels, thread_bytes)

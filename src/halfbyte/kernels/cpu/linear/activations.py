@@ -21,8 +21,9 @@ from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
+from halfbyte.kernels.cpu.linear.block_end import CORRECTION, OFFSET, SCALE, SUM
 from halfbyte.kernels.cpu.linear.bracketed import CENTER, SIGN_BIT
-from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, ROUND_BITS, Inner
+from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, ROUND_BITS, ActivationSpec
 
 _TOGETHER = 16  # blocks whose scales are found at once
 _ONE_BITS = 0x3F800000  # of 1.0
@@ -33,30 +34,24 @@ _AHEAD = 4096  # bytes: from where the memory that a row is read from is asked f
 class RowSpec:
     """What the conversion of a row is compiled for.
 
-    source    "f32", "bf16" or "f16", or "i8": already quantized, to be copied
-    paired   tiles make products of sums
-    inner, bits, unit, single, shifted   as in TileSpec
-    by_row   one scale is for the whole row
-    correction   what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
-    sums      what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
-    folded, biased, bracketed    as in TileSpec
-    zeroed    behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
+    source      "f32", "bf16" or "f16", or "i8": already quantized, to be copied
+    activation  what tiles read
+    bits        of a weight's code
+    paired      tiles make products of sums
+    by_row      one scale is for the whole row
+    correction  what the sum of a block's codes is multiplied by for the int32 accumulators (`ISA.correction`)
+    sums        what `sum` holds for each block: "none", "codes" (sum of q), "values" (sum of x as the kernel sees it)
+    zeroed      behind a row lie zeros up to a whole unit, and no other unit is short: all may be read whole
     """
 
     source: Kind
-    inner: Inner
+    activation: ActivationSpec
     bits: int
     paired: bool
-    unit: int
-    single: bool
     by_row: bool
-    shifted: bool
     correction: int
     sums: Literal["none", "codes", "values"]
     zeroed: bool = False
-    folded: bool = False
-    biased: bool = False
-    bracketed: bool = False
 
 
 @function(*["ptr"] * 3, *["i64"] * 2)
@@ -68,13 +63,13 @@ def build(spec: RowSpec, isa: ISA, f: Function) -> None:
 def _row_of(spec: RowSpec) -> type[_Row]:
     if spec.source == "i8":
         return _CopiedRow
-    match spec.inner:
+    match spec.activation.inner:
         case "int8":
             return _Int8Row
         case "float" | "bf16":
             return _FloatRow
         case _:
-            raise unreachable(spec.inner, "the layout of activations for products of")
+            raise unreachable(spec.activation.inner, "the layout of activations for products of")
 
 
 class _Row(Emitter):
@@ -85,10 +80,10 @@ class _Row(Emitter):
         super().__init__(spec, isa, f)
         _, self.x, self.tile, self.rows, self.row = f.parameters
         self.element = element_of(spec.source).stored
-        self.raw_type = vector(self.element, spec.unit)
-        self.floats, self.ints = vector("float", spec.unit), vector("i32", spec.unit)
-        self.element_bytes = bytes_of(self.raw_type) // spec.unit
-        self.unit_bytes = spec.unit * isa.activation_bytes(spec.inner, spec.bits)
+        self.raw_type = vector(self.element, spec.activation.unit)
+        self.floats, self.ints = vector("float", spec.activation.unit), vector("i32", spec.activation.unit)
+        self.element_bytes = bytes_of(self.raw_type) // spec.activation.unit
+        self.unit_bytes = spec.activation.unit * isa.activation_bytes(spec.activation.inner, spec.bits)
         self.buffer = f.alloca(self.raw_type, 1, 64)
 
     def blocks(self, first: Value | None = None, count: Value | None = None) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
@@ -102,7 +97,7 @@ class _Row(Emitter):
         for b in f.loop(stop, first):
             ends = (b + 1).equals(blocks)
             real = ends.select(last, block)
-            n = f.value("i64", 1) if spec.single else ends.select(last_units, units)
+            n = f.value("i64", 1) if spec.activation.single else ends.select(last_units, units)
             act_meta = record.value + n * self.rows * self.unit_bytes
             yield x.value, real, n, record.value + self.row * self.unit_bytes, act_meta
             x.value = x.value + block * self.element_bytes
@@ -113,7 +108,7 @@ class _Row(Emitter):
 
     def chunk(self, x: Value, left: Value) -> Value:
         """A unit of x as stored; where only `left` elements are left, the others are zero and not read."""
-        f, n = self.f, self.spec.unit
+        f, n = self.f, self.spec.activation.unit
         if self.spec.zeroed:
             return x.load(self.raw_type)
         short = left < n
@@ -126,8 +121,8 @@ class _Row(Emitter):
 
     def units(self, x: Value, real: Value, n: Value | int) -> Iterator[tuple[Value, Value, Value]]:
         """(index, elements left, x as stored) of each unit of a block."""
-        f, unit = self.f, self.spec.unit
-        loop = iter([f.value("i64", 0)]) if self.spec.single and isinstance(n, Value) and not self.spec.by_row else f.loop(n)
+        f, unit = self.f, self.spec.activation.unit
+        loop = iter([f.value("i64", 0)]) if self.spec.activation.single and isinstance(n, Value) and not self.spec.by_row else f.loop(n)
         for u in loop:
             left = real - u * unit
             yield u, left, self.chunk(x + u * (unit * self.element_bytes), left)
@@ -165,11 +160,11 @@ class _CodeSums:
 class _Int8Row(_Row):
     def emit(self) -> None:
         f, spec = self.f, self.spec
-        if spec.by_row or spec.shifted:
+        if spec.by_row or spec.activation.shifted:
             whole = None
             if spec.by_row:
                 k = self.get("k")
-                whole = self._range(self.x, k, (k + (spec.unit - 1)) // spec.unit)
+                whole = self._range(self.x, k, (k + (spec.activation.unit - 1)) // spec.activation.unit)
             for block in self.blocks():
                 self._block(*block, *(whole if whole is not None else self._range(*block[:3])))
             return
@@ -200,17 +195,31 @@ class _Int8Row(_Row):
             q = self._codes(self.isa.to_float(raw, spec.source), left, inverse, offset)
             sums.add(self.store(q, data, u), q)
         codes, start = sums.found()
-        self.field(act_meta, 0, scale)
-        self.field(act_meta, 1, start.to("float") * scale if spec.folded else start + ROUND_BITS if spec.biased else start)
-        if spec.sums == "codes":
-            self.field(act_meta, 2, codes & 0xFFFF if spec.biased else codes.to("float"))
-        elif spec.sums == "values":
-            values = codes.to("float") * scale
-            self.field(act_meta, 2, values if offset is None else f.fma(real.to("float"), offset, values))
-        if spec.bracketed:
-            self.field(act_meta, 3, codes * ((1 << 16) - CENTER) + SIGN_BIT)
+        self.field(act_meta, SCALE, scale)
+        match block_sum := spec.activation.block_sum:
+            case "plain" | "bracketed":
+                correction = start
+            case "folded":
+                correction = start.to("float") * scale
+            case "biased":
+                correction = start + ROUND_BITS
+            case _:
+                raise unreachable(block_sum, "the conversion of a block's sum,")
+        self.field(act_meta, CORRECTION, correction)
+        match spec.sums:
+            case "none":
+                pass
+            case "codes":
+                self.field(act_meta, SUM, codes & 0xFFFF if block_sum == "biased" else codes.to("float"))
+            case "values":
+                values = codes.to("float") * scale
+                self.field(act_meta, SUM, values if offset is None else f.fma(real.to("float"), offset, values))
+            case _:
+                raise unreachable(spec.sums, "the sums of activations,")
+        if block_sum == "bracketed":
+            self.field(act_meta, OFFSET, codes * ((1 << 16) - CENTER) + SIGN_BIT)
         if offset is not None:
-            self.field(act_meta, 3, offset)
+            self.field(act_meta, OFFSET, offset)
 
     def _extent(self, x: Value, real: Value, n: Value) -> Value:
         """The bits of the largest magnitude of `real` elements from x on: the order of integers is the same, and NaN is the largest."""
@@ -222,7 +231,7 @@ class _Int8Row(_Row):
         return size.value.reduce("umax")
 
     def _greater(self, size: Value, x: Value) -> Value:
-        return self.f.call(self.ints, f"llvm.umax.v{self.spec.unit}i32", size, x.bits(self.ints) & 0x7FFFFFFF)
+        return self.f.call(self.ints, f"llvm.umax.v{self.spec.activation.unit}i32", size, x.bits(self.ints) & 0x7FFFFFFF)
 
     def _scale(self, extent: Value, finite: Value) -> tuple[Value, Value]:
         """Scales of extents, and their inverses."""
@@ -231,7 +240,7 @@ class _Int8Row(_Row):
         return finite.select(extent * (1 / 127), float("nan")), finite.select(inverse, 0.0)
 
     def _codes(self, x: Value, left: Value, inverse: Value, offset: Value | None) -> Value:
-        f, unit = self.f, self.spec.unit
+        f, unit = self.f, self.spec.activation.unit
         if offset is not None:
             x = x - offset.splat(unit)
         q = f.fma(x, inverse.splat(unit), f.value(self.floats, ROUND)).bits(self.ints) - ROUND_BITS
@@ -245,7 +254,7 @@ class _Int8Row(_Row):
     def _range(self, x: Value, real: Value, n: Value) -> tuple[Value, Value, Value | None]:
         """Scale, its inverse and the offset of `real` elements from x on."""
         f, spec = self.f, self.spec
-        if not spec.shifted:
+        if not spec.activation.shifted:
             bits = self._extent(x, real, n)
             return *self._scale(bits.bits("float"), bits < 0x7F800000), None
         size = f.variable(f.value(self.ints, 0))
@@ -253,7 +262,7 @@ class _Int8Row(_Row):
         for _, left, raw in self.units(x, real, n):
             v = self.isa.to_float(raw, spec.source)
             size.value = self._greater(size.value, v)
-            inside = f.constant(self.ints, range(spec.unit)) < left.to("i32").splat(spec.unit)
+            inside = f.constant(self.ints, range(spec.activation.unit)) < left.to("i32").splat(spec.activation.unit)
             low.value = inside.select(v, float("inf")).min_or(low.value)
             high.value = inside.select(v, float("-inf")).max_or(high.value)
         lo, hi = low.value.fold(Value.min_or), high.value.fold(Value.max_or)
@@ -271,7 +280,7 @@ class _CopiedRow(_Row):
             sums = _CodeSums(self)
             for u, _, codes in self.units(x, real, n):
                 sums.add(self.store(codes, data, u), codes.to("i32"))
-            self.field(act_meta, 1, sums.found()[1])
+            self.field(act_meta, CORRECTION, sums.found()[1])
 
 
 class _FloatRow(_Row):
@@ -280,15 +289,15 @@ class _FloatRow(_Row):
         for x, real, n, data, act_meta in self.blocks():
             total = f.variable(f.value(self.floats, 0.0))
             for u, _, raw in self.units(x, real, n):
-                if spec.inner == "bf16":
+                if spec.activation.inner == "bf16":
                     if spec.source != "bf16":
                         raise UnsupportedError(f"products of bfloat16 take activations of bfloat16, got {spec.source}: use compute='int8'")
                     pair_sums = self.isa.bf16_order()
-                    order = [8 * g + k for g in range(spec.unit // 8) for pair in pair_sums for k in pair]
+                    order = [8 * g + k for g in range(spec.activation.unit // 8) for pair in pair_sums for k in pair]
                     (data + u * self.rows * self.unit_bytes).store(raw.shuffle(order))
                 else:
                     (data + u * self.rows * self.unit_bytes).store(self.isa.to_float(raw, spec.source))
                 if spec.sums != "none":
                     total.value = total.value + self.isa.to_float(raw, spec.source)
             if spec.sums != "none":
-                self.field(act_meta, 2, total.value.fold(lambda a, b: a + b))
+                self.field(act_meta, SUM, total.value.fold(lambda a, b: a + b))

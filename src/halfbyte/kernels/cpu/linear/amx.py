@@ -14,6 +14,7 @@ from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.codegen.kernel import function
+from halfbyte.kernels.cpu.linear.block_end import CORRECTION, SUM, Record
 from halfbyte.kernels.cpu.linear.tile import RequantizingTile, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND_BITS, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -26,8 +27,8 @@ def build(spec: TileSpec, isa: AMXTiles, f: Function) -> None:
     """`tile.build` on matrix units."""
     tile = (_RequantizingMatrixTile if spec.out == "i8" else MatrixTile)(spec, isa, f)
     tile.configure()
-    for part in f.loop(PANEL // (isa.lanes * spec.vectors)):
-        tile.emit(part * (isa.lanes * spec.vectors))
+    for part in f.loop(PANEL // (isa.lanes * tile.vectors)):
+        tile.emit(part * (isa.lanes * tile.vectors))
     isa.release(f)
 
 
@@ -37,89 +38,88 @@ class MatrixTile(Tile):
     def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(spec, isa, f)
         self.asks = f.parameters[-2].equals(0)  # the first row tile does
-        self.sum_type = isa.ints if spec.inner == "int8" else isa.floats
-        half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
-        self.parts = [range(start, min(start + half, spec.rows)) for start in range(0, spec.rows, half)]  # rows of each A
+        self.sum_type = isa.ints if self.integer else isa.floats
+        half = self.rows if self.rows <= ROWS else (self.rows + 1) // 2
+        self.parts = [range(start, min(start + half, self.rows)) for start in range(0, self.rows, half)]  # rows of each A
         # Sums of blocks, and of their weights where activations have an offset.
-        self.block_bytes = 64 * (self.count + spec.vectors * spec.shifted)
-        self.slots = 1 + spec.shifted
+        self.block_bytes = 64 * self._accumulators
+        self.slots = 1 + spec.activation.shifted
         self.sums = f.alloca("i8", self.slots * self.block_bytes, 64)
-        self.unpacked_bytes = self.row_unit_bytes * isa.lanes * spec.vectors
-        self.ring = f.alloca("i8", _power_of_two(isa.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
+        self.unpacked_bytes = self.row_unit_bytes * isa.lanes * self.vectors
+        self.ring = f.alloca("i8", _power_of_two(isa.tuning.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
         self.blocks, self.units, self.last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
-        self.corrected = isa.correction(spec.bits, spec.signed) != 0
+        self.corrected = isa.correction(spec.weight.bits, spec.weight.signed) != 0
         self.start: Value | None = None  # a row of what sums begin at
-        if spec.biased and not self.corrected:
+        if spec.activation.block_sum == "biased" and not self.corrected:
             self.start = f.alloca(isa.ints, 1, 64)
             self.start.store(f.value(isa.ints, ROUND_BITS), align=64)
         self.all_units = (self.blocks - 1) * self.units + self.last_units
         self.scratch = f.pinned(self.scratch, "r")  # or LLVM makes registers of all totals, and spills them
 
     def configure(self) -> None:
-        spec, shapes = self.spec, [Register(COLUMN_BYTES, ROWS)] * 8
+        shapes = [Register(COLUMN_BYTES, ROWS)] * 8
         for i, rows in enumerate(self.parts):
             shapes[_FIRST_A + i] = Register(self.row_unit_bytes, len(rows))
-            for v in range(spec.vectors):
-                shapes[i * spec.vectors + v] = Register(COLUMN_BYTES, len(rows))
-        for v in range(spec.vectors):
+            for v in range(self.vectors):
+                shapes[i * self.vectors + v] = Register(COLUMN_BYTES, len(rows))
+        for v in range(self.vectors):
             shapes[_FIRST_W + v] = Register(COLUMN_BYTES, self.row_unit_bytes // 4)
         self.isa.configure(self.f, shapes)
 
     def emit(self, row_offset: Value) -> None:
-        spec, isa, f = self.spec, self.isa, self.f
-        self._ask_for_outputs(row_offset)
+        isa, f = self.isa, self.f
+        self._prefetch_outputs(row_offset)
         self._begin(row_offset)
         unpacking = _Unpacking(self, row_offset) if self.int8.stored_bits == 4 else None
         if unpacking is not None:
-            for _ in f.loop(isa.units_ahead):
+            for _ in f.loop(isa.tuning.units_ahead):
                 unpacking.step()
         for b in f.loop(self.blocks + 1):
             with f.when(b < self.blocks):
                 self._multiply(b, row_offset, unpacking)
             with f.when(b.equals(self.blocks)):
-                for n in range(len(self.parts) * spec.vectors):
+                for n in range(len(self.parts) * self.vectors):
                     self._store(n, b - 1)
             with f.when(b > 0):
                 for rows in self.parts:
                     self._scale_part(rows, b - 1, row_offset)
-        *_, act_meta = self._record(self.blocks - 1)
-        self._end(row_offset, act_meta + 4 * FIELDS * spec.rows)
+        self._end(row_offset, self._record(self.blocks - 1, row_offset).act_meta + 4 * FIELDS * self.rows)
 
-    def _record(self, b: Value) -> tuple[Value, Value, Value, Value, Value]:
-        """Where the weights and the activations of block b lie, its units, and where its scales and its fields lie."""
-        spec, f, row_bytes = self.spec, self.f, self.spec.rows * self.row_unit_bytes
-        n = f.value("i64", 1) if spec.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
-        w = self.weights + b * (self.units * self.unit_bytes + self.tail_bytes)
-        a = self.activations + b * (self.units * row_bytes + 4 * FIELDS * spec.rows)
-        return w, a, n, w + n * self.unit_bytes, a + n * row_bytes
+    def _record(self, b: Value, row_offset: Value) -> Record:
+        """Block b; its weights are those of the whole panel."""
+        f, row_bytes = self.f, self.rows * self.row_unit_bytes
+        n = f.value("i64", 1) if self.spec.activation.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
+        w = self.weights + b * (self.units * self.unit_bytes + self.meta_bytes)
+        a = self.activations + b * (self.units * row_bytes + 4 * FIELDS * self.rows)
+        return Record(w, a, w + n * self.unit_bytes, a + n * row_bytes, n, row_offset)
 
     def _slot(self, b: Value) -> Value:
         """Where the sums of block b lie until they are scaled."""
         return self.sums + (b & self.slots - 1) * self.block_bytes
 
     def _store(self, n: int, b: Value) -> None:
-        i, v = divmod(n, self.spec.vectors)
-        self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.spec.vectors + v) * 64, 64 * self.spec.vectors)
+        i, v = divmod(n, self.vectors)
+        self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.vectors + v) * 64, 64 * self.vectors)
 
     def _multiply(self, b: Value, row_offset: Value, unpacking: _Unpacking | None) -> None:
         """The sums of block b; those of the block before are stored between its first products."""
-        spec, isa, f = self.spec, self.isa, self.f
-        product = isa.tile_bf16_product if spec.inner == "bf16" else isa.tile_product if spec.bits == 4 else isa.tile_unsigned_product
-        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(spec.vectors * spec.shifted)]
-        w, a, units, _, _ = self._record(b)
+        activation, four_bits, isa, f = self.spec.activation, self.spec.weight.bits == 4, self.isa, self.f
+        product = isa.tile_bf16_product if not self.integer else isa.tile_product if four_bits else isa.tile_unsigned_product
+        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(self._accumulators - self.count)]
+        block = self._record(b, row_offset)
 
         def unit(u: Value, begins: bool) -> None:
             if unpacking is not None:
                 unpacking.step()
-                weights, stride = unpacking.taken(), 64 * spec.vectors
+                weights, stride = unpacking.taken(), 64 * self.vectors
             else:
-                weights, stride = w + u * self.unit_bytes + row_offset * 4, 4 * PANEL
-                self.ask_for(w + u * self.unit_bytes)
+                weights, stride = block.weights + u * self.unit_bytes + row_offset * 4, 4 * PANEL
+                self.prefetch(block.weights + u * self.unit_bytes)
             for i, rows in enumerate(self.parts):
-                at = a + u * (spec.rows * self.row_unit_bytes) + rows.start * self.row_unit_bytes
+                at = block.activations + u * (self.rows * self.row_unit_bytes) + rows.start * self.row_unit_bytes
                 isa.tile_load(f, _FIRST_A + i, at, self.row_unit_bytes)
-                for v in range(spec.vectors):
-                    n = i * spec.vectors + v
+                for v in range(self.vectors):
+                    n = i * self.vectors + v
                     if i == 0:
                         isa.tile_load(f, _FIRST_W + v, weights + v * 64, stride)
                     if begins:
@@ -130,43 +130,39 @@ class MatrixTile(Tile):
                             isa.tile_load(f, n, self.start, 0)
                     product(f, n, _FIRST_A + i, _FIRST_W + v)
             for v, total in enumerate(weight_sums):
-                for quad in range(spec.unit // 4):
+                for quad in range(activation.unit // 4):
                     four = weights.load(isa.quads, quad * stride + v * 64, 64)
-                    total.value = isa.byte_sums(f, total.value, four, signed=spec.bits == 4)
+                    total.value = isa.byte_sums(f, total.value, four, signed=four_bits)
 
         unit(f.value("i64", 0), True)
-        if not spec.single:
-            for u in f.loop(units, 1):
+        if not activation.single:
+            for u in f.loop(block.units, 1):
                 unit(u, False)
         for v, total in enumerate(weight_sums):
             self._slot(b).store(total.value, (self.count + v) * 64, 64)
 
     def _scale_part(self, rows: range, b: Value, row_offset: Value) -> None:
         """Adds the sums of these rows in block b: 16 x 16 outputs at a time."""
-        spec, isa = self.spec, self.isa
-        _, _, units, weight_meta, act_meta = self._record(b)
-        slot = self._slot(b)
-        weight_sums = [slot.load(isa.ints, (self.count + v) * 64, 64) for v in range(spec.vectors * spec.shifted)]
-        for v in range(spec.vectors):
+        block, slot = self._record(b, row_offset), self._slot(b)
+        weight_sums = [slot.load(self.isa.ints, n * 64, 64) for n in range(self.count, self._accumulators)]
+        for v in range(self.vectors):
             self.scaled_rows, self.scaled_vectors = rows, range(v, v + 1)
-            self._scale(
-                functools.partial(self._sum, slot, act_meta, weight_meta, row_offset), act_meta, weight_meta, row_offset, weight_sums, units
-            )
+            self._scale(functools.partial(self._sum, slot, block), block, weight_sums)
 
-    def _sum(self, slot: Value, act_meta: Value, weight_meta: Value, row_offset: Value, n: int) -> Value:
-        spec, f, (row, v) = self.spec, self.f, divmod(n, self.spec.vectors)
+    def _sum(self, slot: Value, block: Record, n: int) -> Value:
+        f, (row, v) = self.f, divmod(n, self.vectors)
         total = slot.load(self.sum_type, n * 64, 64)
-        if spec.inner == "int8":
-            return total + self._field(act_meta, 1, row, "i32") if self.corrected else total
-        zero = self._zero(weight_meta, row_offset, v) if spec.zero == "point" else None
-        return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(act_meta, 2, row, "float"), total)
+        if self.integer:
+            return total + self._field(block.act_meta, CORRECTION, row, "i32") if self.corrected else total
+        zero = self._zero(block.weight_meta, block.row_offset, v) if self.spec.weight.zero == "point" else None
+        return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(block.act_meta, SUM, row, "float"), total)
 
-    def ask_for(self, unit: Value) -> None:
-        """Ask for the memory that the stream of weights comes to some time after this unit."""
+    def prefetch(self, unit: Value) -> None:
+        """Prefetch what the stream of weights comes to some time after this unit."""
         f = self.f
         with f.when(self.asks):
-            for line in range(0, self.unit_bytes + (self.tail_bytes if self.spec.single else 0), 64):
-                f.prefetch(unit + (self.isa.ahead + line))
+            for line in range(0, self.unit_bytes + (self.meta_bytes if self.spec.activation.single else 0), 64):
+                f.prefetch(unit + (self.isa.tuning.prefetching.distance + line))
 
 
 class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
@@ -188,11 +184,11 @@ class _Unpacking:
         tile, f, done = self.tile, self.tile.f, self.done.value
         with f.when(done < tile.all_units):
             unit, to = self.source.value, self._slot(done)
-            tile.ask_for(unit)
+            tile.prefetch(unit)
             self._unpack(unit + self.row_offset * 4, to)
             left = self.left.value - 1
             ends = left.equals(0)
-            self.source.value = unit + (ends.select(f.value("i64", tile.tail_bytes), 0) + tile.unit_bytes)
+            self.source.value = unit + (ends.select(f.value("i64", tile.meta_bytes), 0) + tile.unit_bytes)
             self.left.value = ends.select(tile.units, left)
             self.done.value = done + 1
 
@@ -203,20 +199,20 @@ class _Unpacking:
         return self._slot(number)
 
     def _slot(self, number: Value) -> Value:
-        return self.tile.ring + (number & _power_of_two(self.tile.isa.units_ahead) - 1) * self.tile.unpacked_bytes
+        return self.tile.ring + (number & _power_of_two(self.tile.isa.tuning.units_ahead) - 1) * self.tile.unpacked_bytes
 
     def _unpack(self, stored: Value, to: Value) -> None:
         """The codes of four k (or two, as bfloat16) of an output side by side, as tile registers have them in their columns."""
-        spec, isa, f = self.tile.spec, self.tile.isa, self.tile.f
-        for row in range(spec.unit // 8):
-            for v in range(spec.vectors):
+        isa, f, weight, vectors = self.tile.isa, self.tile.f, self.tile.spec.weight, self.tile.vectors
+        for row in range(self.tile.spec.activation.unit // 8):
+            for v in range(vectors):
                 bytes_ = stored.load(isa.quads, row * 4 * PANEL + v * 64, 64)
-                if spec.inner == "bf16":
-                    codes = isa.bf16_codes(f, bytes_, spec.signed, self.tile.int8.table)
+                if not self.tile.integer:
+                    codes = isa.bf16_codes(f, bytes_, weight.signed, self.tile.int8.table)
                 else:
-                    codes = isa.table_weights(bytes_, self.tile.int8.table) if spec.table else isa.nibbles(bytes_, spec.signed)
+                    codes = isa.table_weights(bytes_, self.tile.int8.table) if weight.table else isa.nibbles(bytes_, weight.signed)
                 for i, code in enumerate(codes):
-                    to.store(code, ((row * len(codes) + i) * spec.vectors + v) * 64, 64)
+                    to.store(code, ((row * len(codes) + i) * vectors + v) * 64, 64)
 
 
 def _power_of_two(n: int) -> int:

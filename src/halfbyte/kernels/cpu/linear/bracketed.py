@@ -30,7 +30,7 @@ from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, mangled, vector
 from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
-from halfbyte.kernels.cpu.linear.block_end import BlockEnd
+from halfbyte.kernels.cpu.linear.block_end import OFFSET, SCALE, BlockEnd, Record
 from halfbyte.kernels.cpu.linear.tile import Tile
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -62,18 +62,16 @@ class BracketingTile(Tile):
         super().__init__(spec, isa, f, (*pointers, columns, ahead, tile_index, tile_count))
         self.integers = f.variable(self.memory + _INTEGERS)
 
-    def _start(self, act_meta: Value, weight_meta: Value, row_offset: Value) -> list[Value]:
-        return [self._field(act_meta, 3, i, "i32") for i in range(self.spec.rows) for _ in range(self.spec.vectors)]
+    def _start(self, block: Record) -> list[Value]:
+        return [self._field(block.act_meta, OFFSET, i, "i32") for i in range(self.rows) for _ in range(self.vectors)]
 
-    def _scale(
-        self, total: Callable[[int], Value], act_meta: Value, weight_meta: Value, row_offset: Value, weight_sums: list[Value], units: Value
-    ) -> None:
-        spec, isa, f, integers, size = self.spec, self.isa, self.f, self.integers.value, 4 * self.isa.lanes
+    def _scale(self, total: Callable[[int], Value], record: Record, weight_sums: list[Value]) -> None:
+        isa, f, integers, size = self.isa, self.f, self.integers.value, 4 * self.isa.lanes
         self.integers.value = integers + _BLOCK_BYTES
         for i in self.scaled_rows:
-            scale = None if spec.by_row else self._field(act_meta, 0, i, "float")
+            scale = None if self.spec.scaled_at_end else self._field(record.act_meta, SCALE, i, "float")
             for v in self.scaled_vectors:
-                n = i * spec.vectors + v
+                n = i * self.vectors + v
                 bracket = isa.short_products(f, total(n) ^ SIGN_BIT, integers.load(isa.ints, v * size, size)).to("float")
                 self._set_total(n, self._total(n) + bracket if scale is None else f.fma(bracket, scale, self._total(n)))
             f.fence()
@@ -84,7 +82,7 @@ class BracketingTile(Tile):
         for n in range(self.count):
             total = self._total(n)
             least = least + total * 0.0  # NaN where one is not finite
-            exponents = (self.memory + _EXPONENTS).load(isa.floats, n % self.spec.vectors * size, size)
+            exponents = (self.memory + _EXPONENTS).load(isa.floats, n % self.vectors * size, size)
             self._set_total(n, isa.times_power(f, total, exponents))
         self.memory.store((least.bits(isa.ints) << 1).reduce("or").to("i64"))
         super()._end(row_offset, act_end)
@@ -125,7 +123,7 @@ class _Panel(Emitter, BlockEnd):
 
     def _integers(self, weights: Value, memory: Value) -> Value:
         """Writes the exponents and integers of a panel; whether all are right."""
-        spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
+        isa, f, size = self.isa, self.f, 4 * self.isa.lanes
         # The order of float16 without their signs is that of integers; 0 is the greatest of them less 1.
         halves = vector("i16", PANEL)
         least = f.variable(f.value(halves, -1))
@@ -133,7 +131,7 @@ class _Panel(Emitter, BlockEnd):
             scales = (weight_meta.load(halves) & 0x7FFF) - 1
             least.value = f.call(halves, f"llvm.umin.{mangled(halves)}", least.value, scales)
         powers = []
-        for v in range(spec.vectors):
+        for v in range(self.vectors):
             scale = isa.to_float((least.value + 1).shuffle(range(v * isa.lanes, (v + 1) * isa.lanes)), "f16")
             exponent = isa.exponent(f, scale.max_or(_LEAST)) - _SCALE_BITS
             (memory + _EXPONENTS).store(exponent, v * size, size)
@@ -153,7 +151,7 @@ class _Panel(Emitter, BlockEnd):
 
     def _weight_metas(self, weights: Value) -> Iterator[tuple[Value, Value]]:
         """The number of each block, and where its scales lie."""
-        blocks, unit_bytes = self.get("blocks"), self.spec.unit * PANEL // 2
+        blocks, unit_bytes = self.get("blocks"), self.spec.activation.unit * PANEL // 2
         at = self.f.variable(weights)
         for b in self.f.loop(blocks):
             weight_meta = at.value + (b + 1).equals(blocks).select(self.get("last_units"), self.get("units")) * unit_bytes
@@ -162,4 +160,6 @@ class _Panel(Emitter, BlockEnd):
 
     def _number(self, weight_meta: Value, v: int, which: int) -> Value:
         """Scales, or offsets, of one vector of outputs."""
-        return self.isa.to_float(self._lanes(weight_meta, self.f.value("i64", 0), v, which * PANEL * self.scale_bytes), self.spec.scale)
+        return self.isa.to_float(
+            self._scales(weight_meta, self.f.value("i64", 0), v, which * PANEL * self.scale_bytes), self.spec.weight.scale
+        )

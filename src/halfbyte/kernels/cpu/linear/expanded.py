@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 from halfbyte.errors import unreachable
 from halfbyte.formats.spec import Zero, zero_size
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
-from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
+from halfbyte.kernels.cpu.codegen.elements import element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
-from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE
+from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, Record
 from halfbyte.kernels.cpu.linear.packed_planes import PackedBitsUnit
 from halfbyte.kernels.cpu.linear.sparse import SparseUnit, zeros_of
-from halfbyte.kernels.cpu.linear.tile import Part, Tile
-from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec
+from halfbyte.kernels.cpu.linear.tile import PanelSlice, Tile
+from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec, WeightSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
 
 WAITING_ROWS = 256  # whose sums wait; more pass one after the other
@@ -38,52 +38,38 @@ _FIRST, _LAST = 1, 2  # the call of a tile that begins the sums, and the one tha
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
-    """What the passing of row tiles over a panel is compiled for: fields of TileSpec, vectors of a tile, and what records have.
+    """What the passing of row tiles over a panel is compiled for.
 
-    points_off   points are taken off codes
+    unit, vectors       of the tiles
+    subtracts_points    points are subtracted from codes when these are expanded
     has_rounding_terms  each scale is stored with its -ROUND * scale; where blocks are single units, recomputing it is no slower
     """
 
-    bits: int
-    scale: Kind
-    zero: Zero
+    weight: WeightSpec
     unit: int
     vectors: int
-    points_off: bool
+    subtracts_points: bool
     has_rounding_terms: bool
-    sparse: bool
-    packed_bits: int
 
     @classmethod
     def of(cls, spec: TileSpec) -> PanelSpec:
-        points_off = spec.biased and spec.zero == "point"
-        has_rounding_terms = spec.biased and not spec.single
-        return cls(
-            4 if spec.table else spec.bits,
-            spec.scale,
-            spec.zero,
-            spec.unit,
-            spec.vectors,
-            points_off,
-            has_rounding_terms,
-            spec.sparse,
-            spec.packed_bits,
-        )
+        weight, activation, biased = spec.weight, spec.activation, spec.activation.block_sum == "biased"
+        return cls(weight, activation.unit, spec.schedule.vectors, biased and weight.zero == "point", biased and not activation.single)
 
     @property
     def zeros(self) -> Zero:
         """What records have of them."""
-        return "none" if self.points_off else self.zero
+        return "none" if self.subtracts_points else self.weight.zero
 
     def record_bytes(self, isa: ISA, padded: int) -> int:
         """Bytes of a record of `padded` elements."""
         return isa.lanes * self.vectors * (padded + 4 * (1 + self.has_rounding_terms + (self.zeros != "none")))
 
 
-def packed_tail(scale: Kind, zero: Zero) -> int:
+def packed_meta(weight: WeightSpec) -> int:
     """Bytes behind the codes of a block as it is stored."""
-    size = element_of(scale).size
-    return tail_bytes(size, zero_size(zero, size), pair_sums=False)
+    size = element_of(weight.scale).size
+    return tail_bytes(size, zero_size(weight.zero, size), pair_sums=False)
 
 
 @function(*["ptr"] * 8, *["i64"] * 6)
@@ -93,7 +79,7 @@ def build(spec: TileSpec, isa: ISA, f: Function) -> None:
 
     With each unit so many lines of memory are asked for, the first of them as far behind `asked` as its packed codes are behind those
     of the first unit. A tile that `expands` writes the records from the packed codes."""
-    (ExpandingTile if spec.expands else ExpandedTile)(spec, isa, f).emit(f.value("i64", 0))
+    (ExpandingTile if spec.schedule.expands else ExpandedTile)(spec, isa, f).emit(f.value("i64", 0))
 
 
 class ExpandedTile(Tile):
@@ -101,29 +87,29 @@ class ExpandedTile(Tile):
         args, weights, activations, out, bias, sums, asked, packed, column, columns, *counts = f.parameters
         self.count_blocks, self.last_units, self.stage, self.lines = counts
         self.panel = PanelSpec.of(spec)
-        floats = replace(spec, scale="f32", zero=self.panel.zeros)
+        floats = replace(spec, weight=replace(spec.weight, scale="f32", zero=self.panel.zeros))
         super().__init__(floats, isa, f, (args, weights, activations, out, bias, columns))
-        self.asked, self.packed_tail = f.variable(asked), packed_tail(spec.scale, spec.zero)
+        self.asked, self.packed_meta = f.variable(asked), packed_meta(spec.weight)
         self.sums, self.packed, self.column = sums, packed, column
         if not self.in_registers:
             self.scratch = sums
-        self.width = isa.lanes * spec.vectors
-        self.unit_bytes, self.packed_unit = self.width * spec.unit, self.unit_bytes
-        self.tail_bytes = self.panel.record_bytes(isa, 0)
+        self.width = isa.lanes * self.vectors
+        self.unit_bytes, self.packed_unit = self.width * spec.activation.unit, self.unit_bytes
+        self.meta_bytes = self.panel.record_bytes(isa, 0)
         self.int8 = replace(self.int8, steps=self._steps)
 
     def emit(self, row_offset: Value) -> None:
         f, size = self.f, 4 * self.isa.lanes
         begins, ends = (self.stage & _FIRST).equals(_FIRST), (self.stage & _LAST).equals(_LAST)
         with f.when(ends):
-            self._ask_for_outputs(row_offset)
+            self._prefetch_outputs(row_offset)
         with f.when(begins):
             self._begin(row_offset)
         if self.in_registers:
             with f.when(begins.equals(0)):
                 for n, total in enumerate(self.totals):
                     total.value = self.sums.load(self.isa.floats, n * size, size)
-        part = Part(row_offset, row_offset, row_offset, row_offset)
+        part = PanelSlice(row_offset, row_offset, row_offset, row_offset)
         act_end = self._blocks(lambda: iter([part]), self.count_blocks, self.last_units)
         with f.when(ends):
             self._end(row_offset, act_end)
@@ -132,39 +118,39 @@ class ExpandedTile(Tile):
                 for n, total in enumerate(self.totals):
                     self.sums.store(total.value, n * size, size)
 
-    def _block(self, w: Value, a: Value, weight_meta: Value, act_meta: Value, units: Value, row_offset: Value) -> None:
-        if self.spec.single:
-            self._ask_for_next_activations(a, self.spec.rows * (self.row_unit_bytes + 4 * FIELDS))
-        super()._block(w, a, weight_meta, act_meta, units, row_offset)
-        self.asked.value = self.asked.value + self.packed_tail
+    def _block(self, block: Record) -> None:
+        if self.spec.activation.single:
+            self._prefetch_next_activations(block.activations, self.rows * (self.row_unit_bytes + 4 * FIELDS))
+        super()._block(block)
+        self.asked.value = self.asked.value + self.packed_meta
 
-    def _unit(self, w: Value, a: Value, weight_meta: Value, row_offset: Value, sums: list[Value]) -> list[Value]:
+    def _unit(self, unit: Record, sums: list[Value]) -> list[Value]:
         asked = self.asked.value
         for line in self.f.loop(self.lines):
             self.f.prefetch(asked + line * _LINE)
         self.asked.value = asked + self.packed_unit
-        if not self.spec.single and self.isa.least_prefetching_tiles:
-            self._ask_for_next_activations(a, self.spec.rows * self.row_unit_bytes)
-        return super()._unit(w, a, weight_meta, row_offset, sums)
+        if not self.spec.activation.single and self.isa.tuning.prefetching.sharing_tiles:
+            self._prefetch_next_activations(unit.activations, self.rows * self.row_unit_bytes)
+        return super()._unit(unit, sums)
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
-        return (tuple(self.isa.stored(records + k * self.width, self.spec.vectors)) for k in range(0, self.spec.unit, 4))
+        return (tuple(self.isa.stored(records + k * self.width, self.vectors)) for k in range(0, self.spec.activation.unit, 4))
 
-    def _ask_for_next_activations(self, a: Value, size: int) -> None:
+    def _prefetch_next_activations(self, a: Value, size: int) -> None:
         """For those that the next tile reads where this one reads so many bytes from `a` on."""
         for line in range(0, size, _LINE):
-            self.f.prefetch(a + LINEAR.load(self.args, "row_bytes") * self.spec.rows + line)
+            self.f.prefetch(a + LINEAR.load(self.args, "row_bytes") * self.rows + line)
 
     def _zero(self, weight_meta: Value, row_offset: Value, v: int) -> Value | None:
         return (
             None
-            if self.spec.zero == "none"
-            else self._lanes(weight_meta, row_offset, v, 4 * self.width * (1 + self.panel.has_rounding_terms))
+            if self.spec.weight.zero == "none"
+            else self._scales(weight_meta, row_offset, v, 4 * self.width * (1 + self.panel.has_rounding_terms))
         )
 
     def _rounding_term(self, weight_meta: Value, row_offset: Value, v: int, scale: Value) -> Value:
         return (
-            self._lanes(weight_meta, row_offset, v, 4 * self.width)
+            self._scales(weight_meta, row_offset, v, 4 * self.width)
             if self.panel.has_rounding_terms
             else super()._rounding_term(weight_meta, row_offset, v, scale)
         )
@@ -175,38 +161,39 @@ class ExpandingTile(ExpandedTile):
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.at, self.scale, self.scale_size = f.variable(self.packed), spec.scale, element_of(spec.scale).size
+        self.at, self.scale, self.scale_size = f.variable(self.packed), spec.weight.scale, element_of(spec.weight.scale).size
 
-    def _block(self, w: Value, a: Value, weight_meta: Value, act_meta: Value, units: Value, row_offset: Value) -> None:
-        packed = self.at.value + units * self.packed_unit
-        self._expand_weight_meta(packed, weight_meta)
-        if self.spec.sparse:
-            points = packed + self.column + PANEL * self.scale_size if self.panel.zero == "point" else None
-            self.zeros = zeros_of(self.isa, self.f, self.spec.bits, points, self.spec.vectors)
-        self.left = self._left_of_points(packed) if self.panel.points_off else None
-        super()._block(w, a, weight_meta, act_meta, units, row_offset)
-        self.at.value = self.at.value + self.packed_tail
+    def _block(self, block: Record) -> None:
+        packed = self.at.value + block.units * self.packed_unit
+        self._expand_weight_meta(packed, block.weight_meta)
+        if self.spec.weight.sparse:
+            points = packed + self.column + PANEL * self.scale_size if self.panel.weight.zero == "point" else None
+            self.zeros = zeros_of(self.isa, self.f, self.spec.weight.bits, points, self.vectors)
+        self.left = self._left_of_points(packed) if self.panel.subtracts_points else None
+        super()._block(block)
+        self.at.value = self.at.value + self.packed_meta
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
-        spec, isa, at, size = self.spec, self.isa, self.at.value, 4 * self.isa.lanes
+        weight, isa, at, size = self.spec.weight, self.isa, self.at.value, 4 * self.isa.lanes
         self.at.value = at + self.packed_unit
-        if spec.sparse:
-            steps = SparseUnit(isa, spec.bits, at, self.column, self.zeros).steps()
-        elif spec.packed_bits:
-            steps = PackedBitsUnit(isa, spec.packed_bits, spec.signed, spec.unit, at, self.column, spec.vectors).steps()
+        if weight.sparse:
+            steps = SparseUnit(isa, weight.bits, at, self.column, self.zeros).steps()
+        elif weight.packed_bits:
+            unit = self.spec.activation.unit
+            steps = PackedBitsUnit(isa, weight.packed_bits, weight.signed, unit, at, self.column, self.vectors).steps()
         else:
             steps = isa.unit_steps(at + self.column * 4, replace(self.int8, steps=None))
         for step in steps:
             codes = step if self.left is None else tuple(code + left for code, left in zip(step, self.left, strict=True))
             for v, code in enumerate(codes):
                 records.store(code, v * size, size)
-            records = records + size * spec.vectors
+            records = records + size * self.vectors
             yield codes
 
     def _left_of_points(self, weight_meta: Value) -> list[Value]:
         """HIGHEST_CODE - point in each byte of an output, a vector each: what is added to unsigned codes."""
         isa, at = self.isa, weight_meta + self.column + PANEL * self.scale_size
-        points = [at.load(vector("i8", isa.lanes), v * isa.lanes) for v in range(self.spec.vectors)]
+        points = [at.load(vector("i8", isa.lanes), v * isa.lanes) for v in range(self.vectors)]
         return [((p.to("i32", unsigned=True) * -1 + HIGHEST_CODE) * 0x01010101).bits(isa.quads) for p in points]
 
     def _expand_weight_meta(self, weight_meta: Value, to: Value) -> None:
@@ -247,10 +234,12 @@ class _Panel(Emitter):
         _, self.weights, self.activations, self.out, self.bias, self.columns, self.first_tile, self.stop, self.following = f.parameters
         self.width = isa.lanes * spec.vectors
         self.units, self.blocks = self.get("units"), self.get("blocks")
-        self.unit_bytes = data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
-        self.tail_bytes = packed_tail(spec.scale, spec.zero)
+        self.unit_bytes = data_bytes(spec.weight.stored_bits, spec.unit, sparse=spec.weight.sparse)
+        self.tail_bytes = packed_meta(spec.weight)
         self.packed_bytes = self.units * self.unit_bytes + self.tail_bytes
-        self.records = f.alloca("i8", max(isa.expanded_bytes, spec.record_bytes(isa, isa.expanded_longest)), 64)
+        expansion = isa.tuning.expansion
+        assert expansion is not None
+        self.records = f.alloca("i8", max(expansion.record_bytes, spec.record_bytes(isa, expansion.longest_block)), 64)
         self.sums = f.alloca("float", WAITING_ROWS * PANEL, 64)
 
     def emit(self) -> None:

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,11 +29,12 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled
+from halfbyte.kernels.cpu.codegen.tuning import Tiling
 from halfbyte.kernels.cpu.linear import activations, amx, bracketed, driver, expanded, tile
 from halfbyte.kernels.cpu.linear.activations import RowSpec
-from halfbyte.kernels.cpu.linear.biased import HIGHEST_CODE, biasable, highest_point
+from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, biasable, highest_point
 from halfbyte.kernels.cpu.linear.expanded import PanelSpec
-from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, Inner, TileSpec
+from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ActivationSpec, BlockSum, Inner, Schedule, TileSpec, WeightSpec
 from halfbyte.kernels.cpu.plan_cache import PLANS, LinearCall
 from halfbyte.kernels.problem import Activation, scaling_of
 from halfbyte.layouts.base import round_up
@@ -87,11 +88,12 @@ class LinearKernel:
         geo = self.geometry
         self.dtype = dtype
         self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
+        self.inner = inner
         self.tile_spec, row_spec = specs(
             self.isa, geo, kind_of(dtype), kind_of(self.out_dtype), inner, activation, gelu=gelu, zeroed=zeroed
         )
         self.row_function = compiled(activations.build, row_spec, self.isa)
-        self.unit, self.paired = row_spec.unit, row_spec.paired
+        self.unit, self.paired = row_spec.activation.unit, row_spec.paired
         self.run = runtime.runner()
         self.nbytes = geo.nbytes
         self.element_bytes = dtype.itemsize
@@ -103,7 +105,7 @@ class LinearKernel:
 
     def taking(self, m: int) -> LinearKernel:
         """The kernel that multiplies M rows: this one, or that of the matrix unit where it is faster."""
-        return self if self.isa.taking(m, self.tile_spec.inner) is self.isa else self._on_matrix_unit
+        return self if self.isa.taking(m, self.inner) is self.isa else self._on_matrix_unit
 
     @functools.cached_property
     def _on_matrix_unit(self) -> LinearKernel:
@@ -196,38 +198,51 @@ class LinearKernel:
         if shares_prefetch:
             fields |= {"prefetching_tiles": shares_prefetch if fields["at_once"] == 1 else 0, "together": fields["at_once"]}
         phases = driver.phases(self.isa)
-        near = taken.isa.expanded_chunk_bytes if "panel_function" in fields else taken.isa.chunk_bytes
-        chunks = max(1, min(m * taken.row_bytes // near, tiles))
+        chunks = max(1, min(m * taken.row_bytes // taken.chunk_bytes(m), tiles))
         fields |= {"first_phase": phases["rows"], "second_phase": phases["panels"], "panel_groups": groups, "chunks": chunks}
         return LINEAR.buffer(fields)
 
     def asking(self, m: int, tiles: int) -> int:
         """How many of so many row tiles, the last ones, share the prefetch of the next panel; 0: none do."""
-        isa, geo, size = self.isa, self.geometry, self.geometry.panel_bytes
-        near = m * self.row_bytes + 2 * size <= isa.asking_bytes
+        prefetching, geo, size = self.isa.tuning.prefetching, self.geometry, self.geometry.panel_bytes
+        near = m * self.row_bytes + 2 * size <= prefetching.sharing_bytes
         # A panel that is a group costs nothing more by itself, and codes of 8 bits come half as fast as a tile multiplies them.
-        alone = self.tile_spec.inner == "int8" and geo.bits == 8 and not geo.sparse and 2 * size > _GROUP_BYTES
-        return min(tiles, isa.asking_tiles) if 0 < isa.least_prefetching_tiles <= tiles and (near or alone or self._brackets(m)) else 0
+        alone = self.inner == "int8" and geo.bits == 8 and not geo.sparse and 2 * size > _GROUP_BYTES
+        shares = 0 < prefetching.sharing_tiles <= tiles and (near or alone or self._brackets(m))
+        return min(tiles, prefetching.most_sharing) if shares else 0
+
+    def tiling(self, m: int) -> Tiling:
+        """How M rows are cut into tiles."""
+        return self.isa.tuning.tile(m, self.inner, self.geometry, codes=self.tile_spec.out == "i8")
+
+    def chunk_bytes(self, m: int) -> int:
+        """Bytes of activations that pass over all panels before the next ones do."""
+        tuning = self.isa.tuning
+        if self._brackets(m):
+            return m * self.row_bytes  # a panel's integers are made once for all
+        return tuning.expansion.chunk_bytes if tuning.expansion is not None and self.tiling(m).expanded else tuning.chunk_bytes
 
     def _brackets(self, m: int) -> bool:
         """Whether M rows go through tiles of `bracketed.py`."""
-        return self.tile_spec.bracketed and m >= self.isa.brackets and self.geometry.blocks <= bracketed.MOST_BLOCKS
+        brackets = self.tile_spec.activation.block_sum == "bracketed"
+        return brackets and m >= self.isa.tuning.bracketed_rows and self.geometry.blocks <= bracketed.MOST_BLOCKS
 
     def fields(self, m: int, most_at_once: int = 1) -> dict[str, int]:
         """The arguments that M fixes: cuts M into row tiles whose sizes differ by one at most, and compiles what they need.
 
         most_at_once   panels that a tile may take
         """
-        geo, spec, element = self.geometry, self.tile_spec, self.out_dtype.itemsize
-        most, vectors, panels, expands = self.isa.tile(m, spec.inner, geo, codes=spec.out == "i8")
+        geo, element = self.geometry, self.out_dtype.itemsize
+        most, vectors, panels, expands = self.tiling(m)
         count = -(-m // most)
         rows, more = divmod(m, count)
         at_once = min(panels, most_at_once) if count == 1 else 1
         shares_prefetch = at_once == 1 and self.asking(m, count) > 0
-        near = self.isa.near(m, spec.inner, geo)
-        spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, shares_prefetch=shares_prefetch, near=near)
+        locality = self.isa.tuning.locality(m, self.inner, geo)
+        most_rows = Schedule(rows + (more > 0), vectors, panels if at_once > 1 else 1, locality, shares_prefetch)
         build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
-        tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
+        schedules = {"tile_function": most_rows, "lesser_tile_function": replace(most_rows, rows=rows)}
+        tiles = {name: replace(self.tile_spec, schedule=schedule) for name, schedule in schedules.items()}
         return {
             **{name: compiled(build, one, self.isa) for name, one in tiles.items()},
             **(self._expansion(tiles) if expands else {}),
@@ -257,15 +272,17 @@ class LinearKernel:
 
     def _bracketing(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
         functions = {f"bracketing_{name}": compiled(bracketed.build, one, self.isa) for name, one in tiles.items()}
-        panel = replace(self.tile_spec, vectors=tiles["tile_function"].vectors, out="f32", gelu=False)
+        panel = replace(self.tile_spec, schedule=Schedule(1, tiles["tile_function"].schedule.vectors), out="f32", gelu=False)
         return {**functions, "panel_function": compiled(bracketed.build_panel, panel, self.isa)}
 
     def _expansion(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
-        panel = PanelSpec.of(tiles["tile_function"])
+        panel, expansion = PanelSpec.of(tiles["tile_function"]), self.isa.tuning.expansion
+        assert expansion is not None
+        expanding = {name: replace(one, schedule=replace(one.schedule, expands=True)) for name, one in tiles.items()}
         return {
-            **{f"expanding_{name}": compiled(expanded.build, replace(one, expands=True), self.isa) for name, one in tiles.items()},
+            **{f"expanding_{name}": compiled(expanded.build, one, self.isa) for name, one in expanding.items()},
             "panel_function": compiled(expanded.build_panel, panel, self.isa),
-            "expanded_blocks": max(1, self.isa.expanded_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
+            "expanded_blocks": max(1, expansion.record_bytes // panel.record_bytes(self.isa, self.geometry.padded)),
         }
 
 
@@ -274,45 +291,54 @@ def specs(
 ) -> tuple[TileSpec, RowSpec]:
     """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for."""
     fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
-    bits = fmt.code_bits
+    bits, quantizes = fmt.code_bits, integers and source != "i8"
     # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
     whole_row, shifted = scaling_of(activation) if integers else (False, False)
     if shifted and fmt.codebook and fmt.codebook[fmt.pad_index] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
         what = f"blocks of {geo.block} in rows of {geo.k} are padded, and {fmt} has no code for 0"
         raise KernelError(f"activation={activation!r} is not for this weight: {what}: use 'block' or 'row'")
-    by_row = whole_row and not shifted
-    by_block = integers and source != "i8" and not by_row and not shifted
-    # A block's sums begin at their correction, with the bits added that make floats of them. Where they are made apart, nothing is gained
-    # by that: of 4 bits it is taken off, as a float, when they are scaled. That of 8 bits may be far larger than what is left when it is
-    # taken off: it stays an integer.
-    biased = by_block and isa.biases and biasable(fmt, geo.padded)
-    points_off = integers and fmt.zero == "point" and bits == 4 and geo.padded <= isa.points_off
-    points_off &= not (shifted or geo.sparse or source == "i8")
+    scaled_at_end = whole_row and not shifted
+    points_off = quantizes and fmt.zero == "point" and bits == 4 and geo.padded <= isa.tuning.points_off and not (shifted or geo.sparse)
+    biased = quantizes and not whole_row and not shifted and isa.tuning.biased and biasable(fmt, geo.padded)
     highest = HIGHEST_CODE if points_off else highest_point(isa, bits, fmt.zero, biased)
-    brackets = integers and isa.brackets > 0 and bracketed.fits(geo) and source != "i8" and not shifted
     correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
-    folded = by_block and bits == 4 and correction != 0 and isa.narrow_accumulators(bits)
+    block_sum: BlockSum = "plain"
+    if biased:
+        block_sum = "biased"
+    elif quantizes and not shifted and isa.tuning.bracketed_rows > 0 and bracketed.fits(geo):
+        block_sum = "bracketed"
+    elif quantizes and not whole_row and not shifted and bits == 4 and correction != 0 and isa.narrow_accumulators(bits):
+        # Accumulators of 4-bit weights begin at 0, and nothing is gained by adding an integer correction at the end. That of 8 bits
+        # may be far larger than what is left when it is subtracted: it stays an integer.
+        block_sum = "folded"
     single = geo.padded == geo.last_padded == unit and unit % 32 == 0
-    weight: dict[str, Any] = {"scale": kind_of(fmt.scale), "zero": fmt.zero, "packed_bits": fmt.packed_bits}
-    weight |= {"pair_sums": geo.pair_sums, "sparse": geo.sparse}
-    weight |= {"table": fmt.family if fmt.codebook else ""}
-    shared: dict[str, Any] = {"inner": inner, "bits": bits, "unit": unit, "single": single, "shifted": shifted}
-    shared |= {"folded": folded, "biased": biased, "bracketed": brackets}
+    laid_out = ActivationSpec(inner, unit, single, shifted, block_sum)
+    sums: Literal["none", "codes", "values"] = "values"
+    if fmt.zero == "none" or points_off:
+        sums = "none"
+    elif integers and (fmt.zero == "point" or scaled_at_end or block_sum == "bracketed"):
+        sums = "codes"
     row = RowSpec(
-        **shared,
-        source=source,
+        source,
+        laid_out,
+        bits,
         paired=geo.pair_sums and integers and isa.multiplies_sums,
         by_row=whole_row or (integers and geo.blocks == 1),
         correction=correction,
-        sums="none"
-        if fmt.zero == "none" or points_off
-        else "codes"
-        if integers and (fmt.zero == "point" or by_row or brackets)
-        else "values",
+        sums=sums,
         zeroed=zeroed and (geo.blocks == 1 or geo.block % unit == 0),
     )
-    weight |= {"points_off": points_off}
-    return TileSpec(**shared, **weight, by_row=by_row, rows=1, vectors=1, out=out, gelu=gelu), row
+    weight = WeightSpec(
+        bits,
+        kind_of(fmt.scale),
+        fmt.zero,
+        pair_sums=geo.pair_sums,
+        sparse=geo.sparse,
+        packed_bits=fmt.packed_bits,
+        table=fmt.family if fmt.codebook else "",
+        points_off=points_off,
+    )
+    return TileSpec(weight, laid_out, Schedule(1, 1), scaled_at_end, out, gelu), row
 
 
 @functools.lru_cache(maxsize=1024)

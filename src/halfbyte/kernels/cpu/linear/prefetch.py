@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.tuning import LONG_PANEL
 
 _LINE = 64  # bytes
-LONG_PANEL = 1 << 16  # bytes: from so many on four places are read faster than one
 
 
 class Prefetcher:
@@ -21,9 +21,9 @@ class Prefetcher:
     ahead         bytes from its weights to those that come next; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
-    locality      of what is near, as `ISA.near` has it
+    locality      of what is near, as `Tuning.locality` has it
     tile_index, tile_count  its number among the row tiles that share the prefetch of the next panel; where none do, or unless
-                  `all_ask_near`, tile 0 alone prefetches the current panel
+                  `Prefetching.all_tiles`, tile 0 alone prefetches the current panel
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class Prefetcher:
     ) -> None:
         self.f, self.panel_bytes, self.record, self.ahead, self.tile_count = f, panel_bytes, record, ahead, tile_count
         self.several, self.shares_prefetch, self.locality = panels > 1, shares_prefetch, locality or 0
-        self.distance = 0 if locality is None else isa.streams_ahead if self.several else isa.ahead
-        self.asks = tile_index.equals(0) | (tile_count > 0) if isa.all_ask_near else tile_index.equals(0)  # near
+        tuned = isa.tuning.prefetching
+        self.distance = 0 if locality is None else tuned.stream_distance if self.several else tuned.distance
+        self.asks = tile_index.equals(0) | (tile_count > 0) if tuned.all_tiles else tile_index.equals(0)  # near
         self.left = f.variable(tile_index)
         self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
         self.side: tuple[Value, int] | None = None  # which of how many tiles of a panel: each asks for a share

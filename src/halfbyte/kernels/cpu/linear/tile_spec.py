@@ -1,4 +1,4 @@
-"""What a tile is compiled for, and what those who lay activations out for it have to know."""
+"""What a tile is compiled for: how it reads the weight and the activations, and how many outputs it computes."""
 
 from __future__ import annotations
 
@@ -9,59 +9,96 @@ from halfbyte.formats.spec import Family, Zero
 from halfbyte.kernels.cpu.codegen.elements import Kind
 
 Inner = Literal["int8", "float", "bf16"]
+# How the sum of a block's products becomes a float that the weight's scale multiplies. Accumulators begin at the row's correction, and
+#   plain      are converted; sums of floating-point products are floats already
+#   folded     begin at 0 instead: the correction is a float, times the activation's scale, and the multiply-add that scales subtracts it
+#   biased     corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
+#   bracketed  the activation's scale is multiplied last: by scale * sum of products + offset * sum of codes, rounded once
+BlockSum = Literal["plain", "folded", "biased", "bracketed"]
 FIELDS = 4  # scale, correction, sum, offset: 4 bytes each for every row and block
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
 ROUND_BITS = 0x4B400000
 
 
 @dataclass(frozen=True, slots=True)
-class TileSpec:
-    """What a tile is compiled for. M, N, K and the block's length are arguments.
+class WeightSpec:
+    """How a weight is stored (`layouts/cpu_tiles.py`), and what is done to its codes in registers.
 
-    inner    what the products are made of
-    bits (of a code), signed, scale ("f16", "bf16", "f32"), zero ("none", "point", "offset")   as in the weight's format
-    pair_sums  records hold sums of products of adjacent codes
-    unit     elements of K taken at a time; `single`: a block is one unit of 32
-    by_row   one activation scale a row, multiplied at the end; `shifted`: activations have an offset
-    rows     R
-    out      "f32", "bf16" or "f16", or "i8" for a tile that requantizes
-    gelu     outputs go through `gelu.gelu`
-    folded   corrections are floats, times the activation's scale: taken off by the multiplication that scales
-    panels   most that one call takes: several are interleaved unit by unit, so that memory is read as several streams
-    shares_prefetch  may be called as one of several row tiles that share the prefetch of the next panel
-    near     as `ISA.near` has it
-    biased   corrections have ROUND_BITS added, so that a block's sum is, bit for bit, the float ROUND + sum
-    points_off   points are taken off codes in registers; corrections do the rest (`highest_point`)
-    bracketed    the activation's scale is multiplied last: by scale * sum of products + offset * sum of codes, rounded once
-    expands, sparse, packed_bits   as in `expanded.py`, `sparse.py` and `packed_planes.py`
-    table    the format's family, where its codes are in a codebook
+    bits         of a code, as products take it; `packed_bits`: 5 or 6 where 8-bit codes are stored in so many, else 0
+    scale, zero  as in the weight's format
+    pair_sums    records hold sums of products of adjacent codes
+    sparse       2:4 sparse, as in `sparse.py`
+    table        the format's family, where codes are indices in its codebook
+    points_off   points are subtracted from codes in registers; corrections do the rest (`block_end.highest_point`)
     """
 
-    inner: Inner
     bits: int
     scale: Kind
     zero: Zero
-    pair_sums: bool
-    unit: int
-    single: bool
-    by_row: bool
-    shifted: bool
-    rows: int
-    vectors: int
-    out: Kind
-    gelu: bool = False
-    folded: bool = False
-    panels: int = 1
-    shares_prefetch: bool = False
-    near: int | None = 3
-    biased: bool = False
-    points_off: bool = False
-    bracketed: bool = False
-    expands: bool = False
+    pair_sums: bool = False
     sparse: bool = False
     packed_bits: int = 0
     table: Family | Literal[""] = ""
+    points_off: bool = False
+
+    @property
+    def stored_bits(self) -> int:
+        return self.packed_bits or (4 if self.table else self.bits)
 
     @property
     def signed(self) -> bool:
         return self.zero == "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """How activations are laid out (`activations.py`), and what becomes of the sums of their products.
+
+    inner      what the products are made of
+    unit       elements of K taken at a time
+    single     a block is one unit of 32
+    shifted    int8 activations have an offset
+    block_sum  how the sum of a block becomes a float
+    """
+
+    inner: Inner
+    unit: int
+    single: bool
+    shifted: bool = False
+    block_sum: BlockSum = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The size of a tile, and how it prefetches weights.
+
+    rows, vectors    R rows of activations by V vectors of outputs
+    panels           most that one call takes, interleaved unit by unit, so that memory is read as several streams
+    locality         where its own weights are prefetched to, as `Tuning.locality` has it
+    shares_prefetch  it may be called as one of several row tiles that share the prefetch of the next panel
+    expands          it expands the codes that later row tiles read (`expanded.py`)
+    """
+
+    rows: int
+    vectors: int
+    panels: int = 1
+    locality: int | None = 3
+    shares_prefetch: bool = False
+    expands: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TileSpec:
+    """A tile of outputs. M, N, K and the block's length are arguments.
+
+    scaled_at_end  a row has one activation scale, which its totals are multiplied by at the end
+    out            "f32", "bf16" or "f16", or "i8" for a tile that requantizes
+    gelu           outputs go through `elementary.gelu`
+    """
+
+    weight: WeightSpec
+    activation: ActivationSpec
+    schedule: Schedule
+    scaled_at_end: bool
+    out: Kind
+    gelu: bool = False

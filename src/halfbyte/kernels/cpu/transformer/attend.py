@@ -33,8 +33,8 @@ import torch
 
 from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.elementary import exp, tanh
 from halfbyte.kernels.cpu.codegen.elements import KINDS, Kind, element_of
-from halfbyte.kernels.cpu.codegen.exponential import exp, tanh
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, phase
@@ -349,7 +349,7 @@ class _Attend(Emitter):
             after: Address of the first key of the next chunk, which the first tile prefetches.
             count: Tokens of the chunk.
         """
-        f, registers = self.f, 2 * self.isa.register_totals
+        f, registers = self.f, 2 * self.isa.tuning.register_totals
         for begin in range(0, self.spec.group, registers):
             heads = range(begin, min(begin + registers, self.spec.group))
             step = max(1, registers // len(heads))

@@ -8,7 +8,7 @@ keys transposed, and the values, up to `MOST_AT_ONCE` at a time, into memory of 
 time meet all of these keys, so that their scores stay in the first-level cache too.
 
 Arithmetic: float32. Each score is one pass of fused multiply-adds over D, then multiplied by `scale`, and the bias added, if
-there is one, without a rounding between; exponentials (`exponential.py`)
+there is one, without a rounding between; exponentials (`elementary.py`)
 of scores less the largest; each output one pass of fused multiply-adds over the tokens, then divided by the sum of exponentials. Where keys
 come several times, the outputs so far count with their sum of exponentials, scaled anew (Milakov and Gimelshein, arXiv:1805.02867). A query
 that may see nothing gets 0, as torch's attention gives it. What may not be seen has weight 0, though 0 * NaN is NaN.
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
-from halfbyte.kernels.cpu.codegen.exponential import exp
+from halfbyte.kernels.cpu.codegen.elementary import exp
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current

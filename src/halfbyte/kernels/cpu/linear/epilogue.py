@@ -1,0 +1,145 @@
+"""The epilogue of a tile: totals -> outputs.
+
+    y[i, n] = clamp(total[i, n] + bias[n] + residual[i, n])     or GELU of the sum, converted to the output's type
+    o[i, n] = clamp(round(fma(float(total[i, n]), multiplier[n], offset[n])))       int8, ties to even
+
+Outputs of a panel beyond `columns`, which pad the weight, are not touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
+from halfbyte.kernels.cpu.codegen.elementary import gelu
+from halfbyte.kernels.cpu.codegen.elements import element_of
+from halfbyte.kernels.cpu.codegen.ir import Value, vector
+from halfbyte.kernels.cpu.linear.block_end import BlockEnd
+from halfbyte.kernels.cpu.linear.tile_spec import ROUND
+
+
+class Epilogue(BlockEnd):
+    """Floating-point outputs.
+
+    args, out, bias, columns   of the tile's call, as `tile.build` has them
+    count                      vectors of totals
+    row_scale                  memory for a scale of each row that totals are multiplied by; else empty
+    """
+
+    args: Value
+    out: Value
+    bias: Value
+    columns: Value
+    count: int
+    row_scale: list[Value]
+
+    @property
+    def out_bytes(self) -> int:
+        return element_of(self.spec.out).size
+
+    def _prefetch_outputs(self, row_offset: Value) -> None:
+        """Lines of outputs that are not near hold up what is stored after them."""
+        stride, size = LINEAR.load(self.args, "out_stride"), self.isa.lanes * self.vectors * self.out_bytes
+        for row, at in itertools.product(range(self.rows), range(0, size, 64)):
+            self.f.prefetch(self.out + row_offset * self.out_bytes + stride * row + at)
+
+    def _write(self, row_offset: Value) -> None:
+        isa, f = self.isa, self.f
+        for n in range(self.count):
+            scale = self.row_scale[n // self.vectors].load("float", align=4).splat(isa.lanes) if self.row_scale else None
+            self.scratch.store(self._total(n) if scale is None else self._total(n) * scale, n * isa.lanes * 4, isa.lanes * 4)
+        residual = LINEAR.load(self.args, "residual")
+        plain = residual.equals(0)
+        inside = (self.columns - row_offset) > isa.lanes * self.vectors - 1
+        with f.when(inside & plain):
+            self._write_vectors(row_offset, None)
+        with f.when(inside & plain.equals(0)):
+            self._write_vectors(row_offset, residual)
+        with f.when(inside.equals(0)):
+            self._write_elements(row_offset, residual)
+
+    def _write_vectors(self, row_offset: Value, residual: Value | None) -> None:
+        """All outputs of the tile. `residual`: bytes from an output to what is added to it."""
+        isa, f, kind, stored = self.isa, self.f, self.spec.out, element_of(self.spec.out).stored
+        stride, (low, high) = LINEAR.load(self.args, "out_stride"), (bound.splat(isa.lanes) for bound in self._clamp())
+        for n in range(self.count):
+            row, column = n // self.vectors, n % self.vectors * isa.lanes
+            to = self.out + stride * row + row_offset * self.out_bytes
+            bias = (self.bias + row_offset * 4).load(isa.floats, column * 4, 4)
+            value = self.scratch.load(isa.floats, n * isa.lanes * 4, isa.lanes * 4) + bias
+            if residual is not None:
+                raw = (to + residual).load(vector(stored, isa.lanes), column * self.out_bytes, self.out_bytes)
+                value = value + isa.to_float(raw, kind)
+            to.store(isa.from_float(self._finished(value, low, high), kind), column * self.out_bytes, self.out_bytes)
+            f.fence()
+
+    def _write_elements(self, row_offset: Value, residual: Value) -> None:
+        """The outputs of a tile that reaches beyond `columns`, one by one."""
+        isa, f, kind, stored = self.isa, self.f, self.spec.out, element_of(self.spec.out).stored
+        stride, (low, high) = LINEAR.load(self.args, "out_stride"), self._clamp()
+        inside = (self.columns - row_offset).max_or(0)
+        for row in range(self.rows):
+            for c in f.loop(inside):
+                to = self.out + stride * row + (c + row_offset) * self.out_bytes
+                value = self.scratch.load("float", c * 4 + row * self.vectors * isa.lanes * 4, 4)
+                value = value + self.bias.load("float", (c + row_offset) * 4, 4)
+                # Without a residual this reads the output's own memory, and what it finds there is not taken.
+                other = isa.to_float((to + residual).load(stored, 0, self.out_bytes), kind)
+                value = self._finished(residual.equals(0).select(value, value + other), low, high)
+                to.store(isa.from_float(value, kind), 0, self.out_bytes)
+
+    def _finished(self, value: Value, low: Value, high: Value) -> Value:
+        return gelu(self.f, value) if self.spec.gelu else value.max_or(low).min_or(high)
+
+    def _clamp(self) -> tuple[Value, Value]:
+        return LINEAR.load_floats(self.args, "clamp")
+
+
+class RequantizingEpilogue(Epilogue):
+    """int8 outputs: totals are int32 sums in the place of floats.
+
+    `bias` is a table [3, N] of 4-byte numbers, N padded to whole panels: offset (float), multiplier (float), start (int32).
+    """
+
+    def _column(self, row: int, row_offset: Value, v: int, kind: str) -> Value:
+        """A row of the table, for one vector of outputs."""
+        table = self.bias + LINEAR.load(self.args, "table_stride") * row + row_offset * 4
+        return table.load(kind, v * self.isa.lanes * 4, 4)
+
+    def _write(self, row_offset: Value) -> None:
+        isa, f = self.isa, self.f
+        width, stride = self.vectors * isa.lanes, LINEAR.load(self.args, "out_stride")
+        inside = f.umin((self.columns - row_offset).max_or(0), f.value("i64", width))
+        with f.when(inside.equals(width)):
+            self._write_codes(self.out + row_offset, stride, row_offset)
+        with f.when(inside < width):
+            codes = f.alloca("i8", self.count * isa.lanes, 64)
+            self._write_codes(codes, f.value("i64", width), row_offset)
+            for size in (1 << n for n in reversed(range((width - 1).bit_length()))):
+                with f.when((inside & size).equals(size)):
+                    at = inside & -2 * size  # what larger pieces have taken
+                    for i in range(self.rows):
+                        (self.out + row_offset + stride * i + at).store(codes.load(vector("i8", size), at + i * width, 1))
+
+    def _write_codes(self, to: Value, stride: Value, row_offset: Value) -> None:
+        """All codes of the tile; rows lie `stride` bytes apart."""
+        isa, f = self.isa, self.f
+        low, high = (bound.splat(isa.lanes) for bound in self._clamp())
+        columns = [[self._column(row, row_offset, v, isa.floats) for row in (0, 1)] for v in range(self.vectors)]
+
+        def real(i: int, v: int) -> Value:
+            offset, multiplier = columns[v]
+            return f.fma(self._total(i * self.vectors + v).bits(isa.ints).to("float"), multiplier, offset).min_or(high)
+
+        if not isa.narrows or 4 % self.vectors:
+            for v, i in itertools.product(range(self.vectors), range(self.rows)):
+                (to + stride * i).store((real(i, v).max_or(low) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
+            return
+        # Four vectors are narrowed together: those of several rows, the last of which is repeated where there are fewer.
+        least, together, width = self._clamp()[0].to("i8").splat(4 * isa.lanes), 4 // self.vectors, self.vectors * isa.lanes
+        for start in range(0, self.rows, together):
+            rows = [min(start + i, self.rows - 1) for i in range(together)]
+            codes = isa.narrowed(f, [real(i, v) for i in rows for v in range(self.vectors)]).max_or(least)
+            for at, i in enumerate(rows):
+                (to + stride * i).store(codes.shuffle(range(at * width, (at + 1) * width)))
+            f.fence()
