@@ -105,6 +105,6 @@ def contender(name: str, peers: Sequence[Contender] = PEERS) -> Contender:
 
 def select(formats: Sequence[str], names: Sequence[str], peers: Sequence[Contender] = PEERS) -> list[Contender]:
     """halfbyte in these formats, and those of `peers` with these names. Raises ArgumentError or FormatError for an unknown name."""
-    ways = ("", ":float", ":bf16") if current().bf16_dot and current().bf16_pays else ("", ":float")
+    ways = ("", ":float", ":bf16") if current().bf16_dot and current().tuning.bf16_pays else ("", ":float")
     halfbyte_names = [f"halfbyte:{fmt}{way}" for fmt in formats for way in ways]
     return [contender(name, peers) for name in (*halfbyte_names, *names)]

@@ -13,7 +13,8 @@ import torch
 
 from halfbyte.dispatch.candidate import Candidate, Choice, decide
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.cpu.codegen.isa import ISA, Tiling
+from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.tuning import Tiling
 from halfbyte.kernels.cpu.linear.linear import LinearKernel, linear_kernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Compute, Problem, check_compute
@@ -47,7 +48,7 @@ class CpuCandidate(Candidate[Problem, ISA]):
         """Return how the kernel cuts outputs into tiles: of experts, those of the first one, which has the most rows."""
         rows = max(1, -(-problem.m // problem.experts))
         geo = cpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse)
-        return (machine.taking(rows, self.inner).tile(rows, self.inner, geo, codes=problem.dtype == torch.int8),)
+        return (machine.taking(rows, self.inner).tuning.tile(rows, self.inner, geo, codes=problem.dtype == torch.int8),)
 
     def kernel(self, problem: Problem, *, gelu: bool = False) -> LinearKernel:
         """Return the compiled kernel, followed by GELU if `gelu`. It is one for all numbers of rows, and finds their tiles itself."""

@@ -149,7 +149,7 @@ def _against_amx(problem: ConvProblem, isa: ISA) -> str | None:
 def _against_winograd(problem: ConvProblem, isa: ISA) -> str | None:
     if (reason := _against_numbers(problem)) is not None:
         return reason
-    if isa.minimal is None:
+    if isa.tuning.winograd is None:
         return f"it was not found faster with {isa.name}"
     if not winograd.supports(problem.sizes, problem.window, isa):
         return f"it takes 8 bits, 3 x 3 kernels, stride and dilation 1, no groups, and channels by {2 * isa.lanes}"
@@ -161,7 +161,7 @@ def _against_winograd(problem: ConvProblem, isa: ISA) -> str | None:
 def _against_arranged(problem: ConvProblem, isa: ISA) -> str | None:
     if (reason := _against_numbers(problem)) is not None:
         return reason
-    if not isa.arranges:
+    if not isa.tuning.arranged_conv:
         return f"{isa.name} has better products of bytes than it is for" if isa.mixed_dot else f"{isa.name} lacks the products of bytes"
     if (reason := _against_format(problem)) is not None:
         return reason

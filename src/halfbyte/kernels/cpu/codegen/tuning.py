@@ -97,7 +97,7 @@ class Tuning:
     matrix_rows        rows from which on int8 products go through the matrix unit
     units_ahead        how far unpacking is ahead of the matrix unit
     bf16_pays          the dot products of bfloat16 beat float32 multiply-adds
-    biased             block sums become floats by their initial value (`linear/biased.py`)
+    biased             block sums become floats by their initial value (`linear/block_end.py`)
     points_off         elements of a block up to which tiles subtract 4-bit points from codes: byte additions leave ports to products
     bracketed_rows     rows from which on tiles multiply scales and offsets at once (`linear/bracketed.py`); 0: never
     winograd           None: never
