@@ -96,7 +96,7 @@ def _keep_stderr_harmless() -> None:
     if sys.stderr is not sys.__stderr__:
         return  # a caller's
     if sys.stderr is None:  # the file descriptor is closed, and print would write to stdout
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     elif isinstance(sys.stderr, io.TextIOWrapper):
         raw = _Droppable(sys.stderr.fileno(), "w", closefd=False)
         sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), sys.stderr.encoding, "backslashreplace", line_buffering=True)
