@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -55,7 +55,7 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}
         self._text_events: dict[int, list[bytes]] = {}
 
-    def document(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
+    def document(self, choices: Sequence[Mapping[str, object]], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
         """Return a whole response, or a chunk of a stream."""
         kind = self.chunk_kind if chunk else self.kind
         document = {**self._head, "object": kind, "choices": choices}
@@ -73,11 +73,11 @@ class CompletionFormat:
         """Return a sequence."""
         return self.delta(index, text, choices, reason, calls)
 
-    def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+    def chunk(self, choices: Sequence[Mapping[str, object]], **fields: object) -> bytes:
         """Return the server-sent event of a chunk; fields: more of it, such as "usage"."""
         return event({**self.document(choices, None, chunk=True), **fields})
 
-    def text_chunk(self, index: int, text: str, **fields: Any) -> bytes:
+    def text_chunk(self, index: int, text: str, **fields: object) -> bytes:
         """Return `chunk` for new text of a sequence and nothing else; `fields` are the same in each call.
 
         All but the text is encoded once: a stream has such an event for each token, and encoding it took longer than sending it.

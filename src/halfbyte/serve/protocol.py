@@ -205,9 +205,9 @@ class GenerationConfig(BaseModel):
     min_p: FiniteFloat | None = None
     repetition_penalty: FiniteFloat | None = None
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Return them as fields of a request."""
-        fields = self.model_dump(exclude_none=True, exclude={"max_new_tokens", "do_sample"})
+        fields: dict[str, object] = self.model_dump(exclude_none=True, exclude={"max_new_tokens", "do_sample"})
         if self.max_new_tokens is not None:
             fields["max_tokens"] = self.max_new_tokens
         return {**fields, "temperature": 0.0} if self.do_sample is False else fields
