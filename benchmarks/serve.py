@@ -7,7 +7,7 @@ Contenders: `halfbyte serve`; `halfbyte-generate`, the same model without a serv
 the package xllamacpp, for .gguf files. Each runs in a process of its own, in turn, and only while it is measured; a ratio is the median
 over rounds of the ratio within a round. A client asks for the continuation of a prompt of its own, greedily, as a stream, and asks again as
 soon as it has its answer. All answers have the same number of tokens. "CPU s" is the time that the contender's process has computed: where
-other programs run, it tells more than tokens per second. Needs httpx2, and for llama.cpp xllamacpp.
+other programs run, it tells more than tokens per second. llama.cpp needs xllamacpp.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 def measured(args: argparse.Namespace, contender: str) -> list[dict[str, Any]]:
     """Start a contender, and measure it with each number of clients."""
+    # As the command `halfbyte` sets it: otherwise an idle OpenMP thread takes a core from the server's event loop and the clients.
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if contender != "llama.cpp" and "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "10000")
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", contender]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdin is not None
@@ -110,39 +113,56 @@ def prompt(args: argparse.Namespace, client: int, request: int) -> str:
 
 
 async def load(url: str, args: argparse.Namespace, clients: int, requests: int) -> dict[str, Any]:
-    """Ask with so many clients at the same time."""
-    import httpx2
+    """Ask with so many clients at the same time.
 
+    The clients share the cores with the server, so they do little: bytes are read by the chunks of HTTP, and JSON is parsed up to the first
+    text and in the last event.
+    """
     firsts: list[float] = []
     tokens = 0
     kind = os.urandom(4).hex()  # no answer is in a cache
+    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
 
-    async def ask(client: Any, index: int) -> None:
+    async def ask(index: int) -> None:
         nonlocal tokens
+        reader, writer = await asyncio.open_connection(host, int(port))
         for request in range(requests):
             body = {"prompt": f"{kind} {prompt(args, index, request)}", "max_tokens": args.new, "temperature": 0, "ignore_eos": True}
-            started, first = time.perf_counter(), None
             options = {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
-            async with client.stream("POST", f"{url}/v1/completions", json={**body, **options}) as response:
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = json.loads(line[6:])
-                    if first is None and event["choices"] and event["choices"][0]["text"]:
-                        first = time.perf_counter()
-                    if event.get("usage"):
-                        used = event["usage"]["completion_tokens"]
+            content = json.dumps({**body, **options}).encode()
+            started, first, used = time.perf_counter(), None, 0
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            status = await reader.readuntil(b"\r\n\r\n")
+            assert status.split(maxsplit=2)[1] == b"200", status
+            while size := int(await reader.readline(), 16):
+                chunk = (await reader.readexactly(size + 2))[:-2]
+                if first is None:
+                    first = time.perf_counter() if any(has_text(event) for event in events(chunk)) else None
+                if b'"usage":{' in chunk:
+                    used = max([used, *((event.get("usage") or {}).get("completion_tokens", 0) for event in events(chunk))])
+            await reader.readline()
             assert used == args.new, f"{used} tokens instead of {args.new}"
             assert first is not None
             tokens += used
             firsts.append(1000 * (first - started))
+        writer.close()
 
-    async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=clients)) as client:
-        started = time.perf_counter()
-        await asyncio.gather(*(ask(client, index) for index in range(clients)))
-        seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    await asyncio.gather(*(ask(index) for index in range(clients)))
+    seconds = time.perf_counter() - started
     firsts.sort()
     return {"clients": clients, "rate": tokens / seconds, "p50": firsts[len(firsts) // 2], "p95": firsts[int(0.95 * (len(firsts) - 1))]}
+
+
+def events(chunk: bytes) -> list[dict[str, Any]]:
+    """The events of a chunk: servers send whole ones."""
+    return [json.loads(line[6:]) for line in chunk.splitlines() if line.startswith(b"data: {")]
+
+
+def has_text(event: dict[str, Any]) -> bool:
+    """Whether an event has new text."""
+    return bool(event["choices"] and event["choices"][0]["text"])
 
 
 # Contenders, each in a process of its own, which prints its URL

@@ -176,6 +176,26 @@ def test_what_cannot_be_written_is_one_line(line: str, unbuffered: str) -> None:
     assert (answer.returncode, answer.stderr) == (2, f"halfbyte: error: {stream}{os.strerror(errno.ENOSPC)}\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-"])
+def test_a_message_that_cannot_be_written_is_dropped(stderr: str, tmp_path: Path) -> None:
+    """A full log neither ends a command that warns nor changes its exit code, and a closed one sends no message to stdout."""
+    text = """
+import sys, warnings
+from halfbyte.cli import main, inspect
+def run(args):
+    warnings.warn("a warning")
+    print("a note", file=sys.stderr)
+    print("a result")
+    return 0
+inspect.run = run
+print(main(["inspect", "a"]), main(["generate", "none", "--prompt", "a"]))
+"""
+    command = ["sh", "-c", f'exec "$0" "$@" {stderr}', sys.executable, "-c", text]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert (answer.returncode, answer.stdout) == (0, "a result\n0 2\n")
+
+
 def test_a_closed_stdout_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     code = main(["explain"])

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,7 +68,9 @@ def curl(*arguments: str) -> str:
 
 
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
-def test_curl_and_the_signal_that_ends_it(process: tuple[subprocess.Popen[str], str]) -> None:
+def test_curl_and_the_signal_that_ends_it(
+    process: tuple[subprocess.Popen[str], str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     running, url = process
     key, kind = ("-H", "Authorization: Bearer secret"), ("-H", "Content-Type: application/json")
     assert json.loads(curl(f"{url}/health")) == {"status": "ok"}
@@ -85,13 +88,28 @@ def test_curl_and_the_signal_that_ends_it(process: tuple[subprocess.Popen[str], 
     assert "<title>halfbyte</title>" in curl(url)
 
     port = url.rpartition(":")[2]
-    with pytest.raises(halfbyte.errors.ArgumentError, match=rf"port {port} .*another --port"):
-        server.listen("127.0.0.1", int(port))
+    assert main(["serve", str(folder), "--port", port]) == 2, "two servers on a port"
+    second = capsys.readouterr().err
+    assert second.count("\n") == 1
+    assert f"port {port} (Address already in use): choose another --port" in second
+    assert json.loads(curl(f"{url}/health")) == {"status": "ok"}
     started = time.monotonic()
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=20)
     assert (running.returncode, errors) == (0, "")
     assert time.monotonic() - started < 10
+
+
+def test_a_port_is_free_at_once_after_a_server_has_been_killed() -> None:
+    """The system keeps the connections that the killed server had for a minute."""
+    sock = server.listen("127.0.0.1", 0)
+    address = sock.getsockname()
+    with socket.create_connection(address) as client:
+        connection, _ = sock.accept()
+        connection.close()  # by the server's side, as when its process is killed
+        sock.close()
+        server.listen(*address).close()
+        assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize(

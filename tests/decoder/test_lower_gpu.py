@@ -422,6 +422,11 @@ def test_hidden_states_beyond_the_range_of_float16(tmp_path: Path) -> None:
     cache = _read(narrow, ids_of(5))
     with pytest.raises(CheckpointError, match=r"leave the range of float16: open it with dtype=torch\.bfloat16"):
         narrow.decode_greedy([5], cache)
+    for sampling in (hb.Sampling(), hb.Sampling(temperature=1.0), hb.Sampling(logprobs=1)):
+        batch = Batch(narrow, Tokenizer.open(folder), slots=1)
+        batch.submit(ids_of(5), sampling)
+        with pytest.raises(CheckpointError, match=r"leave the range of float16: open it with dtype=torch\.bfloat16"):
+            batch.step()
     assert len(wide.decode_greedy([5], _read(wide, ids_of(5)))) == 1
 
 

@@ -214,8 +214,10 @@ def test_logits_that_are_not_finite(everywhere: bool, value: float, sampling: Sa
         if value == -math.inf and not everywhere:  # a token that is excluded
             assert sampler.choose(logits) != count // 2
             continue
-        with pytest.raises(CheckpointError, match="the model computes NaN or infinite logits: its files are damaged, or of another model"):
+        with pytest.raises(CheckpointError, match=r"computes NaN or infinite logits: its files are damaged, or of another model$"):
             sampler.choose(logits)
+        with pytest.raises(CheckpointError, match=r"leave the range of float16: open it with dtype=torch.bfloat16 \(--dtype bfloat16\)$"):
+            Sampler(sampling, [1], is_float16=True).choose(logits)
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(1, 5), torch.zeros(0), torch.zeros(5, dtype=torch.int64), torch.zeros(())])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,46 @@ def test_a_stream_of_completions(client: Any) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [choice.text for choice in whole.choices]
     assert texts[1].startswith("an old oak")
+
+
+def test_transformers_chat(
+    server: Server, model: LanguageModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asks whether the model is loaded, and sends its settings as a generation_config."""
+    chat = pytest.importorskip("transformers.cli.chat")
+    monkeypatch.setattr(chat.RichInterface, "clear", lambda self: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n!set max_new_tokens=5\nan old oak\nn\n!exit\n"))
+    chat.Chat("tiny", server.url, ["max_new_tokens=7", "do_sample=False"], user="me")
+    shown = " ".join(capsys.readouterr().out.split())
+    messages = [{"role": "user", "content": PROMPT}]
+    first = model.generate(messages, max_new_tokens=7)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "an old oak"}]
+    second = model.generate(messages, max_new_tokens=5)
+    assert f"<tiny>: {' '.join(first.text.split())}" in shown
+    assert f"<tiny>: {' '.join(second.text.split())}" in shown
+    with pytest.raises(Exception, match="404"):
+        chat.Chat("large", server.url, user="me")
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "tokens"),
+    [
+        ({"max_new_tokens": 3, "do_sample": True, "top_k": 1, "transformers_version": "5"}, 200, 3),
+        ({"max_new_tokens": 3, "top_p": 7.0}, 400, 0),
+        ("{", 400, 0),
+        ({"max_new_tokens": "3"}, 400, 0),
+    ],
+)
+def test_settings_of_transformers(server: Server, config: Any, status: int, tokens: int) -> None:
+    text = config if isinstance(config, str) else json.dumps(config)
+    messages = [{"role": "user", "content": PROMPT}]
+    found = server.post("/v1/chat/completions", messages=messages, generation_config=text, ignore_eos=True)
+    assert found.status_code == status, found.text
+    if tokens:
+        assert found.json()["usage"]["completion_tokens"] == tokens
+        assert "halfbyte-ignored" not in found.headers
+        found = server.post("/v1/chat/completions", messages=messages, generation_config=text, ignore_eos=True, max_tokens=2)
+        assert found.json()["usage"]["completion_tokens"] == 2, "a field of the request's own comes first"
 
 
 def test_an_answer_ends_at_a_stop_string(client: Any, model: LanguageModel) -> None:

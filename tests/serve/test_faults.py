@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -199,6 +201,31 @@ def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:
     shared = " ".join([PROMPT] * 8)
     first, second = (server.complete(f"{shared} {end}").json()["usage"]["prompt_tokens_details"] for end in ("over an old oak", "hen " * 9))
     assert (first["cached_tokens"], second["cached_tokens"] > 15) == (0, True)
+
+
+def test_nothing_is_left_of_requests(model: LanguageModel) -> None:
+    with serve(model, prefix_bytes=0) as server:  # no caches of earlier sequences, which stay
+
+        def ask(count: int) -> tuple[int, int, int]:
+            for number in range(count):
+                response = server.complete(f"{PROMPT} {number}", max_tokens=2, stream=number % 2 == 0, logprobs=number % 3)
+                assert response.status_code == 200
+                assert server.complete(temperature=-1 - number).status_code == 400
+            server.wait_until_idle()
+            gc.collect()
+            folder = Path("/proc/self/fd")
+            threads = [thread for thread in threading.enumerate() if not thread.name.startswith(("halfbyte-text", "asyncio_"))]  # pools
+            return len(gc.get_objects()), len(threads), len(list(folder.iterdir())) if folder.exists() else 0
+
+        ask(30)
+        before, after = ask(30), ask(60)
+        assert after[1:] == before[1:], "threads, file descriptors"
+        assert after[0] - before[0] < 60, "less than one object that Python's collector tracks is left of two requests"
+        engine = server.serving._engine
+        assert engine is not None
+        slots = engine._batch._slots
+        assert slots is not None
+        assert (slots.batch, engine._jobs, engine._batch.running) == (0, {}, False)
 
 
 # Schemas

@@ -14,10 +14,14 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from halfbyte import __version__
 from halfbyte.cli import bench, chat, convert, doctor, eval, explain, generate, inspect, quantize, serve, tune
 from halfbyte.errors import HalfbyteError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 # Iterations that an idle OpenMP thread waits for work by spinning: some hundred µs, longer than from token to token. The usual 300 000
 # cost a core while Python reads files and plans calls.
@@ -40,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is imported
     atexit.register(gc.freeze)  # so that Python does not look for cycles before it ends, which takes a second where torch is
+    _keep_stderr_harmless()
     if sys.stdout is None:  # as Python has it where the file descriptor is closed
         return _fail("stdout is closed: send it to a file, a pipe or /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -70,6 +75,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"a GPU's memory is too small ({error}): ask for a format of fewer bits, for less text, or for --device cpu")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+
+
+class _Droppable(io.FileIO):
+    """A file descriptor of messages: drops what cannot be written, as on a full disk or after the reader of a pipe has gone.
+
+    Results are not lost by that, and a server goes on answering; an error raised by a warning would end the step that warns.
+    """
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return memoryview(data).nbytes if written is None else written
+
+
+def _keep_stderr_harmless() -> None:
+    """Replace Python's own sys.stderr, which may be None, by one that raises no OSError; all that prints messages writes to it."""
+    if sys.stderr is not sys.__stderr__:
+        return  # a caller's
+    if sys.stderr is None:  # the file descriptor is closed, and print would write to stdout
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    elif isinstance(sys.stderr, io.TextIOWrapper):
+        raw = _Droppable(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
 def _flush_stdout() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
+import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots
@@ -289,7 +290,8 @@ class Batch:
 
     def _start(self, generation: Generation, cache: Cache, logits: Tensor) -> tuple[Generation, str]:
         """Choose the first token after a prompt."""
-        sampler = Sampler(generation.sampling, generation.prompt_ids, generation.processors)
+        is_float16 = self._model.where is not None and self._model.where.dtype == torch.float16
+        sampler = Sampler(generation.sampling, generation.prompt_ids, generation.processors, is_float16=is_float16)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
         guesser = self._draft or PromptLookup() if self._speculate else None
         running, chosen = _Running(generation, sampler, stream, cache, 0, guesser), sampler.choose(_where_sampled(logits, [sampler]))

@@ -125,20 +125,32 @@ class Sampler:
 
     Draws come from a generator of its own, one number a token: a sequence gets the same tokens whatever else is in its batch.
 
+    Attributes:
+        sampling: How tokens are chosen.
+        is_float16: Whether the model's activations are float16, whose range some models leave: an error about its logits names the remedy.
+
     Example:
         sampler = Sampler(Sampling(temperature=0.7, seed=1), prompt_ids)
         id = sampler.choose(logits)
     """
 
-    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int] = (), processors: Sequence[LogitsProcessor] = ()) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_ids: Sequence[int] = (),
+        processors: Sequence[LogitsProcessor] = (),
+        *,
+        is_float16: bool = False,
+    ) -> None:
         """Starts a sequence.
 
         Args:
             sampling: How tokens are chosen.
             prompt_ids: Ids of the prompt's tokens, to which the repetition penalty applies.
             processors: Change the logits before penalties, one after the other.
+            is_float16: Whether the model's activations are float16.
         """
-        self.sampling, self._processors = sampling, tuple(processors)
+        self.sampling, self.is_float16, self._processors = sampling, is_float16, tuple(processors)
         self._penalizes = sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
         self._seen = _Ids(prompt_ids if sampling.repetition_penalty != 1 else ())
         self._counts: Counter[int] = Counter()
@@ -177,7 +189,7 @@ class Sampler:
         for processor in self._processors:
             scores = processor.process(scores)
         scores = self._penalized(scores) if self._penalizes else scores
-        chosen = self._draw(scores) if self._generator is not None else _most_likely(scores)
+        chosen = self._draw(scores) if self._generator is not None else next(most_likely(scores[None], is_float16=self.is_float16))
         if self._penalizes:
             self._counts[chosen] += 1
             if self.sampling.repetition_penalty != 1:
@@ -207,33 +219,32 @@ class Sampler:
     def _draw(self, scores: Tensor) -> int:
         """Draws a token by inverting the cumulative distribution of the candidates, at one uniform random number."""
         if not math.isfinite(float(scores.amax())):  # a NaN or +inf, or only -inf
-            raise non_finite_logits()
+            raise non_finite_logits(is_float16=self.is_float16)
         ids, values = candidates(scores, self.sampling)
         probabilities = torch.softmax(values, 0)
         uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
         if probabilities.numel() <= _SMALL:
-            at = _inverse_cumulative(probabilities, uniform, relative=True)[0]
+            at = self._inverse_cumulative(probabilities, uniform, relative=True)[0]
         else:  # first a block, then a token of it: most of a large array is read once and never written
             blocks = _in_blocks(probabilities, 0.0)
-            block, rest = _inverse_cumulative(blocks.sum(1), uniform, relative=True)
-            at = block * _BLOCK + _inverse_cumulative(blocks[block], rest, relative=False)[0]
+            block, rest = self._inverse_cumulative(blocks.sum(1), uniform, relative=True)
+            at = block * _BLOCK + self._inverse_cumulative(blocks[block], rest, relative=False)[0]
         return at if ids is None else int(ids[at])
 
+    def _inverse_cumulative(self, weights: Tensor, target: float, *, relative: bool) -> tuple[int, float]:
+        """The element at which the cumulative sum of weights [N], in float64, exceeds a target, and how far the target is in that element.
 
-def _inverse_cumulative(weights: Tensor, target: float, *, relative: bool) -> tuple[int, float]:
-    """The element at which the cumulative sum of weights [N], in float64, exceeds a target, and how far the target is in that element.
-
-    A relative target is a fraction of the sum. An element of weight 0 is never chosen.
-    """
-    cumulative = weights.double().cumsum(0)
-    if relative:
-        target *= float(cumulative[-1])
-    if not math.isfinite(target):  # divided by the temperature logits are infinite
-        raise non_finite_logits()
-    at = int(torch.searchsorted(cumulative, target, right=True))
-    if at == weights.numel():  # sums are rounded
-        at = int(torch.nonzero(weights)[-1])
-    return at, target - float(cumulative[at] - weights[at])
+        A relative target is a fraction of the sum. An element of weight 0 is never chosen.
+        """
+        cumulative = weights.double().cumsum(0)
+        if relative:
+            target *= float(cumulative[-1])
+        if not math.isfinite(target):  # divided by the temperature logits are infinite
+            raise non_finite_logits(is_float16=self.is_float16)
+        at = int(torch.searchsorted(cumulative, target, right=True))
+        if at == weights.numel():  # sums are rounded
+            at = int(torch.nonzero(weights)[-1])
+        return at, target - float(cumulative[at] - weights[at])
 
 
 def _in_blocks(values: Tensor, padding: float) -> Tensor:
@@ -297,12 +308,12 @@ def _top_p(scores: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Te
     return values[:kept], ids[:kept]
 
 
-def _most_likely(scores: Tensor) -> int:
-    return next(most_likely(scores[None]))
-
-
-def most_likely(logits: Tensor) -> Iterator[int]:
+def most_likely(logits: Tensor, *, is_float16: bool = False) -> Iterator[int]:
     """Yield the most likely token of each row of logits [M, N], the first of those that are as likely.
+
+    Args:
+        logits: The logits.
+        is_float16: Whether the model's activations are float16.
 
     Raises:
         CheckpointError: The logits of a row, when it is its turn, are NaN or infinite.
@@ -310,7 +321,7 @@ def most_likely(logits: Tensor) -> Iterator[int]:
     values, ids = logits.max(1)  # NaN counts as the highest
     for value, id in zip(values.tolist(), ids.tolist(), strict=True):
         if not math.isfinite(value):
-            raise non_finite_logits()
+            raise non_finite_logits(is_float16=is_float16)
         yield id
 
 

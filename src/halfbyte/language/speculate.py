@@ -193,7 +193,7 @@ def accepted_tokens(sampler: Sampler, logits: Tensor, guesses: Sequence[int]) ->
     Returns:
         The chosen tokens: the guesses that are right, and the one behind them.
     """
-    choices = most_likely(logits) if sampler.is_plain else map(sampler.choose, logits)
+    choices = most_likely(logits, is_float16=sampler.is_float16) if sampler.is_plain else map(sampler.choose, logits)
     chosen: list[int | Choice] = []
     for index, token in enumerate(choices):
         chosen.append(token)

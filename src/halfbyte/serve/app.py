@@ -22,8 +22,8 @@ from halfbyte.serve import metrics as prometheus
 from halfbyte.serve import page
 from halfbyte.serve.completions import TextService
 from halfbyte.serve.metrics import Metrics
-from halfbyte.serve.protocol import ApiRequest, ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, parse
-from halfbyte.serve.replies import ApiError, json_reply
+from halfbyte.serve.protocol import ApiRequest, ChatRequest, CompletionRequest, EmbeddingRequest, LoadRequest, RerankRequest, parse
+from halfbyte.serve.replies import ApiError, event, json_reply
 from halfbyte.serve.settings import Settings
 from halfbyte.serve.vectors import VectorService
 
@@ -60,6 +60,7 @@ def build(services: Services, settings: Settings) -> ASGIApp:
         Route("/v1/models/{name:path}", handlers.model),
         Route("/v1/completions", handlers.complete, methods=["POST"]),
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/load_model", handlers.load, methods=["POST"]),
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
         Route("/v1/rerank", handlers.rerank, methods=["POST"]),
     ]
@@ -183,6 +184,14 @@ class _Handlers:
             if model["id"] == name:
                 return json_reply(model)
         raise self._unknown(name)
+
+    async def load(self, request: Request) -> Response:
+        """Say that a model is loaded: `transformers chat` asks before its first message."""
+        asked = await self._read(LoadRequest, request)
+        names = [model["id"] for model in self._models()]
+        if asked.model not in (None, *names):
+            raise self._unknown(str(asked.model))
+        return Response(event({"status": "ready", "model": asked.model or names[0], "cached": True}), media_type="text/event-stream")
 
     def _models(self) -> list[dict[str, object]]:
         head = {"object": "model", "created": self._created, "owned_by": "halfbyte"}

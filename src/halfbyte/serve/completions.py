@@ -282,13 +282,18 @@ class TextService:
         empty = {"usage": None} if with_usage else {}  # OpenAI's API: null in all chunks but the last
 
         def chunk(choice: dict[str, Any]) -> bytes:
-            return event({**format.document([choice], None, chunk=True), **empty})
+            return format.chunk([choice], **empty)
+
+        def delta(index: int, text: str, choices: list[Choice] | None) -> bytes:
+            if choices is None:
+                return format.text_chunk(index, text, **empty)
+            return chunk(format.delta(index, text, choices, None, []))
 
         for index, echo in enumerate(prepared.echoes):
             if (choice := format.first(index)) is not None:
                 yield chunk(choice)
             if echo:
-                yield chunk(format.delta(index, echo, None, None, []))
+                yield delta(index, echo, None)
         try:
             async for update in engine_request.updates():
                 text, calls = answers[update.sequence].push(update.text), list[Any]()
@@ -297,7 +302,7 @@ class TextService:
                     rest, calls = answers[update.sequence].finish()  # text that might have become a tool call
                     text += rest
                     if text or choices:
-                        yield chunk(format.delta(update.sequence, text, choices, None, []))
+                        yield delta(update.sequence, text, choices)
                     if calls:
                         yield chunk(format.delta(update.sequence, "", None, None, calls))
                     # `calls` sets the finish_reason "tool_calls"; the calls themselves are in the chunk before.
@@ -305,14 +310,14 @@ class TextService:
                     last.get("delta", {}).pop("tool_calls", None)
                     yield chunk(last)
                 elif text or choices:
-                    yield chunk(format.delta(update.sequence, text, choices, None, []))
+                    yield delta(update.sequence, text, choices)
         except ApiError as e:  # the status 200 has been sent
             yield event(e.document())
             return
         if engine_request.cancelled:
             return
         if with_usage:
-            yield event(format.document([], usage(engine_request, prepared.prompt_tokens), chunk=True))
+            yield format.chunk([], usage=usage(engine_request, prepared.prompt_tokens))
         yield DONE
 
     async def _whole(self, prepared: _Prepared, format: CompletionFormat, request: GenerationRequest, headers: dict[str, str]) -> Response:

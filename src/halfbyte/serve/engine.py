@@ -184,7 +184,7 @@ class Engine:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread."""
         self._loop = loop
-        self._metrics.watch(lambda: self._unfinished)
+        self._metrics.watch(self._batch, lambda: self._unfinished)
         self._thread.start()
 
     @property
@@ -316,7 +316,7 @@ class Engine:
                 error = ApiError(400, faults[0], "schema_too_complex", "response_format") if faults else None
             changes.append(_Change(job, text, choices, count - job.sent_tokens, reason, error))
             job.sent_tokens = count
-        self._metrics.step(self._batch, sum(change.new_tokens for change in changes))
+        self._metrics.generated(sum(change.new_tokens for change in changes))
         if changes:
             self._notify(changes)
 

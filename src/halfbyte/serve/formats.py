@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from halfbyte import __version__
 from halfbyte.language.sampling import Choice
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.serve.engine import Request
+from halfbyte.serve.replies import dumps, event
 
 
 class TokenTexts:
@@ -52,8 +53,9 @@ class CompletionFormat:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = f"halfbyte-{__version__}"
         self._offsets: dict[int, int] = {}
+        self._text_events: dict[int, list[bytes]] = {}
 
-    def document(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
+    def document(self, choices: Sequence[Mapping[str, object]], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
         """Return a whole response, or a chunk of a stream."""
         kind = self.chunk_kind if chunk else self.kind
         document = {**self._head, "object": kind, "choices": choices}
@@ -70,6 +72,22 @@ class CompletionFormat:
     def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
         """Return a sequence."""
         return self.delta(index, text, choices, reason, calls)
+
+    def chunk(self, choices: Sequence[Mapping[str, object]], **fields: object) -> bytes:
+        """Return the server-sent event of a chunk; fields: more of it, such as "usage"."""
+        return event({**self.document(choices, None, chunk=True), **fields})
+
+    def text_chunk(self, index: int, text: str, **fields: object) -> bytes:
+        """Return `chunk` for new text of a sequence and nothing else; `fields` are the same in each call.
+
+        All but the text is encoded once: a stream has such an event for each token, and encoding it took longer than sending it.
+        """
+        parts = self._text_events.get(index)
+        if parts is None:
+            placeholder = uuid.uuid4().hex
+            parts = self.chunk([self.delta(index, placeholder, None, None, [])], **fields).split(dumps(placeholder))
+            self._text_events[index] = parts
+        return dumps(text).join(parts)
 
     def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
         if choices is None:

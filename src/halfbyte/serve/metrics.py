@@ -54,15 +54,15 @@ class Metrics:
         if len(generation.ids) > 1:
             self._per_token.observe(1 / generation.decode_rate)
 
-    def watch(self, sequences: Callable[[], float]) -> None:
-        """Take a function that returns the number of sequences that run or wait."""
+    def watch(self, batch: Batch, sequences: Callable[[], float]) -> None:
+        """Take a batch, and a function that returns the number of sequences that run or wait."""
         self._running.set_function(sequences)
+        self._guessed.set_function(lambda: batch.guessed)
+        self._accepted.set_function(lambda: batch.accepted)
 
-    def step(self, batch: Batch, tokens: int) -> None:
-        """Take the state of a batch after a step that has generated so many tokens."""
+    def generated(self, tokens: int) -> None:
+        """Count tokens of a step."""
         self._new.inc(tokens)
-        self._guessed.set(batch.guessed)
-        self._accepted.set(batch.accepted)
 
     def embedded(self, tokens: int) -> None:
         """Count texts that were embedded."""

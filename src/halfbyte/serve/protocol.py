@@ -6,9 +6,9 @@ A field that would change the answer and is not supported is refused; any other 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Json, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from halfbyte.language.sampling import Sampling
 from halfbyte.serve.replies import ApiError
@@ -194,6 +194,25 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
+class GenerationConfig(BaseModel):
+    """Settings as `transformers chat` sends them, a JSON document in a text."""
+
+    max_new_tokens: StrictInt | None = None
+    do_sample: StrictBool | None = None
+    temperature: FiniteFloat | None = None
+    top_p: FiniteFloat | None = None
+    top_k: StrictInt | None = None
+    min_p: FiniteFloat | None = None
+    repetition_penalty: FiniteFloat | None = None
+
+    def fields(self) -> dict[str, object]:
+        """Return them as fields of a request."""
+        fields: dict[str, object] = self.model_dump(exclude_none=True, exclude={"max_new_tokens", "do_sample"})
+        if self.max_new_tokens is not None:
+            fields["max_tokens"] = self.max_new_tokens
+        return {**fields, "temperature": 0.0} if self.do_sample is False else fields
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions"""
 
@@ -205,6 +224,15 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    generation_config: Json[GenerationConfig] | None = None
+
+    @model_validator(mode="after")
+    def _take_generation_config(self) -> Self:
+        """Take from `generation_config` what the request has no field of its own for."""
+        for name, value in self.generation_config.fields().items() if self.generation_config is not None else ():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        return self
 
     @property
     def most_new_tokens(self) -> int | None:
@@ -213,6 +241,10 @@ class ChatRequest(GenerationRequest):
     @property
     def most_likely(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class LoadRequest(ApiRequest):
+    """POST /load_model, of transformers' server"""
 
 
 class EmbeddingRequest(ApiRequest):

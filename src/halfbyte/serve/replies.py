@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps makes one for each call
 
 
 class ApiError(Exception):
@@ -48,7 +49,7 @@ class ApiError(Exception):
 
 def dumps(document: Any) -> bytes:
     """Return compact JSON in ASCII: text with any characters is valid in it."""
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(document).encode("ascii")
 
 
 def json_reply(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
