@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import kernel_cache
 import pytest
 import torch
 import transformers
@@ -40,6 +41,7 @@ FORMATS = {"blocks": "int4_g16_zp", "rows": "int8_channel"}  # of which columns 
 
 
 def main(rank: int, count: int, folder: Path, device: str, names: list[str]) -> None:
+    kernel_cache.by_ir()
     how: dict[str, Any] = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=500)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}  # as torchrun does
     if device == "cuda":
