@@ -69,7 +69,7 @@ def said(model: Any, cache: Any, *, batch: int = 1, tokens: int = 12, mask: Tens
 @pytest.mark.parametrize("skip", [[], ["lm_head", "model.embed_tokens"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_logits(kind: str, skip: list[str], taken: list[bool]) -> None:
-    """Of quantized embeddings and heads, tied ones too, and of others; for some kinds of so many tokens that buffers and rope tables end."""
+    """Of quantized embeddings and heads, tied ones too, and of others; for some kinds, so many tokens that buffers and tables end."""
     plain, short = pair(kind, skip=skip) if skip else shared_pair(kind)
     assert isinstance(short.model.embed_tokens, QuantEmbedding) == (not skip)
     tokens = 75 if kind in ROPE_KINDS and not skip else 12
