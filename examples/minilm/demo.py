@@ -65,14 +65,18 @@ def disk_bytes(folder: Path) -> int:
 
 
 def time_all(models: Mapping[str, nn.Module], inputs: dict[str, Tensor], seconds: float) -> dict[str, Timing]:
-    """One forward pass and the pooling, tokens in, embeddings out; all models take turns for `seconds` or so, five times or more."""
+    """One forward pass and the pooling, tokens in, embeddings out; all models take turns for `seconds` or so, five times or more. In no
+    seconds: once."""
 
     def contender(model: nn.Module) -> Callable[[], object]:
         return lambda: pool(model(**inputs).last_hidden_state, inputs["attention_mask"])
 
     contenders = {name: contender(model) for name, model in models.items()}
     with torch.inference_mode():
-        once = sum(timing.seconds for timing in interleave(contenders, rounds=1).values())
+        first = interleave(contenders, rounds=1)
+        if not seconds:
+            return first
+        once = sum(timing.seconds for timing in first.values())
         return interleave(contenders, rounds=max(5, int(seconds / once)), warmup=0)
 
 
@@ -84,7 +88,7 @@ def middle_batch(tokenizer: Any, passages: list[str], size: int) -> dict[str, Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="40 passages, 8 queries, few timing rounds")
+    parser.add_argument("--quick", action="store_true", help="40 passages, 8 queries, one timing round")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the results as JSON")
     parser.add_argument("--threads", type=int, help="threads of torch and of halfbyte's kernels (default: as many as torch takes)")
     parser.add_argument("--method", default="absmax", help="how scales are chosen: absmax or mse (default: %(default)s)")

@@ -1,8 +1,8 @@
-"""One of several processes that test a model which they share: python parallel_worker.py RANK COUNT FOLDER cpu|cuda [SCENARIO …]
+"""One of several processes that test a model which they share: python parallel_worker.py RANK|all COUNT FOLDER cpu|cuda [SCENARIO …]
 
 Runs every scenario below, or those that are named, on gloo or, each process on a GPU of its own, on NCCL, and writes what became of each
 to FOLDER/<rank>.json: "" or what went wrong. A scenario that fails in one process leaves the others waiting, so it is the last; nothing
-waits longer than the timeout of the process group.
+waits longer than the timeout of the process group. With "all", on CPUs, the processes are children of one that has imported everything.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import kernel_cache
 import pytest
 import torch
 import transformers
@@ -40,6 +41,7 @@ FORMATS = {"blocks": "int4_g16_zp", "rows": "int8_channel"}  # of which columns 
 
 
 def main(rank: int, count: int, folder: Path, device: str, names: list[str]) -> None:
+    kernel_cache.by_ir()
     how: dict[str, Any] = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=500)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}  # as torchrun does
     if device == "cuda":
@@ -352,7 +354,28 @@ SCENARIOS = {
         transformers_asks_for_it,
     )
 }
+# What is the same for any number of processes: tested with two of them.
+OF_TWO = ("operands_in_parts_are_refused", "what_is_refused", "transformers_asks_for_it")
 CPU_ALONE = {"rows_alone_give_the_same_bits": "on GPUs shape chooses the kernel", "what_is_refused": "is the same on every device"}
 
+
+def fork(count: int, folder: Path, device: str, names: list[str]) -> int:
+    """Run `main` in `count` children; 0 where none of them failed. Nothing has started a thread yet, which a child would lack."""
+    children = []
+    for rank in range(count):
+        if (child := os.fork()) == 0:
+            try:
+                main(rank, count, folder, device, names)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    rest = int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5:]
+    if sys.argv[1] == "all":
+        sys.exit(fork(*rest))
+    main(int(sys.argv[1]), *rest)

@@ -79,11 +79,13 @@ def outcomes(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("run")
     for model in models.iterdir():
         (folder / model.name).symlink_to(model, target_is_directory=True)
-    command = [str(Path(parallel_worker.__file__)), "{rank}", str(count), str(folder), device]
-    said = run_processes(count, command)
+    names = [name for name in parallel_worker.SCENARIOS if count == 2 or name not in parallel_worker.OF_TWO]
+    command = [str(Path(parallel_worker.__file__)), "all" if device == "cpu" else "{rank}", str(count), str(folder), device, *names]
+    said = run_processes(1 if device == "cpu" else count, command)
     files = [folder / f"{rank}.json" for rank in range(count)]
     assert all(file.exists() for file in files), said
     skipped = dict.fromkeys(parallel_worker.CPU_ALONE, "skipped") if device != "cpu" else {}
+    skipped |= dict.fromkeys(parallel_worker.OF_TWO, "skipped") if count != 2 else {}
     return [json.loads(file.read_text()) | skipped for file in files]
 
 
@@ -110,7 +112,7 @@ def run_processes(
 @pytest.mark.parametrize("name", parallel_worker.SCENARIOS)
 def test_processes_share_a_model(outcomes: list[dict[str, str]], name: str) -> None:
     if all(said.get(name) == "skipped" for said in outcomes):
-        pytest.skip(parallel_worker.CPU_ALONE[name])
+        pytest.skip(parallel_worker.CPU_ALONE.get(name, "is the same for any number of processes"))
     for rank, said in enumerate(outcomes):
         assert name in said, f"process {rank} ended before: {said}"
         assert not said[name], f"process {rank}: {said[name]}"

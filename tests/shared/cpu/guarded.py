@@ -16,6 +16,7 @@ from typing import Any
 import attention
 import encoder_parts
 import guarded_layers
+import kernel_cache
 import torch
 from emulated.amx import EmulatedTiles
 from guarded_memory import ENDS, guarded, guarded_allocations, placed, same, scratch, some
@@ -363,6 +364,7 @@ def weights(announce: Callable[[str], None]) -> None:
 
 def main(progress: str, one_too_far: bool) -> None:
     faulthandler.enable()
+    kernel_cache.by_ir()
     torch.manual_seed(0)
     runtime.threads = lambda: 1  # thousands of small calls
     with Path(progress).open("w") as file:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from kernel_cache import remembered
 
 from halfbyte.dispatch.choose import choose
 from halfbyte.formats.spec import as_format
@@ -44,14 +46,17 @@ PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # where tests run s
 class Job:
     """Call `function` ("module:name" or "file.py:name") with the Gpu of `arch` and `kwargs`, and compile what it launches.
 
-    wanted   what a Binary tells: "assembly": all; "resources": all but the assembly, which takes NVIDIA's tools most of a second (it is
-             there all the same for a kernel that uses the stack); "shared": `shared` alone, known before most of the compiler's work
+    wanted   what a Binary tells: "assembly": all; "resources": all but the assembly, which takes NVIDIA's tools about a second (it is
+             there all the same for a kernel that uses the stack); "product": assembly of the last launch alone, resources of those before
+             it; "shared": `shared` alone, known before most of the compiler's work
+    only     which launches are compiled, by their place in the order; none: all
     """
 
     function: str
     arch: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     wanted: str = "assembly"
+    only: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ def grouped_job(arch: str, rope_interleaved: int, experts: int, n: int, k: int, 
         "aot:launch_grouped",
         arch,
         {"rope_interleaved": rope_interleaved, "experts": experts, "n": n, "k": k, "format": format, "dtype": dtype},
+        "product",
     )
 
 
@@ -285,7 +291,8 @@ def compile_all(jobs: Sequence[Job]) -> list[list[Binary]]:
 def _workers() -> list[subprocess.Popen[str]]:
     """Processes that compile, for as long as this one lives: to import torch and Triton takes as long as some kernels do."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "shared" / "gpu"), env.get("PYTHONPATH", "")])
+    folders = [str(ROOT / folder) for folder in ("src", "tests/shared", "tests/shared/gpu")]
+    env["PYTHONPATH"] = os.pathsep.join([*folders, env.get("PYTHONPATH", "")])
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     workers = [subprocess.Popen([sys.executable, __file__], env=env, cwd=ROOT, **pipes) for _ in range(PROCESSES)]
 
@@ -318,7 +325,10 @@ def _compile(job: Job) -> list[Binary]:
     with launch.recording(dry=True) as recording:
         _function(job.function)(gpu, **job.kwargs)
     assert recording.launches, f"{job} launched nothing"
-    return [_binary(call, gpu, job.wanted) for call in recording.launches if hasattr(call.kernel, "signature")]  # the rest are torch's own
+    launches = [call for call in recording.launches if hasattr(call.kernel, "signature")]  # the rest are torch's own
+    launches = [launches[i] for i in job.only] if job.only else launches
+    before = "resources" if job.wanted == "product" else job.wanted
+    return [_binary(call, gpu, job.wanted if call is launches[-1] else before) for call in launches]
 
 
 def _function(name: str) -> Any:
@@ -359,17 +369,19 @@ def _binary(call: Any, gpu: Gpu, wanted: str) -> Binary:
         text = compiled.asm["amdgcn"]
         registers, spills = (int(re.findall(rf"\.{name}:\s*(\d+)", text)[-1]) for name in ("vgpr_count", "vgpr_spill_count"))
         return Binary(**common, ptx="", assembly=text, registers=registers, spills=spills, stack=0)
+    cubin = compiled.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
 
-        def dump(*what: str) -> str:
-            command = [triton.knobs.nvidia.cuobjdump.path, *what, file.name]
-            return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        def dump(what: str) -> str:
+            command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+            key = f"{what} {triton.__version__} {hashlib.sha256(cubin).hexdigest()}"
+            return remembered("dumps", key, lambda: subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout).decode()
 
         numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump("--dump-resource-usage"))}
         # What is spilled lies on the stack.
-        sass = dump("--dump-sass") if wanted == "assembly" or numbers["STACK"] or numbers["LOCAL"] else ""
+        sass = dump("--dump-sass") if wanted in ("assembly", "product") or numbers["STACK"] or numbers["LOCAL"] else ""
     spills = 4 * len(re.findall(r"\bSTL\b", sass)) + 8 * len(re.findall(r"\bSTL\.64", sass)) + 16 * len(re.findall(r"\bSTL\.128", sass))
     return Binary(**common, ptx=compiled.asm["ptx"], assembly=sass, registers=numbers["REG"], spills=spills, stack=numbers["STACK"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import tiny_decoders
 import transformers
 from optimized_models import close, layer_calls, model_pair
 from transformers import DynamicCache, StaticCache
@@ -100,6 +102,12 @@ def pair(kind: str, layer_types: list[str] | None = None, **how: Any) -> tuple[A
     return model_pair(model)
 
 
+@functools.cache
+def shared_pair(kind: str) -> tuple[Any, Any]:
+    """For tests that change neither of the models."""
+    return pair(kind)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return layer_calls(monkeypatch)
@@ -119,7 +127,7 @@ def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_logits(kind: str, calls: list[bool]) -> None:
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     # 300: piece by piece, which has nothing to do with the kind of cache
     dynamic, static = partial(DynamicCache, config=plain.config), partial(StaticCache, config=plain.config, max_cache_len=64)
     for make, widths in ((dynamic, (13, 1, 1, 4, 1, 300, 1)), (static, (13, 1, 1, 4, 1, 30, 1))):
@@ -263,7 +271,7 @@ def test_layers_that_read_others_keys_with_static_caches(calls: list[bool], monk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_and_several_sequences(kind: str, calls: list[bool]) -> None:
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     widths, mask = (12, 1, 2, 9, 1), torch.ones(3, 25, dtype=torch.long)
     mask[0, :3] = mask[2, :5] = 0
     assert close(*(logits(model, DynamicCache(config=model.config), widths, mask, 3) for model in (short, plain)))
@@ -272,15 +280,16 @@ def test_padding_and_several_sequences(kind: str, calls: list[bool]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_8_bits(kind: str, calls: list[bool]) -> None:
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     actual, expected = (logits(model, Int8Cache(plain.config), (13, 1, 30, 1)) for model in (short, plain))
     assert calls == [True] * 8
     # The codes of a key that differs in its last bits may differ by one where it is just between two: 1/127 of the largest of 32.
     assert float((actual - expected).norm()) <= 1e-2 * float(expected.norm())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in tiny_decoders.KINDS])
 def test_the_same_text(kind: str) -> None:
+    """In a decode step of the whole stack, of the kinds that test_decoding_models.py has not."""
     plain, short = pair(kind, skip=[])
     ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2))
     how = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
@@ -299,7 +308,7 @@ def test_integers(kind: str, calls: list[bool]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_gpus_leave_to_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, short = pair(kind)
+    plain, short = pair(kind) if kind in LEFT else shared_pair(kind)
     reason = forwards.why_not_native(short.model.layers[0], "cuda")
     assert reason == forwards.why_not_native(plain.model.layers[0], "cuda") == LEFT.get(kind)
     if reason is None:  # `test_decoding.py` has these
@@ -375,7 +384,7 @@ def test_queries_with_a_factor_under_torch_compile() -> None:
 
 def test_what_is_said() -> None:
     for kind in KINDS:
-        _, short = pair(kind)
+        _, short = shared_pair(kind)
         assert short.model.halfbyte_remark == "2 of 2 layers take native calls"
         text = str(explain_model(short))
         assert "as transformers computes it" not in text

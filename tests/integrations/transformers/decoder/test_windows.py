@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from collections.abc import Callable
@@ -53,6 +54,18 @@ def pair(kind: str) -> tuple[Any, Any]:
     return model, replace_forwards_(copy.deepcopy(model))
 
 
+@functools.cache
+def shared_pair(kind: str) -> tuple[Any, Any]:
+    """For tests that change neither of the models."""
+    return pair(kind)
+
+
+# Prompts of one token, shorter than a window of 4, as long, and longer; with a cache that knows of windows, and one that does not. All of
+# them with a window in all layers and with one in some; each other kind with one of each.
+PROMPTS = [(1, True), (3, False), (4, True), (13, True), (13, False)]
+THOROUGH = ("of 4 tokens", "in every other layer")
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """(sequences, tokens, layers) of each native call."""
@@ -85,11 +98,10 @@ def same_cache(actual: Any, expected: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("prompt", "configured"), [(1, True), (3, False), (4, True), (13, True), (13, False)])
+@pytest.mark.parametrize(("kind", "prompt", "configured"), [(k, *p) for k in KINDS for p in (PROMPTS if k in THOROUGH else PROMPTS[1::2])])
 def test_the_same_logits(kind: str, prompt: int, configured: bool, calls: list[tuple[int, int, int]]) -> None:
     """Of so many tokens that buffers end; at times some at once, as who continues a chat or guesses ahead has it."""
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     widths = (prompt, *[1] * 75, 2, 1, 7, *[1] * 70, 40, 1)
     ids = random_ids(2, sum(widths))
     actual, expected = (DynamicCache(config=plain.config if configured else None) for _ in range(2))
@@ -104,7 +116,7 @@ def test_the_same_logits(kind: str, prompt: int, configured: bool, calls: list[t
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_by_layer(kind: str, calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without a cache."""
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     monkeypatch.setattr(TokenStep, "__call__", lambda *_: None)
     widths = (5, *[1] * 80, 3, 1)
     ids = random_ids(1, sum(widths))
@@ -121,7 +133,7 @@ def test_layer_by_layer(kind: str, calls: list[tuple[int, int, int]], monkeypatc
 @pytest.mark.parametrize("configured", [True, False])
 def test_padding_on_the_left(kind: str, configured: bool, calls: list[tuple[int, int, int]]) -> None:
     """Shorter and longer than the window, and positions that do not count it."""
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     widths = (12, 1, 1, 3, *[1] * 9)
     ids, mask = random_ids(3, sum(widths)), torch.ones(3, sum(widths), dtype=torch.long)
     mask[0, :3] = mask[2, :11] = 0
@@ -140,12 +152,12 @@ def test_padding_on_the_left(kind: str, configured: bool, calls: list[tuple[int,
     assert actual.get_seq_length() == length + 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "settings", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}, {"use_cache": False}], ids=str
-)
+WAYS: list[dict[str, Any]] = [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}, {"use_cache": False}]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(k, way) for k in KINDS for way in ({}, *(WAYS if k in THOROUGH else ()))], ids=str)
 def test_the_same_text(kind: str, settings: dict[str, Any]) -> None:
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     ids, mask = random_ids(1 if "prompt_lookup_num_tokens" in settings else 2, 11), None
     if len(ids) > 1:
         mask = torch.ones_like(ids)
@@ -173,7 +185,7 @@ def test_a_chat_that_goes_on(calls: list[tuple[int, int, int]]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cropping_and_beams(kind: str) -> None:
     """Whatever is done with a cache between tokens is transformers' own, also what it refuses."""
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
     ids = random_ids(2, 200)
 
@@ -255,7 +267,7 @@ def test_a_long_prompt_leaves_no_memory_behind() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_8_bits(kind: str, calls: list[tuple[int, int, int]]) -> None:
-    plain, short = pair(kind)
+    plain, short = shared_pair(kind)
     widths = (11, *[1] * 70, 4, 1)
     ids = random_ids(2, sum(widths))
     caches = [Int8Cache(plain.config) for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import pickle
@@ -237,6 +238,12 @@ def make_family(family: str) -> Any:
     return model
 
 
+@functools.cache
+def shared_family(family: str) -> Any:
+    """For tests that do not change the model."""
+    return make_family(family)
+
+
 # Each two of: one prompt or several, a window that is full before or becomes so, a cache of any kind or a static one.
 STATIC: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True}
 WINDOWS: list[tuple[tuple[int, ...], dict[str, Any]]] = [((5,), {}), ((30, 5, 13), {}), ((30,), STATIC), ((9, 5, 1), STATIC)]
@@ -246,7 +253,7 @@ WINDOWS: list[tuple[tuple[int, ...], dict[str, Any]]] = [((5,), {}), ((30, 5, 13
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_and_windows(kind: str, family: str, lengths: tuple[int, ...], more: dict[str, Any]) -> None:
     """Windows that become full while tokens are written, and those that are full before."""
-    found, expected = both(make_family(family), {**prompt(*lengths), "max_new_tokens": 20, "eos_token_id": None, **more})
+    found, expected = both(shared_family(family), {**prompt(*lengths), "max_new_tokens": 20, "eos_token_id": None, **more})
     assert torch.equal(found, expected)
     if kind == "graphs":
         assert Imitated.count == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])

@@ -4,6 +4,7 @@ operations on a CPU."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
@@ -137,6 +138,12 @@ def pair(kind: str, device: torch.device, **how: Any) -> tuple[Any, Any]:
     return model, short
 
 
+@functools.cache
+def shared_pair(kind: str, device: torch.device) -> tuple[Any, Any]:
+    """For tests that change neither of the models."""
+    return pair(kind, device)
+
+
 def done(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[bool]:
     """Of each call of that function from now on, whether it computed something and did not leave it to transformers by None."""
     found: list[bool] = []
@@ -175,14 +182,18 @@ WIDTHS = [(9, *[1] * 24), (30, *[1] * 5), (9, *[1] * 12, 5, *[1] * 4, 17, *[1] *
 PROMPTS = [(9, 5, 17, 3), (30, 1, 5), (9, 1, 7)]
 
 
+# One for each kind of window: in all layers, in some, with a table of positions for each, with sinks, before layers that read its keys.
+WINDOWED = ("mistral", "qwen2", "gemma3", "gemma4", "gpt_oss")
+
+
 def of_each(widths: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
-    """With all of these each kind that has windows; the others differ by them in nothing, and have the last."""
-    return [(kind, w) for kind, config in KINDS.items() for w in (widths if "sliding_window" in config.keywords else widths[-1:])]
+    """With all of these the kinds above; the last, in which windows become full and are, too, all kinds."""
+    return [(kind, w) for kind in KINDS for w in (widths if kind in WINDOWED else widths[-1:])]
 
 
 @pytest.mark.parametrize(("kind", "widths"), of_each(WIDTHS))
 def test_the_same_logits(kind: str, widths: tuple[int, ...], device: torch.device, calls: list[bool]) -> None:
-    plain, short = pair(kind, device)
+    plain, short = shared_pair(kind, device)
     found = logits(short, static_cache(short, 64), widths)
     assert calls == [width == 1 for width in widths for _ in range(2)]
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths))
@@ -191,7 +202,7 @@ def test_the_same_logits(kind: str, widths: tuple[int, ...], device: torch.devic
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_and_several_sequences(kind: str, device: torch.device, calls: list[bool]) -> None:
     """Padding that a window still has, and that it has forgotten."""
-    plain, short = pair(kind, device)
+    plain, short = shared_pair(kind, device)
     widths, mask = (12, *[1] * 20), torch.ones(3, 32, dtype=torch.long, device=device)
     mask[0, :3] = mask[2, :9] = 0
     found = logits(short, static_cache(short, 64), widths, mask, 3)
@@ -240,7 +251,7 @@ def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]
 @pytest.mark.parametrize(("kind", "widths"), of_each(PROMPTS))
 def test_prompts(kind: str, widths: tuple[int, ...], device: torch.device, prompts: list[bool]) -> None:
     """The first, and those that go on: with caches that are static, with windows as rings, and growing, and without any."""
-    plain, short = pair(kind, device)
+    plain, short = shared_pair(kind, device)
     found = logits(short, static_cache(short, 64), widths)
     several = 2 * sum(width > 1 for width in widths)
     assert prompts == [takes_prompts(device)] * several
@@ -256,7 +267,7 @@ def test_prompts(kind: str, widths: tuple[int, ...], device: torch.device, promp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_with_padding(kind: str, device: torch.device, prompts: list[bool]) -> None:
-    plain, short = pair(kind, device)
+    plain, short = shared_pair(kind, device)
     widths, mask = (20, 3, 9), torch.ones(3, 32, dtype=torch.long, device=device)
     mask[0, :3] = mask[2, :9] = 0
     found = logits(short, static_cache(short, 64), widths, mask, 3)
@@ -477,7 +488,7 @@ OTHERS += "gemma4, no windows", "gemma4, keys in common"
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_the_same_text(kind: str, device: torch.device, calls: list[bool]) -> None:
-    plain, short = pair(kind, device)
+    plain, short = shared_pair(kind, device)
     ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2)).to(device)
     how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     actual = short.generate(ids, past_key_values=static_cache(short, 40), **how)

@@ -63,7 +63,7 @@ def layers(draw: st.DrawFn) -> tuple[Filter, Window, tuple[int, int, int, int]]:
     return Filter(as_format("int8_channel"), out * groups, channels, kernel, groups), window, image
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=70, suppress_health_check=[HealthCheck.filter_too_much])
 @given(layers(), st.integers(-128, 127), st.integers(-128, 127), st.integers(0, 2**16))
 def test_codes_are_those_of_onnx_runtime(layer, in_zero: int, out_zero: int, seed: int) -> None:
     (sizes, window, image), rng = layer, torch.Generator().manual_seed(seed)

@@ -27,7 +27,7 @@ def test_nothing_spills_on_hopper() -> None:
     tiles = [("int4_g128", 64, "float"), ("int4_g128", 128, "float"), ("int4_g128", 256, "float"), ("q4_0", 128, "float")]
     tiles += [("q8_0", 256, "float"), ("int4_g128", 128, "int8")]
     home = "tests/kernels/gpu/experts/test_grouped_compiled.py:launch"
-    jobs = [Job(home, "sm_90", dict(zip(("format", "tile", "compute"), tile, strict=True))) for tile in tiles]
+    jobs = [Job(home, "sm_90", dict(zip(("format", "tile", "compute"), tile, strict=True)), "resources") for tile in tiles]
     for tile, [*_, product] in zip(tiles, compile_all(jobs), strict=True):
         assert product.spills == 0, tile
         assert product.shared <= GPUS["sm_90"].shared, tile

@@ -319,13 +319,19 @@ KERNELS += [*["_attend", "_add_up"] * 9, "_logits", "_sum", "_choose", "_choose"
 
 
 def test_what_families_add_compiles_without_spills() -> None:
-    """The other GPUs of NVIDIA take the same tiles with the matrix unit of sm_80; sm_120 starts kernels early, as sm_90 does."""
-    archs = ("sm_80", "sm_90", "sm_100")
+    """The other GPUs of NVIDIA take the same tiles with the matrix unit of sm_80; sm_120 starts kernels early, as sm_90 does.
+
+    Attention of one token is the same on sm_100 and sm_90: there its first kind is compiled, and its last, whose tiles are streamed.
+    """
+    attends = [i for i, name in enumerate(KERNELS) if name == "_attend"]
+    others = [i for i, name in enumerate(KERNELS) if name not in ("_attend", "_add_up")]
+    launches = {"sm_80": range(len(KERNELS)), "sm_90": range(len(KERNELS)), "sm_100": sorted((attends[0], attends[-1], *others))}
     for size in (512, 128, 65536):
         tiles = (attend.static(1, 32, 8, size, 128, B, gpu)[0] for gpu in GPUS.values() if gpu.backend == "cuda")
         assert len({replace(tile, pdl=False) for tile in tiles}) == 1
-    for arch, binaries in zip(archs, compile_all([Job("aot:launch_families", arch, wanted="resources") for arch in archs]), strict=True):
-        assert [binary.kernel for binary in binaries] == KERNELS
+    jobs = [Job("aot:launch_families", arch, wanted="resources", only=[*places]) for arch, places in launches.items()]
+    for (arch, places), binaries in zip(launches.items(), compile_all(jobs), strict=True):
+        assert [binary.kernel for binary in binaries] == [KERNELS[i] for i in places]
         for binary in binaries:
             assert (binary.spills, binary.stack) == (0, 0), f"{binary.kernel} on {arch}"
             assert ("griddepcontrol.wait" in binary.ptx) == (GPUS[arch].capability >= (9, 0)), f"{binary.kernel} on {arch}"

@@ -170,7 +170,7 @@ def test_hopper_with_every_config(name: str, activation: Activation, gpu: Gpu, d
 def test_hopper_assembly() -> None:
     """wgmma on integers, no spills, room beside for what quantizes the next x; some run while weights go to registers, and while sums of
     blocks become floats without conversions."""
-    shape = {"m": 1024, "n": 14336, "k": 4096, "dtype": "bfloat16", "compute": "int8"}
+    shape = {"m": 1024, "n": 14336, "k": 4096, "dtype": "bfloat16", "compute": "int8", "wanted": "product"}
     home = "halfbyte.kernels.gpu.linear.gemm_int8_hopper"
     ways = (("int4_channel", "row"), ("int4_g128", "row"), ("int8_g128", "block"))
     jobs = [linear_job(home, "sm_90", format=name, activation=activation, configs=[0], **shape) for name, activation in ways]
