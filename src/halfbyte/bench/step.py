@@ -119,7 +119,7 @@ def measure_step(
         for layers, group in groups
         for lowered in group
     }
-    timed: dict[tuple[Any, ...], tuple[float | None, float | None]] = {}
+    timed: dict[tuple[object, ...], tuple[float | None, float | None]] = {}
     ops = []
     for at, (layers, lowered) in enumerate(kernels):
         op = lowered.op

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class OtherModel(StoredModel):
     """
 
     def __init__(
-        self, path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
+        self, path: Path, config: dict[str, object], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
     ) -> None:
         self._entries, self._quantize, self.kept = entries, quantize, kept
         self._notes = list(entries.notes)

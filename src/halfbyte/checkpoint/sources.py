@@ -43,7 +43,7 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     return None
 
 
-def _reader(source: Path, config: Mapping[str, Any]) -> Reader:
+def _reader(source: Path, config: Mapping[str, object]) -> Reader:
     """The tensors of a folder, by the names that they have in the model itself if it is one of transformers."""
     from halfbyte.checkpoint.mapping.architecture import is_transformers_model
 

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, Any] | None:
+def _find(part: Callable[[], dict[str, object]], faults: list[str]) -> dict[str, Any] | None:
     try:
         return part()
     except HalfbyteError as error:  # invalid variables are among the faults to report
@@ -185,7 +185,7 @@ def _variables() -> dict[str, Any]:
     return {"set": known, "unknown": env.unknown()}
 
 
-def _print_part(name: str, part: dict[str, Any] | None) -> None:
+def _print_part(name: str, part: dict[str, object] | None) -> None:
     for line in [] if part is None else LINES[name](part):
         print(f"{name:10} {line}", flush=True)
         name = ""

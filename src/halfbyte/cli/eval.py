@@ -145,7 +145,7 @@ def _language(args: argparse.Namespace, text: str) -> int:
     return 0
 
 
-def _write_page(args: argparse.Namespace, document: dict[str, Any]) -> None:
+def _write_page(args: argparse.Namespace, document: dict[str, object]) -> None:
     from halfbyte.bench.pages.quality import quality_page
 
     settings = f"windows of {args.context} tokens" if args.text else "the last word of each line"
@@ -153,7 +153,7 @@ def _write_page(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _qualities(
-    args: argparse.Namespace, reference: Opened, candidates: dict[str, Any], text: str, advance: Advance
+    args: argparse.Namespace, reference: Opened, candidates: dict[str, object], text: str, advance: Advance
 ) -> list[LanguageQuality]:
     import torch
 
@@ -254,7 +254,7 @@ def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:
 
 
 def _compare_embeddings(
-    original: nn.Module, quantized: nn.Module, tokenizer: Any, lines: list[str], args: argparse.Namespace, step: Advance
+    original: nn.Module, quantized: nn.Module, tokenizer: object, lines: list[str], args: argparse.Namespace, step: Advance
 ) -> EmbeddingQuality:
     from halfbyte.evaluate import compare_embeddings, embed
 
@@ -266,7 +266,7 @@ def _compare_embeddings(
 
 
 def _compare_outputs(
-    original: nn.Module, quantized: nn.Module, tokenizer: Any, lines: list[str], args: argparse.Namespace, step: Advance
+    original: nn.Module, quantized: nn.Module, tokenizer: object, lines: list[str], args: argparse.Namespace, step: Advance
 ) -> OutputQuality:
     import torch
 

@@ -44,7 +44,7 @@ class Tensors(Protocol):
         """Call functions that read tensors, on several threads where that takes less time."""
 
 
-def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
+def build_spec(values: dict[str, object], tensors: Tensors) -> DecoderSpec:
     """Build the specification of a model.
 
     Args:

@@ -26,14 +26,14 @@ _ORIGINAL = "original_max_position_embeddings"  # of config.json itself it is st
 _BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
 
 
-def find_family(values: Mapping[str, Any]) -> Family | None:
+def find_family(values: Mapping[str, object]) -> Family | None:
     """Find the family of a config.json; None where its architecture is in none."""
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return _BY_MODEL.get(name) if isinstance(name, str) else None
 
 
-def family_of_config(values: Mapping[str, Any]) -> Family:
+def family_of_config(values: Mapping[str, object]) -> Family:
     """Find the family of a config.json.
 
     Raises:
@@ -61,7 +61,7 @@ class TextConfig:
         CheckpointError: A value is of a wrong type or size.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         """Check sizes and derive what follows from other values: head_dim, num_key_value_heads, rope_parameters, layer_types.
 
         Raises:
@@ -192,7 +192,7 @@ class TextConfig:
             raise UnsupportedError(f"its layers differ in {min(differing, key=str)}")
         return [stored.get(str(index), {}) for index in range(layers)]
 
-    def _sizes(self, overrides: Mapping[str, Any]) -> LayerSizes:
+    def _sizes(self, overrides: Mapping[str, object]) -> LayerSizes:
         head_dim = _count("head_dim", overrides.get("head_dim", self.head_dim), _MOST_DIM)
         kv_heads = _count("num_key_value_heads", overrides.get("num_key_value_heads", self.num_key_value_heads))
         if self.num_attention_heads % kv_heads:

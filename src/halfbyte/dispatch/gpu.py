@@ -63,7 +63,7 @@ class GpuCandidate:
         """What the file is asked for: the weight with its zeros, where it reads no other."""
         return replace(problem, sparse=False) if problem.sparse and not self.sparse else problem
 
-    def launch(self, problem: Problem, config: Any, x: Tensor, *operands: Any) -> None:
+    def launch(self, problem: Problem, config: object, x: Tensor, *operands: Any) -> None:
         """Multiplies. Of a linear layer the weight's sections are the first operands."""
         multiplied = self.multiplied(problem)
         if multiplied is not problem:
@@ -223,7 +223,7 @@ def report_failure(problem: Problem, gpu: Gpu, option: GpuOption, reason: str) -
     choose_gpu.cache_clear()
 
 
-def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -> tuple[str, str, int, str, str]:
+def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: object) -> tuple[str, str, int, str, str]:
     return gpu.name, tune.kind(replace(problem, sparse=False)), tune.rows_class(problem.m), candidate.name, str(config)
 
 

@@ -129,7 +129,7 @@ def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> di
     return table
 
 
-def _write(path: Path, table: dict[str, Any]) -> None:
+def _write(path: Path, table: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.write_text(json.dumps(table, indent=1), encoding="utf-8")

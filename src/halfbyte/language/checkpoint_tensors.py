@@ -111,7 +111,7 @@ class EntriesSource:
     def __init__(
         self,
         path: Path,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         entries: Entries,
         quantize: Config | None = None,
         device: torch.device | None = None,
@@ -366,7 +366,7 @@ def _cache_of(path: Path, quantize: Config | None, header: File | None, sparse: 
     return open_cache(files, (quantize, sparse))
 
 
-def dtype_on_gpu(config: Mapping[str, Any]) -> torch.dtype:
+def dtype_on_gpu(config: Mapping[str, object]) -> torch.dtype:
     """Find the type of activations on a GPU: the one that config.json names if it has 16 bits, and otherwise bfloat16.
 
     A GGUF file names none. Most models are trained in bfloat16, and the hidden states of some leave the range of float16.

@@ -215,7 +215,7 @@ class PackedCache:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def open_cache(files: Sequence[Path], settings: Any) -> PackedCache | None:
+def open_cache(files: Sequence[Path], settings: object) -> PackedCache | None:
     """Open what is stored of a model.
 
     Args:

@@ -105,7 +105,7 @@ def _naming_the_folder(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"no tokenizer can be made from {FILE} and {SETTINGS} of {folder} ({why}): copy them again") from e
 
 
-def _as_its_class(backend: Any, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _as_its_class(backend: Any, settings: Mapping[str, object], config: Mapping[str, object]) -> None:
     """Replaces what transformers' class of the tokenizer replaces in tokenizer.json: the way in which spaces begin a text."""
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
@@ -182,7 +182,7 @@ def _add_tokens(backend: Any, folder: Path, settings: Mapping[str, Any], make: A
     return special
 
 
-def _special_tokens(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _special_tokens(stated: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Names and texts of the special tokens: those of `_NAMES`, and a model's own, such as `image_token`."""
     extra = stated.get("extra_special_tokens")
     for name, value in [*stated.items(), *(extra.items() if isinstance(extra, Mapping) else ())]:
@@ -196,14 +196,14 @@ def _extra_tokens(stated: Mapping[str, Any]) -> Iterable[str]:
     return [] if isinstance(extra, Mapping) else [_text("extra_special_tokens", token) for token in extra]
 
 
-def _text(name: str, token: Any) -> str:
+def _text(name: str, token: object) -> str:
     content = token.get("content") if isinstance(token, Mapping) else "" if token is None else token
     if not isinstance(content, str):
         raise CheckpointError(f"{name} of {SETTINGS} is a text or an added token, got {short(token)}: repair or remove it")
     return content
 
 
-def _flags(token: Any) -> dict[str, bool]:
+def _flags(token: object) -> dict[str, bool]:
     """The flags of an added token as a file states it."""
     return {key: bool(value) for key, value in token.items() if key not in ("content", "__type")} if isinstance(token, Mapping) else {}
 

@@ -34,7 +34,7 @@ finished: list[Callable[[nn.Module], None]] = []
 def quantize_(
     model: nn.Module,
     config: Config | Format | str,
-    calibration: Calibration | Tensor | Iterable[Any] | None = None,
+    calibration: Calibration | Tensor | Iterable[object] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Quantize the Linear, Embedding, EmbeddingBag, Conv1d and Conv2d modules of a model, and its stacks of experts, in place.
@@ -77,7 +77,7 @@ def quantize_(
 
 
 def _quantize_expanded_(
-    model: nn.Module, config: Config, calibration: Calibration | Tensor | Iterable[Any] | None, progress: Progress | None
+    model: nn.Module, config: Config, calibration: Calibration | Tensor | Iterable[object] | None, progress: Progress | None
 ) -> nn.Module:
     found, present = candidates(model), quantized(model)
     decisions = decide(found, config)

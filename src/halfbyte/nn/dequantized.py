@@ -98,7 +98,7 @@ def _float_module(module: QuantModule, weights: dict[int, nn.Parameter], dtype: 
 
 def _skeleton(module: QuantModule, weight: nn.Parameter) -> Any:
     """The float module without its weight on the meta device; a Conv1D of transformers and experts already with it."""
-    float_module: Any
+    float_module: object
     if isinstance(module, QuantExperts):
         return StackedExperts(weight, module.transposed)
     if module.transposed:

@@ -83,7 +83,7 @@ def fake_quantize_images(x: Tensor) -> Tensor:
     return _straight_through(x, _fake_quantize_images)
 
 
-def _straight_through(x: Tensor, op: Callable[..., Tensor], *settings: Any) -> Tensor:
+def _straight_through(x: Tensor, op: Callable[..., Tensor], *settings: object) -> Tensor:
     """op(x, *settings) with the derivative of the identity."""
     check_here(x, "the input")
     check_floats(x, "fake quantization takes activations")
@@ -164,11 +164,11 @@ def _blocks(rows: Tensor, fmt: Format) -> Tensor:
     return (torch.nn.functional.pad(rows, (0, short)) if short else rows).reshape(len(rows), -1, size)
 
 
-def _keep_inside(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_inside(ctx: Any, inputs: object, output: Any) -> None:
     ctx.save_for_backward(output[1])
 
 
-def _weight_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _weight_gradient(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     (inside,) = ctx.saved_tensors
     return grad * inside, None, None, None
 
@@ -178,7 +178,7 @@ def _keep_given(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(rows, scale, zero, *output)
 
 
-def _given_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _given_gradient(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     rows, scale, zero, rounded, inside = ctx.saved_tensors
     fmt = as_format(ctx.format)
     slope = _slope(rows, scale, zero, rounded, inside, fmt)

@@ -187,7 +187,7 @@ class _GroupedLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             return OPS.grouped_linear.default(x, weight, ids, bias, *settings)  # type: ignore[no-any-return]
 
@@ -213,7 +213,7 @@ class _GroupedLinear(torch.autograd.Function):
         return (grad_x, None, None, grad_bias, *[None] * len(s))
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor, _: Any, __: Any, bias: Tensor | None, *settings: Any) -> Tensor:
+    def jvp(ctx: Any, x: Tensor, _: object, __: object, bias: Tensor | None, *settings: object) -> Tensor:
         """Takes tangents."""
         weight, ids = ctx.saved_tensors
         s = ctx.settings
@@ -238,7 +238,7 @@ def _by_expert(rows: Tensor, ids: Tensor, experts: int, matrix: Callable[[int], 
     return torch.cat([*products, rows.new_zeros(len(absent), width)])[torch.cat([*places, absent]).argsort()]
 
 
-def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
     if differentiated(x, bias, None):
         return _GroupedLinear.apply(x, weight, ids, bias, *settings)  # type: ignore[no-any-return,no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():

@@ -74,7 +74,9 @@ def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None)
     )
 
 
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, format: str, n: int, k: int, *_: Any) -> Tensor:
+def _linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, format: str, n: int, k: int, *_: object
+) -> Tensor:
     if x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"a weight of shape [{n}, {k}] takes activations [..., {k}], got {list(x.shape)}")
     return x.new_empty((*x.shape[:-1], n))
@@ -103,7 +105,7 @@ class _Differentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    def forward(gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: object) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
 
@@ -125,7 +127,7 @@ class _Differentiable(torch.autograd.Function):
         return (None, grad_x, None, grad_bias, grad if residual_too else None, *[None] * len(ctx.settings))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, x: Tensor, __: Any, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    def jvp(ctx: Any, _: None, x: Tensor, __: object, bias: Tensor | None, residual: Tensor | None, *settings: object) -> Tensor:
         """Takes tangents."""
         weight, output = ctx.saved_tensors
         y: Tensor = ctx.gradients.product(x, weight, *ctx.settings)
@@ -147,7 +149,7 @@ def differentiable(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    *settings: Any,
+    *settings: object,
 ) -> Tensor:
     """The op under autograd; `run` is the op on the device of x, `bounded`."""
     if differentiated(x, bias, residual):
@@ -158,12 +160,12 @@ def differentiable(
         return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
 
 
-def _linear_product(x: Tensor, weight: Tensor, format: str, n: int, k: int, *_: Any) -> Tensor:
+def _linear_product(x: Tensor, weight: Tensor, format: str, n: int, k: int, *_: object) -> Tensor:
     """x · Wᵀ"""
     return x @ OPS.dequantize.default(weight, format, n, k, x.dtype).T  # type: ignore[no-any-return]
 
 
-def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: str, n: int, k: int, *_: Any) -> Tensor:
+def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: str, n: int, k: int, *_: object) -> Tensor:
     """dX = dY · W"""
     return grad @ OPS.dequantize.default(weight, format, n, k, grad.dtype)  # type: ignore[no-any-return]
 
@@ -176,7 +178,7 @@ def transformed() -> bool:
 def transformation(gradients: Gradients) -> Callable[..., Tensor]:
     """An op under torch.func."""
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: object) -> Tensor:
         return _Differentiable.apply(gradients, autocast(x), weight, bias, autocast(residual), *settings)  # type: ignore[no-any-return,no-untyped-call]
 
     return run
@@ -212,7 +214,7 @@ def loops(library: torch.library.Library, *names: str) -> None:
     for name in names:
         op = getattr(OPS, name).default
 
-        def run(info: Any, in_dims: tuple[Any, ...], *arguments: Any, op: Any = op) -> tuple[Any, Any]:
+        def run(info: Any, in_dims: tuple[object, ...], *arguments: Any, op: Any = op) -> tuple[Any, Any]:
             given = list(zip(arguments, in_dims, strict=True))
             calls = [op(*(a.select(dim, i) if isinstance(dim, int) else a for a, dim in given)) for i in range(info.batch_size)]
             if isinstance(calls[0], Tensor):
@@ -227,7 +229,7 @@ def refuses_derivatives(library: torch.library.Library, name: str) -> None:
     """Registers the op as one that raises UnsupportedError where its result would have a derivative."""
     op = getattr(OPS, name).default
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> Any:
         for tensor in arguments:
             if isinstance(tensor, Tensor) and differentiated(tensor, None, None):
                 what = "a dual tensor" if has_tangent(tensor) else "a tensor that requires grad"
@@ -243,11 +245,11 @@ _gradients = Gradients(OPS.linear.default, _linear_product, _linear_gradient, la
 transformed_linear = transformation(_gradients)
 
 
-def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
     return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, None, None))
 
 
-def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
     """Under autograd, which needs the argument of GELU."""
     if differentiated(x, bias, None):
         return _linear_then_gelu(x, weight, bias, *settings)
@@ -282,7 +284,7 @@ def _home(device: str, name: str) -> Callable[..., Any]:
     if device == "CPU":
         return getattr(cpu, name)  # type: ignore[no-any-return]
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> Any:
         return getattr(gpu_ops(), name)(*arguments)
 
     return run

@@ -28,7 +28,7 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
         CheckpointError: The template does not take these messages.
     """
     messages = [_plain(message) for message in request.messages]
-    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    variables: dict[str, object] = dict(request.chat_template_kwargs or {})
     for name in ("self", "messages", "template"):
         if name in variables:
             raise ApiError(
@@ -73,7 +73,7 @@ def forced_call(request: ChatRequest) -> dict[str, Any] | None:
     return {"anyOf": calls, **({"$defs": definitions} if definitions else {})}
 
 
-def _definitions(schema: Any) -> Iterator[tuple[str, Any]]:
+def _definitions(schema: object) -> Iterator[tuple[str, Any]]:
     """The definitions of a tool's schema, to which its references point from the root."""
     if isinstance(schema, dict) and isinstance(found := schema.get("$defs"), dict):
         yield from found.items()

@@ -55,7 +55,7 @@ class TextService:
     """Answers requests for completions and chats with one model."""
 
     def __init__(
-        self, name: str, model: LanguageModel, engine: Engine, settings: Settings, defaults: dict[str, Any], executor: Executor
+        self, name: str, model: LanguageModel, engine: Engine, settings: Settings, defaults: dict[str, object], executor: Executor
     ) -> None:
         """Make a service.
 

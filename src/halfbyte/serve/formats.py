@@ -53,7 +53,7 @@ class CompletionFormat:
         self._head["system_fingerprint"] = f"halfbyte-{__version__}"
         self._offsets: dict[int, int] = {}
 
-    def document(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
+    def document(self, choices: list[dict[str, object]], usage: dict[str, object] | None, *, chunk: bool) -> dict[str, Any]:
         """Return a whole response, or a chunk of a stream."""
         kind = self.chunk_kind if chunk else self.kind
         document = {**self._head, "object": kind, "choices": choices}
@@ -103,7 +103,7 @@ class ChatFormat(CompletionFormat):
         return {"index": index, "delta": delta, "logprobs": self._logprobs(index, choices), "finish_reason": _reason(reason, calls)}
 
     def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        message: dict[str, object] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": self._logprobs(index, choices), "finish_reason": _reason(reason, calls)}
@@ -118,5 +118,5 @@ class ChatFormat(CompletionFormat):
         return {"content": content, "refusal": None}
 
 
-def _reason(reason: str | None, calls: list[Any]) -> str | None:
+def _reason(reason: str | None, calls: list[object]) -> str | None:
     return "tool_calls" if calls and reason == "stop" else reason

@@ -82,7 +82,7 @@ class GenerationRequest(ApiRequest):
         """Number of most likely tokens with log probabilities; None: no log probabilities."""
         raise NotImplementedError
 
-    def sampling(self, defaults: dict[str, Any], new_tokens: int, index: int) -> Sampling:
+    def sampling(self, defaults: dict[str, object], new_tokens: int, index: int) -> Sampling:
         """Return the settings of one of the request's sequences.
 
         Args:

@@ -42,17 +42,17 @@ class ApiError(Exception):
         return json_reply(self.document(), self.status, self.headers)
 
 
-def dumps(document: Any) -> bytes:
+def dumps(document: object) -> bytes:
     """Return compact JSON in ASCII: text with any characters is valid in it."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def json_reply(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_reply(document: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a JSON response."""
     return Response(dumps(document), status, headers, media_type="application/json")
 
 
-def event(document: Any) -> bytes:
+def event(document: object) -> bytes:
     """Return a server-sent event."""
     return b"data: " + dumps(document) + b"\n\n"
 

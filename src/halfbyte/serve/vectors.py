@@ -38,7 +38,7 @@ class VectorService:
         texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
         rows, tokens = await self._rows(texts, receive)
         if asked.encoding_format == "base64":
-            data: list[Any] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
+            data: list[object] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
         else:
             data = rows.tolist()
         items = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(data)]

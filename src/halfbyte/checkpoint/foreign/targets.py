@@ -145,7 +145,7 @@ class Gptq(Target):
         return gptq.write(codes, order, self.version)
 
     def settings(self) -> dict[str, Any]:
-        skipped: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in self.others if name != "lm_head"}
+        skipped: dict[str, object] = {f"-:^{re.escape(name)}$": {} for name in self.others if name != "lm_head"}
         settings = {
             "quant_method": "gptq",
             "bits": self.format.bits,
@@ -164,7 +164,7 @@ class CompressedTensors(Target):
     def __init__(self, model: StoredModel) -> None:
         super().__init__(model)
         self.schemes: dict[str, list[str]] = {}
-        self._groups: list[dict[str, Any]] = []
+        self._groups: list[dict[str, object]] = []
         for name, weight in self.kept.items():
             group = self._scheme(weight, name in self.ordered)
             if group not in self._groups:

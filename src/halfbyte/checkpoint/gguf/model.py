@@ -118,7 +118,7 @@ def _factor(file: gguf.File, architecture: Architecture, name: str) -> gguf.Entr
 
 
 def _stacks(
-    file: gguf.File, architecture: Architecture, config: Mapping[str, Any], dtype: torch.dtype
+    file: gguf.File, architecture: Architecture, config: Mapping[str, object], dtype: torch.dtype
 ) -> tuple[dict[str, Entry], list[str]]:
     """The stacks of experts and joined matrices, by transformers' names, and notes for the report. Those whose parts have one type keep
     their codes."""
@@ -268,7 +268,7 @@ def _plain(file: gguf.File, name: str) -> Tensor:
     return _numbers(file.entries[name])
 
 
-def _order(architecture: Architecture, config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> tuple[Tensor | None, bool]:
+def _order(architecture: Architecture, config: Mapping[str, object], name: str, shape: tuple[int, ...]) -> tuple[Tensor | None, bool]:
     """The place in the file of each row of transformers' tensor, None where it is the same; or of each column."""
     columns = name.endswith("ssm_out.weight")  # whose inputs are what others have as rows
     order = architecture.rows(name, config, shape[-1 if columns else 0] if shape else 0)

@@ -229,7 +229,7 @@ _NO_MODELS = {
 }
 
 
-def of_file(metadata: Mapping[str, Any]) -> Architecture:
+def of_file(metadata: Mapping[str, object]) -> Architecture:
     """The architecture of a file with this metadata; raises CheckpointError for an unknown one."""
     name = metadata.get("general.architecture")
     kind = next((each for each in (metadata.get("general.type"), name) if isinstance(each, str) and each in _NO_MODELS), None)
@@ -248,12 +248,12 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     return max(fits, key=lambda a: len(a.gguf.known_by))
 
 
-def _known(architecture: Architecture, metadata: Mapping[str, Any]) -> bool:
+def _known(architecture: Architecture, metadata: Mapping[str, object]) -> bool:
     given = [(metadata.get(f"{architecture.name}.{key}"), known) for key, known in architecture.gguf.known_by.items()]
     return all(value is not None and known in (None, value) for value, known in given)
 
 
-def of_config(config: Mapping[str, Any]) -> Architecture:
+def of_config(config: Mapping[str, object]) -> Architecture:
     """The architecture to write for the model of a config.json; raises CheckpointError where there is none."""
     model_type = config.get("model_type")
     by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES if architecture.gguf.written}

@@ -145,7 +145,7 @@ def load(path: Path) -> Any:
     from halfbyte.checkpoint.mapping.architecture import import_transformers
 
     transformers = import_transformers("the tokenizer of a GGUF file")
-    settings: dict[str, Any] = dict(described.special_tokens)
+    settings: dict[str, object] = dict(described.special_tokens)
     if templates := described.chat_templates:
         only_default = templates.keys() == {chat_templates.DEFAULT}
         settings["chat_template"] = templates[chat_templates.DEFAULT] if only_default else templates

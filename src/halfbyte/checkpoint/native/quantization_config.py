@@ -89,7 +89,7 @@ def dtype_named(name: object) -> torch.dtype | None:
     return DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
-def has_bytes_each(fmt: Format, entry: Mapping[str, Any]) -> bool:
+def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
     """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
     bits = entry.get(BITS, 8)
     if fmt.packed_bits and (type(bits) is not int or bits not in (fmt.packed_bits, 8)):
@@ -102,7 +102,7 @@ def describe(modules: Mapping[str, Module]) -> dict[str, Any]:
     return {"quant_method": METHOD, "version": VERSION, "modules": {name: module.to_json() for name, module in modules.items()}}
 
 
-def parse(section: Mapping[str, Any]) -> dict[str, Module]:
+def parse(section: Mapping[str, object]) -> dict[str, Module]:
     """The inverse of `describe`; raises CheckpointError where anything in the section is invalid."""
     if (version := section.get("version")) != VERSION:
         raise CheckpointError(f"the quantization_config is of version {short(version)}, this halfbyte reads {VERSION}: use a newer one")

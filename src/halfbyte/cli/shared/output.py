@@ -47,12 +47,12 @@ def settling() -> Iterator[None]:
         gc.enable()
 
 
-def print_json(document: Mapping[str, Any]) -> None:
+def print_json(document: Mapping[str, object]) -> None:
     json.dump(document, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
 
 
-def show(args: argparse.Namespace, document: Mapping[str, Any], text: str) -> int:
+def show(args: argparse.Namespace, document: Mapping[str, object], text: str) -> int:
     """Prints a result as JSON, if asked for, or as text; returns the exit code."""
     if args.json:
         print_json(document)

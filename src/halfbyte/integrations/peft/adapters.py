@@ -50,7 +50,7 @@ class _Requantized(nn.Module):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight and quantizes it again to its format, which rounds the sum. `unmerge` restores the original."""
-        base: Any = self.get_base_layer()
+        base: object = self.get_base_layer()
         if not isinstance(base, QuantModule):  # the model was dequantized
             super().merge(safe_merge, adapter_names)  # type: ignore[misc]
             return
@@ -113,7 +113,7 @@ class QuantLoraEmbedding(_Requantized, Embedding):
     def _adapters_here(self) -> Any:
         return self.lora_embedding_A
 
-    def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _embed(self, input: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
         return functional.embedding(input, weight, self.get_base_layer().padding_idx)
 
 
@@ -123,7 +123,7 @@ if not hasattr(_lora, "_create_new_module"):
 _create_new_module = _lora._create_new_module
 
 
-def _create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+def _create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: object) -> nn.Module:
     lora_config._register_custom_module({QuantLinear: QuantLoraLinear, QuantEmbedding: QuantLoraEmbedding})
     adapter: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
     return adapter

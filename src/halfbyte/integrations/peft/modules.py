@@ -29,7 +29,7 @@ _HEADS = ("SEQ_CLS", "TOKEN_CLS")  # tasks whose head is new
 _WRAPPED = (".token_adapter", ".base_layer", ".original_module")  # in the names of modules that peft wraps
 
 
-def check_head(config: Any, model: nn.Module) -> None:
+def check_head(config: object, model: nn.Module) -> None:
     """Warns of a task with a new head that nothing trains, as peft knows its name by `modules_to_save` only."""
     task, named = getattr(config, "task_type", None), tuple(getattr(config, "modules_to_save", None) or ())
     if getattr(task, "value", task) in _HEADS and not any(name.endswith(named) for name, _ in model.named_modules()):
@@ -51,7 +51,7 @@ def register() -> None:
     rebind(other.prepare_model_for_kbit_training, _with_checkpointing)
 
 
-def rebind(function: Any, decorate: Callable[[Any], Any]) -> None:
+def rebind(function: Any, decorate: Callable[[Any], object]) -> None:
     """Decorates a function of peft in each of its modules that has imported it; those imported later get it from the first."""
     decorated, function_name = decorate(function), str(function.__name__)
     for name, module in list(sys.modules.items()):

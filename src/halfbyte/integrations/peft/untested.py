@@ -25,7 +25,7 @@ def refuse(module: ModuleType, reason: str) -> None:
 
 def _checking(init: Callable[..., None], reason: str) -> Callable[..., None]:
     @wraps(init)
-    def checked(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, model: nn.Module, *args: object, **kwargs: object) -> None:
         if any(isinstance(part, QuantModule) for part in model.modules()):
             raise UnsupportedError(
                 f"adapters on a quantized model need private parts of peft, and {reason}: install peft {TESTED['peft']}, or attach them to "

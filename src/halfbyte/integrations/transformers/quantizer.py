@@ -92,7 +92,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.modules: dict[str, Module] = {}
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: Mapping[str, object], return_unused_kwargs: bool = False, **kwargs: object) -> Any:
         """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it is invalid."""
         config = cls.of(parse(config_dict))
         return (config, kwargs) if return_unused_kwargs else config
@@ -122,7 +122,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     quantization_config: HalfbyteConfig
 
-    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self._decisions: dict[str, Format] = {}  # module -> format, of a float model
         self._stacks: set[str] = set()  # those of these modules that are parameters in transformers: the weights of experts
@@ -145,15 +145,15 @@ class HalfbyteQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
         """Raises UnsupportedError for layers that would be offloaded to the disk."""
         if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
             raise UnsupportedError(f"packed weights cannot be offloaded to the disk, the device_map of {places[0]}: map it to a device")
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
         return param_name in self._stacks or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions)
 
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Bytes per element, scales included, for the computation of a device map."""
         fmt = self._decisions.get(param_name.removesuffix(".weight"))
         if fmt is None or not (param.dim() == 2 or param_name in self._stacks):
@@ -169,7 +169,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     # Before the weights are read
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: object) -> None:
         tensor_parallel.check_asks(model, asks=hasattr(HfQuantizer, "update_parallel_plan"))
         self._tied = _ties(model)
         if self.pre_quantized:
@@ -177,7 +177,7 @@ class HalfbyteQuantizer(HfQuantizer):
         elif self.quantization_config.calibration is None:
             self._decide(model)
 
-    def _decide(self, model: Any) -> None:
+    def _decide(self, model: nn.Module) -> None:
         config = self.quantization_config.config
         assert config is not None
         with expanded(model):
@@ -218,14 +218,14 @@ class HalfbyteQuantizer(HfQuantizer):
         ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
         model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
 
-    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[object], *model: nn.Module) -> list[Any]:
         """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts.
 
         Args:
             weight_conversions: how transformers makes a model's tensors of those in the files.
             model: the model, which older versions of transformers do not pass.
         """
-        conversions: list[Any] = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
+        conversions: list[object] = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
         if not self.pre_quantized:
             return conversions
         names = [f"{name}.weight.data" for name in self.quantization_config.modules]
@@ -285,7 +285,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     # After
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> None:
         tensor_parallel.check_asks(model, asks=self._shared is not None)
         if self._failure is not None:
             raise self._failure
@@ -347,7 +347,7 @@ class HalfbyteQuantizer(HfQuantizer):
         setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
         add_kept(model, self.kept)
 
-    def _leave_new(self, model: Any) -> None:
+    def _leave_new(self, model: nn.Module) -> None:
         """Takes the modules out of the decisions whose weights were in no file: those of a new head, which has to be trained."""
         read = {name for name in self._decisions if name in self._packed or self._tied.get(name, name) in self._packed}
         for name in [name for name in self._decisions if name not in read]:
@@ -369,7 +369,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     # Saving
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to write: tied codes once, and a guard for each weight. Updates the config."""
         if is_parallel(model):
             raise UnsupportedError(PARTS_ONLY)
@@ -379,7 +379,7 @@ class HalfbyteQuantizer(HfQuantizer):
             return {name: tensor.clone() for name, tensor in state.items()} if rescaled else state, {}
 
     @staticmethod
-    def _state(model: Any, modules: Mapping[str, Module]) -> dict[str, Tensor]:
+    def _state(model: nn.Module, modules: Mapping[str, Module]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = model.state_dict()
         if any(isinstance(module, QuantExperts) for module in model.modules()):
             _keep_stacked(model)
@@ -415,7 +415,7 @@ class HalfbyteQuantizer(HfQuantizer):
         model.hf_quantizer = self
         _copied_config(model).quantization_config = self.quantization_config
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> Any:
         dequantize_(model, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         for part in model.modules():
             vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
@@ -467,7 +467,7 @@ class _Quantize(ConversionOps):
         return left
 
 
-def _copied_config(model: Any) -> Any:
+def _copied_config(model: nn.Module) -> Any:
     """The model's config after it was replaced by a copy, in all its modules: other models may be built from the same object."""
     shared = model.config
     copied = copy(shared)

@@ -52,7 +52,7 @@ def processes(device: str) -> Iterator[tuple[DeviceMesh | None, str]]:
 # transformers
 
 
-def is_asked(model: Any) -> bool:
+def is_asked(model: nn.Module) -> bool:
     """Whether `from_pretrained` was asked for tensor parallelism. Raises UnsupportedError for other kinds of parallelism."""
     config = getattr(model.config, "distributed_config", None)
     if config is None:
@@ -69,7 +69,7 @@ def is_asked(model: Any) -> bool:
     return True
 
 
-def check_asks(model: Any, *, asks: bool) -> None:
+def check_asks(model: nn.Module, *, asks: bool) -> None:
     """Raises UnsupportedError where transformers would cut a model itself: it would cut biases, but not packed weights.
 
     asks  whether this version of transformers passes the plan to the quantizer, as releases from 5.21 on do

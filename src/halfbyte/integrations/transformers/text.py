@@ -162,7 +162,7 @@ def positions(model: Any) -> int | None:
     return max(most, scaled)
 
 
-def room(model: Any, prompt: int, asked: int | None) -> int:
+def room(model: nn.Module, prompt: int, asked: int | None) -> int:
     """The number of new tokens after a prompt of so many: what is asked for, by default 128 or as many as the model has positions for.
 
     Raises:
@@ -287,7 +287,7 @@ class _Clock(TextStreamer):
 
 
 def _open_quantized(
-    path: Path, described: Mapping[str, Any], device: str, config: Config | None, dtype: torch.dtype | None, mesh: DeviceMesh | None
+    path: Path, described: Mapping[str, object], device: str, config: Config | None, dtype: torch.dtype | None, mesh: DeviceMesh | None
 ) -> Any:
     section = described.get("quantization_config")
     if config is None and SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
@@ -295,7 +295,7 @@ def _open_quantized(
     return checkpoint.load(path, device, format=config, mesh=mesh)
 
 
-def _from_pretrained(path: Path, described: Mapping[str, Any], dtype: torch.dtype | None, **settings: Any) -> Any:
+def _from_pretrained(path: Path, described: Mapping[str, object], dtype: torch.dtype | None, **settings: object) -> Any:
     check_regular(path)
     settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": dtype or "auto"}
     check_sizes(described)
@@ -314,7 +314,7 @@ def _from_pretrained(path: Path, described: Mapping[str, Any], dtype: torch.dtyp
     return model
 
 
-def _check_tensors(path: Path, described: Mapping[str, Any]) -> None:
+def _check_tensors(path: Path, described: Mapping[str, object]) -> None:
     """Raises CheckpointError where the tensors of a float model are not those of the architecture in config.json."""
     if known_architecture(described) is not None:
         plan_model(described, open_floats(path)[1], lambda *_: {})
@@ -337,7 +337,7 @@ def _clear_errors(path: Path, check: Callable[[], object] | None = None) -> Iter
         ) from e
 
 
-def ready(model: Any, device: str, dtype: torch.dtype | None = None, sparse: bool | None = None) -> Any:
+def ready(model: nn.Module, device: str, dtype: torch.dtype | None = None, sparse: bool | None = None) -> Any:
     """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, a quantized one with `optimize_`."""
     model = model.to(device)
     if sparse is not None:

@@ -34,13 +34,13 @@ def _with_float_rows(resize: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     return resized
 
 
-def _rounded_up(rows: int, pad_to_multiple_of: int | bool | None = None, *_: Any, **__: Any) -> int:
+def _rounded_up(rows: int, pad_to_multiple_of: int | bool | None = None, *_: object, **__: object) -> int:
     """The number of rows that transformers makes; a head is not padded, and has `transposed` in the place of the multiple."""
     multiple = pad_to_multiple_of if type(pad_to_multiple_of) is int and pad_to_multiple_of > 0 else 1
     return -(-rows // multiple) * multiple
 
 
-def _in_float(model: Any, old: QuantModule) -> nn.Module:
+def _in_float(model: nn.Module, old: QuantModule) -> nn.Module:
     """Replaces `old`, and every module that shares its weight, by float layers in `model`, and returns the one in the place of `old`."""
     weight = old.packed.data.data_ptr()
     place = next(name for name, module in model.named_modules(remove_duplicate=False) if module is old)

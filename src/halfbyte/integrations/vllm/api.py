@@ -135,7 +135,7 @@ def pass_over_llvmlite() -> None:
     rebind_kernels = _dispatcher._rebind_kernels
 
     @functools.wraps(rebind_kernels)
-    def without_llvmlite(*args: Any) -> None:
+    def without_llvmlite(*args: object) -> None:
         ffi: Any = sys.modules.get("llvmlite.binding.ffi")
         if ffi is None:
             return rebind_kernels(*args)  # type: ignore[no-any-return]

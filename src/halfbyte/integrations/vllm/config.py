@@ -31,7 +31,7 @@ class HalfbyteConfig(api.QuantizationConfig):
         self._tied_head = False
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
+    def from_config(cls, config: dict[str, object]) -> HalfbyteConfig:
         """Parses the section. Raises CheckpointError where it is damaged or of a newer version."""
         return cls(parse(config))
 
@@ -56,7 +56,7 @@ class HalfbyteConfig(api.QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.modules.rename(hf_to_vllm_mapper.apply_dict)
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(self, model_name: str, hf_config: object = None, revision: str | None = None) -> None:
         """Notes whether the head shares the embedding's weight, which then is stored once.
 
         Raises UnsupportedError where modules are quantized that vLLM has in floating point, such as convolutions.
@@ -84,7 +84,7 @@ class HalfbyteConfig(api.QuantizationConfig):
             return None if module is None else HalfbyteEmbeddingMethod(module, prefix)
         return None
 
-    def _experts_method(self, layer: Any, prefix: str) -> HalfbyteExpertsMethod | None:
+    def _experts_method(self, layer: nn.Module, prefix: str) -> HalfbyteExpertsMethod | None:
         try:
             stacks = self.modules.of_experts(prefix)
         except LookupError as error:

@@ -48,7 +48,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
+        **extra_weight_attrs: object,
     ) -> None:
         rows = intermediate_size_per_partition * (2 if self.moe.is_act_and_mul else 1)
         self._shapes = {"w13": (num_experts, rows, hidden_size), "w2": (num_experts, hidden_size, intermediate_size_per_partition)}
@@ -80,7 +80,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         formats = " and ".join(dict.fromkeys(str(module.format) for module in self.stacks.values()))
         api.log.info_once("halfbyte multiplies experts in %s (halfbyte.grouped_linear)", formats)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+    def get_fused_moe_quant_config(self, layer: object) -> Any:
         """Not used: vLLM's own kernels for experts do not run."""
         return api.FUSED_MOE_UNQUANTIZED_CONFIG
 
@@ -90,7 +90,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        shared_experts: Any,
+        shared_experts: object,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """x [M, K], weights and ids [M, T] -> [M, K]."""

@@ -55,7 +55,7 @@ def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str
     fmt, device = module.format, torch.get_default_device()
     parameters: dict[str, Any] = {"weight": api.BasevLLMParameter(data=guard(device), weight_loader=loader)}
     for name, (dtype, shape) in dense_tensors(fmt, (n, k), bytes_each=module.bytes_each).items():
-        settings: dict[str, Any] = {"data": torch.zeros(shape, dtype=dtype, device=device), "weight_loader": loader}
+        settings: dict[str, object] = {"data": torch.zeros(shape, dtype=dtype, device=device), "weight_loader": loader}
         if name == "data":
             bits = 8 if module.bytes_each else fmt.stored_bits
             packing = {"packed_dim": 1, "packed_factor": Fraction(8, bits)}
@@ -79,13 +79,13 @@ def float_parameters(n: int, k: int, dtype: torch.dtype, loader: Loader) -> dict
     return {"weight": api.ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)}
 
 
-def fused_parameters(parts: Sequence[Mapping[str, Any]], loader: Loader) -> dict[str, Any]:
+def fused_parameters(parts: Sequence[Mapping[str, object]], loader: Loader) -> dict[str, Any]:
     """Return the parameters of a fused layer, such as queries, keys and values, from those of its parts."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _fused([part.get(name) for part in parts], loader) for name in names}
 
 
-def _fused(parts: Sequence[Any], loader: Loader) -> Any:
+def _fused(parts: Sequence[object], loader: Loader) -> Any:
     sharded = all(part is None or hasattr(part, "output_dim") for part in parts)
     return (FusedParameter if sharded else FusedCopies)(parts, loader)
 
@@ -97,10 +97,10 @@ class _Parts:
     tp_rank: int
     tp_size: int
 
-    def load_merged_column_weight(self, loaded_weight: Tensor, shard_id: int, **_: Any) -> None:
+    def load_merged_column_weight(self, loaded_weight: Tensor, shard_id: int, **_: object) -> None:
         self._load(loaded_weight, shard_id, self.tp_rank)
 
-    def load_qkv_weight(self, loaded_weight: Tensor, shard_id: str | int, num_heads: int = 1, **_: Any) -> None:
+    def load_qkv_weight(self, loaded_weight: Tensor, shard_id: str | int, num_heads: int = 1, **_: object) -> None:
         """num_heads: processes that have the same head of keys and values."""
         index = {"q": 0, "k": 1, "v": 2}[shard_id] if isinstance(shard_id, str) else shard_id
         self._load(loaded_weight, index, self.tp_rank // num_heads if index else self.tp_rank)
@@ -116,10 +116,10 @@ class FusedParameter(_Parts, api.BasevLLMParameter):
 
     output_dim = 0
 
-    def __new__(cls, parts: Sequence[Any], loader: Loader) -> FusedParameter:
+    def __new__(cls, parts: Sequence[object], loader: Loader) -> FusedParameter:
         return super().__new__(cls, data=torch.empty(0, dtype=torch.uint8, device=torch.get_default_device()))  # type: ignore[no-any-return]
 
-    def __init__(self, parts: Sequence[Any], loader: Loader) -> None:
+    def __init__(self, parts: Sequence[object], loader: Loader) -> None:
         super().__init__(data=self.data, weight_loader=loader)
         self.parts = parts
 
@@ -130,10 +130,10 @@ class FusedCopies(_Parts, api.PerTensorScaleParameter):
     vLLM loads one that is fused in the checkpoint already into each part of a PerTensorScaleParameter, by the length of its data.
     """
 
-    def __new__(cls, parts: Sequence[Any], loader: Loader) -> FusedCopies:
+    def __new__(cls, parts: Sequence[object], loader: Loader) -> FusedCopies:
         return super().__new__(cls, data=torch.empty(len(parts), dtype=torch.uint8, device=torch.get_default_device()))  # type: ignore[no-any-return]
 
-    def __init__(self, parts: Sequence[Any], loader: Loader) -> None:
+    def __init__(self, parts: Sequence[object], loader: Loader) -> None:
         super().__init__(data=self.data, weight_loader=loader)
         self.parts = parts
 

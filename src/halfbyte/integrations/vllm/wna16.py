@@ -32,7 +32,7 @@ class HalfbyteWNA16Kernel(api.MPLinearKernel):
             return False, f"halfbyte takes groups of 1 and more inputs, got {c.group_size}"
         return True, None
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
         c = self.config
         quantized, scale, zero = self._get_weight_params(layer)
         stored = _rows_first(_unpacked(quantized, c.weight_type), quantized)
@@ -54,7 +54,7 @@ class HalfbyteWNA16Kernel(api.MPLinearKernel):
         return layer.packed(x, bias)  # type: ignore[no-any-return]
 
 
-def _unpacked(parameter: Any, weight_type: Any) -> Tensor:
+def _unpacked(parameter: Any, weight_type: object) -> Tensor:
     values: Tensor = api.unpack_quantized_values_into_int32(parameter.data, weight_type, parameter.packed_dim)
     return values
 

@@ -97,7 +97,7 @@ def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[
         raise ArgumentError(f"{method} has no use for calibration, which {', '.join(use)} learn from: leave one of the two out")
 
 
-def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: int = 512) -> Tensor:
+def calibration_tokens(tokenizer: object, text: str, passages: int = 128, length: int = 512) -> Tensor:
     """Tokenize passages that are spread evenly over a text, for calibration.
 
     Args:

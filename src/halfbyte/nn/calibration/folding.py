@@ -125,7 +125,7 @@ class _Trace:
             hook.remove()
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             if args and isinstance(args[0], Tensor):
                 self.inputs[name] = args[0]
                 if isinstance(output, Tensor):

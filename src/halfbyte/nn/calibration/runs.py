@@ -109,7 +109,7 @@ class Runs:
             largest = int(tokens.max())
             raise ArgumentError(f"the calibration has tokens up to {largest}, a vocabulary of {known}: use the model's own tokenizer")
         self.hidden: list[Tensor] = []
-        self.others: list[list[tuple[Any, Any]]] = [[] for _ in self.layers]  # of each layer, for each batch
+        self.others: list[list[tuple[object, object]]] = [[] for _ in self.layers]  # of each layer, for each batch
         with takes_tokens(model):
             self._embed()
 
@@ -117,7 +117,7 @@ class Runs:
         """Runs the modules before the layers, and records the arguments of each layer without running it."""
 
         def record(i: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: object, **kwargs: object) -> Any:
                 hidden, args, kwargs = _take_hidden(args, kwargs)
                 self.others[i].append((args, kwargs))
                 if i == 0:
@@ -213,7 +213,7 @@ class Runs:
         hidden = iter(self.hidden)
 
         def deliver(i: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: object, **kwargs: object) -> Any:
                 passed, _, _ = _take_hidden(args, kwargs)
                 return next(hidden).to(passed) if i == len(self.layers) - 1 else passed
 
@@ -274,7 +274,7 @@ def _take_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
 
 
 @contextmanager
-def _forwards(layers: nn.ModuleList, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+def _forwards(layers: nn.ModuleList, make: Callable[[int], Callable[..., object]]) -> Iterator[None]:
     """A context in which make(i) replaces the forward of layer i, whose attributes remain accessible."""
     before = [vars(layer).get("forward") for layer in layers]
     try:

@@ -85,7 +85,7 @@ class WeightView(Tensor):
         view._reference = weakref.ref(view)  # torch.utils.swap_tensors refuses tensors that have one
         return view
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
     @property
@@ -126,7 +126,7 @@ class WeightView(Tensor):
             numbers = step.of(numbers)
         return numbers
 
-    def _viewed(self, function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def _viewed(self, function: Any, arguments: tuple[object, ...], keywords: Mapping[str, Any]) -> Any:
         """The result of an operation that makes views of its first argument, this weight."""
         result = function(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"), *arguments, **keywords)
 
@@ -137,7 +137,7 @@ class WeightView(Tensor):
         return view(result, None) if isinstance(result, Tensor) else [view(layout, i) for i, layout in enumerate(result)]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Calls torch's function. That the method exists keeps nn.TransformerEncoderLayer from its fast path, which would read all weights
         (dequantizing each) instead of calling the modules."""
         kwargs = kwargs or {}
@@ -151,7 +151,7 @@ class WeightView(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
         for written in _written(func, args, kwargs):
@@ -165,10 +165,10 @@ class WeightView(Tensor):
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         raise UnsupportedError(f"{_FROZEN}: {_REMEDY}")
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
+    def __deepcopy__(self, memo: object) -> Tensor:
         return self._numbers()
 
     def numpy(self, *, force: bool = False) -> Any:  # torch gives no subclass's
@@ -181,7 +181,7 @@ class WeightView(Tensor):
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.codes_format})"
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _written(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Any]:
     """The arguments to which an operation writes."""
     if not func._schema.is_mutable:
         return []
@@ -190,7 +190,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [one for value in written for one in (value if isinstance(value, list | tuple) else (value,))]
 
 
-def _write(view: WeightView, func: Any, args: Sequence[Any]) -> None:
+def _write(view: WeightView, func: object, args: Sequence[object]) -> None:
     """Carries out an operation that writes to a quantized weight, or raises UnsupportedError."""
     whole = view.rows is None and not view.steps  # not one of several fused weights, nor a part
     if (factor := _factor(func, args)) is None or not whole or not isinstance(view.packed, Packed):
@@ -265,7 +265,7 @@ class TracedWeight(Tensor):
     owner: Any
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WRITES and isinstance(args[0], cls):
             if torch.compiler.is_dynamo_compiling():
                 torch._dynamo.graph_break(msg=_NOT_TRACED)
@@ -278,13 +278,13 @@ class TracedWeight(Tensor):
             return traced(result, args[0].owner if func in _WHOLE else None)
         return result
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=_NOT_TRACED)
         raise UnsupportedError(_NOT_TRACED)
 
 
-def traced(weight: Tensor, owner: Any) -> Tensor:
+def traced(weight: Tensor, owner: object) -> Tensor:
     """A dequantized weight within torch.compile; see `TracedWeight`."""
     view = TracedWeight(weight[...])  # torch.compile makes none of an attribute, such as weight.T, itself
     view.owner = owner

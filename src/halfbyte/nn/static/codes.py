@@ -88,7 +88,7 @@ def calibrated(model: nn.Module) -> Calibrated | None:
     return found if isinstance(found, Calibrated) else None
 
 
-def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, observer: Observer) -> fx.GraphModule:
+def on_codes(model: nn.Module, images: Iterable[object], weights: Weights, *, observer: Observer) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
     images      batches that show what the network meets, each a tensor or a tuple that begins with one, as a DataLoader gives them;
@@ -224,7 +224,7 @@ def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
     node.op, node.target, node.args, node.kwargs = "call_module", node.name, (source,), {}
 
 
-def _image_of(batch: Any) -> Tensor:
+def _image_of(batch: object) -> Tensor:
     image = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(image, Tensor):
         raise ArgumentError(f"calibration takes batches that are tensors, or tuples that begin with one, got a {type(batch).__name__}")
@@ -318,7 +318,7 @@ class _Rewriter:
         self.read = {str(node.target).rpartition(".")[0] for node in traced.graph.nodes if node.op == "get_attr"}
         self.dtype = _dtype(traced)
         self.graph = fx.Graph()
-        self.root: dict[str, Any] = {}
+        self.root: dict[str, object] = {}
         self.float_of: dict[fx.Node, fx.Node] = {}
         self.codes_of: dict[fx.Node, tuple[fx.Node, Scale]] = {}
         self.floats: list[str] = []
@@ -375,7 +375,7 @@ class _Rewriter:
         if node in self.codes_of:  # an activation that went into the layer before it
             return
         module = module_of(node, self.modules)
-        given: Any
+        given: object
         known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
         make, given, reason = self._maker(node, module) if known else None, module, ""
         if make is not None and module is not None and (why_not := why_not_torch(module)) and not isinstance(module, _Layer):

@@ -49,7 +49,7 @@ class _StraightThrough(torch.autograd.Function):
         return codes.to(numbers.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
         pass
 
     @staticmethod

@@ -43,14 +43,14 @@ class IntegerNetwork(fx.GraphModule):
         return _unpickled, (*super().__reduce__(), self.meta)  # which torch leaves out
 
 
-def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], meta: dict[str, Any]) -> IntegerNetwork:
+def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[object, ...], meta: dict[str, object]) -> IntegerNetwork:
     plain = make(*arguments)
     network = IntegerNetwork(plain, plain.graph, type(plain).__name__)
     network.meta = meta
     return network.eval()
 
 
-def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
+def _forward(self: Any, *inputs: Any, **more: object) -> Any:
     if len(inputs) != 1 or more:
         inputs, more = _without_defaults(self, inputs, more)
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
@@ -66,7 +66,9 @@ def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
     return self.node_by_node(*inputs, **more)
 
 
-def _without_defaults(network: fx.GraphModule, inputs: tuple[Any, ...], more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_defaults(
+    network: fx.GraphModule, inputs: tuple[object, ...], more: dict[str, object]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call without those that pass the default of an optional input, with which the network was traced."""
     places = {str(node.target): node for node in network.graph.nodes if node.op == "placeholder"}
     if len(inputs) > len(places) or more.keys() - places.keys():
@@ -95,7 +97,7 @@ class _Kept:
         self.parameters = list(network.parameters())
         self.weights = self._weights()
         self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
-        self.sums: Callable[[Tensor], Any] | None = None
+        self.sums: Callable[[Tensor], object] | None = None
 
     def _weights(self) -> tuple[int, list[int]]:
         """A value that changes with the weights and biases; each layer looks for other ones."""
@@ -199,7 +201,7 @@ class _Writer:
     def __init__(self, network: fx.GraphModule, seen: dict[fx.Node, Tensor]) -> None:
         self.network, self.seen = network, seen
         self.modules = dict(network.named_modules(remove_duplicate=False))
-        self.root: dict[str, Any] = {}
+        self.root: dict[str, object] = {}
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.pending: dict[fx.Node, Step | None] = {}  # what becomes the next program; None: its input as it lies in memory

@@ -23,19 +23,19 @@ _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALLE
 class _Proxy(fx.Proxy):
     """torch.fx's own proxy traces `x += y` as `x = x + y`, which would leave other references to x unchanged."""
 
-    def __iadd__(self, other: Any) -> Any:
+    def __iadd__(self, other: object) -> Any:
         return self._written(operator.iadd, other)
 
-    def __isub__(self, other: Any) -> Any:
+    def __isub__(self, other: object) -> Any:
         return self._written(operator.isub, other)
 
-    def __imul__(self, other: Any) -> Any:
+    def __imul__(self, other: object) -> Any:
         return self._written(operator.imul, other)
 
-    def __itruediv__(self, other: Any) -> Any:
+    def __itruediv__(self, other: object) -> Any:
         return self._written(operator.itruediv, other)
 
-    def _written(self, by: Any, other: Any) -> Any:
+    def _written(self, by: Any, other: object) -> Any:
         return self.tracer.create_proxy("call_function", by, (self, other), {})
 
 
@@ -130,7 +130,7 @@ def replace(node: fx.Node, by: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, Any], copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
+def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, object], copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """A node of `module`'s graph in another graph, where `copy_of` gives its arguments; what it calls or reads is added to `root`."""
     if node.op in ("call_module", "get_attr"):
         root[str(node.target)] = operator.attrgetter(str(node.target))(module)

@@ -183,7 +183,7 @@ def _conv2d(
         return _multiply(given, plan, Epilogue(bias, residual, low, high), wanted, activation)
 
 
-def _linear_replay(settings: tuple[Any, ...]) -> _Replay:
+def _linear_replay(settings: tuple[object, ...]) -> _Replay:
     """A linear layer of pixels."""
 
     def replay(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -87,7 +87,7 @@ def pack_conv(codes: Codes, kernel_size: _Sizes, groups: int = 1, device: torch.
         (3, 3)
     """
     check_type(codes, Codes, "pack_conv takes Codes", "pass what quantize_conv(weight, format) gives")
-    kernel: Any = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+    kernel: object = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
     if not (isinstance(kernel, Sequence) and len(kernel) in (1, 2) and all(isinstance(n, int) and n > 0 for n in kernel)):
         raise ArgumentError(
             f"a kernel's size is (Kh, Kw) or (Kw,), each from 1 on, or one of a square, got {kernel_size!r}: pass the layer's"
@@ -378,7 +378,7 @@ def _parsed_window(kernel: tuple[int, int], stride: _Sizes, padding: _Padding, d
     return _window(kernel, stride, padding, dilation).numbers
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 

@@ -60,7 +60,7 @@ def _attend(*args: Any) -> Tensor:
     return attend_whole.attend(*args)
 
 
-def _fake(query: Tensor, *_: Any) -> Tensor:
+def _fake(query: Tensor, *_: object) -> Tensor:
     """Return an empty output [B, T, H, D], from which torch.compile and torch.export infer shapes."""
     batch, heads, tokens, dim = query.shape
     return query.new_empty(batch, tokens, heads, dim)

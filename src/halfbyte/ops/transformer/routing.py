@@ -47,7 +47,7 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     stacks = *_parts(half.gate_up), *_parts(half.down_proj)
     inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
     shared = half.shared_expert
-    shared_gate: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
+    shared_gate: tuple[object, ...] = (None, *_parts(None), *_parts(None), 0)
     if shared is not None:
         shared_gate = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
     how = half.gate_up.compute, half.gate_up.activation

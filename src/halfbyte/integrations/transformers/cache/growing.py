@@ -66,7 +66,7 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
         kept = {name: value for name, value in vars(self).items() if name not in _EXTRA_STATE}
         return {**kept, "keys": self.keys, "values": self.values}
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """A copy is an ordinary layer: two that write to the same buffers would mix their tokens."""
         return _uninitialized, (self.plain,), self._as_plain()
 
@@ -141,7 +141,7 @@ def seen_from(length: int, window: int) -> int:
     return max(0, length - window + 1)
 
 
-def window_of(layer: Any) -> int | None:
+def window_of(layer: object) -> int | None:
     """The window of a cache's layer, None where it keeps all tokens."""
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 

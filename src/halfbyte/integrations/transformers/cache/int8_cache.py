@@ -59,14 +59,14 @@ class Int8Cache(DynamicCache):
         0
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise ArgumentError(f"a cache is made for the config of a model, got {type(config).__name__}: pass model.config")
         super().__init__(config=config)
         self.layers = [_in_8_bits(layer) for layer in self.layers]
 
 
-def _in_8_bits(layer: Any) -> Any:
+def _in_8_bits(layer: object) -> Any:
     if type(layer) is DynamicSlidingWindowLayer:
         return Int8SlidingLayer(layer.sliding_window)
     return Int8Layer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]

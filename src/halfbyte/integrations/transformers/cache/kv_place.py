@@ -96,7 +96,7 @@ class Place:
         elif cache is not None:
             growing.entered(cache, tokens)
 
-    def all_states(self, cache: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    def all_states(self, cache: object, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, Hkv, T, D] as `update` of a cache does, after the tokens x [B, t, K] were written."""
         if isinstance(cache, StaticLayer):
             return self.keys, self.values

@@ -93,6 +93,6 @@ def _of_codes(layer: Any) -> Any:
     return new
 
 
-def scales_or_none(layer: Any) -> tuple[Tensor, Tensor] | None:
+def scales_or_none(layer: object) -> tuple[Tensor, Tensor] | None:
     """Those of an initialized layer of codes, as `attend` takes them."""
     return (layer.scales.keys, layer.scales.values) if isinstance(layer, _Codes) else None

@@ -137,7 +137,7 @@ class Run:
 
     def _by_transformers(self, x: Tensor, index: int) -> Tensor:
         call, module = self._call, self._modules[index]
-        more: dict[str, Any] = {"use_cache": call.past is not None, KV_CACHE: call.past}
+        more: dict[str, object] = {"use_cache": call.past is not None, KV_CACHE: call.past}
         if call.per_layer is not None:
             more["per_layer_input"] = call.per_layer[:, :, index]
         if self._shares:
@@ -247,7 +247,7 @@ class CpuRun(Run):
         assert isinstance(layer, CompiledLayer)
         if layer.shared.reuses:
             return
-        cache: Any = None if call.past is None else call.past.layers[index]
+        cache: object = None if call.past is None else call.past.layers[index]
         place.enter(cache, x.shape[1])
         if layer.shared.provides:
             call.shared[layer.shared.kind] = place.all_states(cache, x, layer.whole.heads.head_dim)

@@ -4,7 +4,6 @@ and prompts (`prefill_gpu.py`), by the kernels of `decoder/gpu_layer.py`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ class GpuRun(Run):
     def __init__(
         self,
         layers: Sequence[LoweredLayer | None],
-        stack: Any,
+        stack: object,
         call: Call,
         changed: Callable[[int], Sequence[LoweredLayer | None] | None] | None = None,
     ) -> None:

@@ -73,7 +73,7 @@ class ModelStep:
         return y if y is None or self._head is None else logits_in_torch(self._head(y), self._logits)
 
 
-def _logits(family: Family, config: Any) -> Logits:
+def _logits(family: Family, config: object) -> Logits:
     """The function of a model's logits."""
     if family.logits_divisor is not None:
         return "over", getattr(config, family.logits_divisor)

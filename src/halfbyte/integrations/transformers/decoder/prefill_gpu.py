@@ -64,7 +64,7 @@ def tokens(
         return None
     index, x = layer.self_attn.layer_idx, x.contiguous()
     rope_cache = None if heads.rotary_dim == 0 else (_in_rows(rotary[0]), _in_rows(rotary[1]))
-    cache: Any = None if past is None or index >= len(past.layers) else past.layers[index]
+    cache: object = None if past is None or index >= len(past.layers) else past.layers[index]
     if found.shared.reuses:
         place = _lent(layer, found.shared, x, mask, past, shared)
         return (

@@ -58,7 +58,7 @@ ARGUMENTS: Understood = {
 _ATTENTION = ("sdpa", "halfbyte", "eager")  # others have masks of other kinds
 
 
-def is_stack(module: Any) -> bool:
+def is_stack(module: nn.Module) -> bool:
     """Whether a module is the stack of decoder layers of a known family."""
     layers = getattr(module, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers) or (family := family_of(layers[0])) is None:
@@ -66,7 +66,7 @@ def is_stack(module: Any) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("embed_tokens", family.final_norm, "rotary_emb"))
 
 
-def is_compiled_stack(module: Any) -> bool:
+def is_compiled_stack(module: nn.Module) -> bool:
     """Whether the forward of a module was replaced by `compile_stack`."""
     return isinstance(module, _Stack)
 
@@ -101,7 +101,7 @@ class _Stack(ReplacedForward):
         found, device = compiled(self), next(stack.parameters()).device
         return found if isinstance(found, str) else found.remark(stack, device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: object) -> Any:
         if (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
             found = _traced(self, call) if torch.compiler.is_compiling() else _run(self, call)
             if found is not None:
@@ -163,7 +163,7 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
 _NOT_TAKEN: Any = object()
 
 
-def _cache(stack: Any, call: dict[str, Any]) -> Any:
+def _cache(stack: Any, call: dict[str, object]) -> Any:
     """The cache of a call, or a new one, or None; `_NOT_TAKEN` if transformers has to compute the call."""
     given = call.get("input_ids", call.get("inputs_embeds"))
     if not isinstance(given, Tensor) or ("input_ids" in call and "inputs_embeds" in call) or not given.numel():
@@ -188,7 +188,7 @@ def compiled(stack: Any) -> CompiledStack | str:
     return known[0]
 
 
-def _compiled_outside(stack: Any) -> CompiledStack | str:
+def _compiled_outside(stack: nn.Module) -> CompiledStack | str:
     """The compiled stack, whose layers are still to be compared, by `_changed`."""
     known = _stacks.get(stack)
     if known is None or not known[1].is_unchanged_outside():
@@ -325,7 +325,7 @@ class CompiledStack:
             self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in places]
         return self._specs
 
-    def on_cpu(self, stack: Any) -> list[CompiledLayer | str]:
+    def on_cpu(self, stack: nn.Module) -> list[CompiledLayer | str]:
         """The layers on a CPU: compiled, or the reason why transformers computes them."""
         if self._on_cpu is None:
             self._on_cpu = compile_layers(stack, self.specs(stack))
@@ -383,8 +383,8 @@ class CompiledStack:
 
     def run_on_gpu(
         self,
-        stack: Any,
-        call: Mapping[str, Any],
+        stack: nn.Module,
+        call: Mapping[str, object],
         past: Cache | None,
         changed: Callable[[int], Sequence[LoweredLayer | None] | None],
     ) -> Tensor | None:
@@ -397,7 +397,7 @@ class CompiledStack:
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
-    def step(self, stack: Any, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
+    def step(self, stack: nn.Module, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
         """The decode step of the whole stack; None if some of it is not compiled.
 
         Args:
@@ -427,7 +427,7 @@ class CompiledStack:
         return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)
 
 
-def _per_layer_inputs(stack: Any, call: Mapping[str, Any], x: Tensor) -> Tensor | None:
+def _per_layer_inputs(stack: Any, call: Mapping[str, object], x: Tensor) -> Tensor | None:
     """The layers' own inputs [B, t, L, P] (Gemma 4); None where they have none."""
     if not getattr(stack, "hidden_size_per_layer_input", 0):
         return None

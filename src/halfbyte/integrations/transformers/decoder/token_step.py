@@ -134,7 +134,7 @@ class TokenStep:
             layer.length = length + 1
         return y if y.dtype == self.dtype else y.to(self.dtype)
 
-    def fits(self, layers: Sequence[Any]) -> bool:
+    def fits(self, layers: Sequence[object]) -> bool:
         """Whether layers of a cache have the sliding windows of the model's."""
         return all(growing.window_of(layer) in (None, window) for layer, window in zip(layers, self._windows[: self.kept], strict=True))
 
@@ -243,7 +243,7 @@ def why_no_step(stack: Any, family: Family, *, per_layer: bool) -> str | None:
     return why_not_packed(packed)
 
 
-def _is_table(embedding: Any, dtype: torch.dtype) -> bool:
+def _is_table(embedding: object, dtype: torch.dtype) -> bool:
     """Whether nothing but rows of a table in that dtype, times a factor, come out of an embedding."""
     if type(embedding) is torch.nn.Embedding or (isinstance(embedding, torch.nn.Embedding) and factor_of(embedding) is not None):
         return embedding.max_norm is None and embedding.weight.dtype == dtype and embedding.weight.is_cpu

@@ -85,7 +85,7 @@ class _OneCall(ReplacedForward):
         reason = why_not(self)
         return ONE_CALL if reason is None else f"{UNFUSED}: {reason}"
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> Any:
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and not is_capturing():
             call = bind(self.argument_names, args, kwargs, ARGUMENTS)
             ids = None if call is None else _ids(self, call)
@@ -110,7 +110,7 @@ def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
     return None if token_type_ids is None else (words, token_type_ids, positions)
 
 
-def _counted(module: Any) -> Callable[[Tensor, int], Tensor] | None:
+def _counted(module: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
     """The function that computes position ids: a method, or a function of the class's module."""
     if hasattr(type(module), _COUNTS):
         return getattr(module, _COUNTS)  # type: ignore[no-any-return]

@@ -66,11 +66,11 @@ class Kind(NamedTuple):
 _ASKED = ("output_attentions", "output_hidden_states")
 
 
-def _given(stack: Any, call: dict[str, Any]) -> Input | None:
+def _given(stack: nn.Module, call: dict[str, Any]) -> Input | None:
     return Input(call["hidden_states"], call.get("attention_mask")) if "hidden_states" in call else None
 
 
-def _states(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _states(stack: nn.Module, x: Tensor, call: dict[str, object]) -> Any:
     return output_class(original(stack))(last_hidden_state=x)
 
 
@@ -85,12 +85,12 @@ _LAYERS_ALONE = Kind(
 )
 
 
-def _with_position_bias(stack: Any, call: dict[str, Any]) -> Input | None:
+def _with_position_bias(stack: Any, call: dict[str, object]) -> Input | None:
     given = _given(stack, call)
     return None if given is None else given._replace(bias=stack.compute_position_bias(given.x))
 
 
-def _states_or_tuple(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _states_or_tuple(stack: nn.Module, x: Tensor, call: dict[str, object]) -> Any:
     return _states(stack, x, call) if call.get("return_dict") else (x,)
 
 
@@ -112,7 +112,7 @@ def _patches(stack: Any, call: dict[str, Any]) -> Input | None:
     return Input(x, create_bidirectional_mask(config=stack.config, inputs_embeds=x, attention_mask=call.get("attention_mask")))
 
 
-def _pooled(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _pooled(stack: Any, x: Tensor, call: dict[str, object]) -> Any:
     y = stack.layernorm(x)
     pooled = None if stack.pooler is None else stack.pooler(y)
     return output_class(original(stack))(last_hidden_state=y, pooler_output=pooled)
@@ -138,7 +138,7 @@ def _frames(stack: Any, call: dict[str, Any]) -> Input | None:
     return Input(x + stack.embed_positions(torch.arange(stack.embed_positions.num_embeddings, device=x.device)), None)
 
 
-def _normed(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _normed(stack: Any, x: Tensor, call: dict[str, object]) -> Any:
     return output_class(original(stack))(last_hidden_state=stack.layer_norm(x))
 
 
@@ -191,7 +191,7 @@ class EncoderStack(ReplacedForward):
         reasons = [layer if isinstance(layer, str) else None for layer in layers]
         return "; ".join([f"{reasons.count(None)} of {len(layers)} layers take native calls", *why_left(reasons)])
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> Any:
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or is_capturing() or has_global_hooks()):
             kind = _kind(self)
             call = bind(self.argument_names, args, kwargs, kind.arguments)
@@ -205,7 +205,7 @@ class EncoderStack(ReplacedForward):
 _stacks: WeakKeyDictionary[nn.Module, tuple[list[EncoderLayer | str], Frozen]] = WeakKeyDictionary()
 
 
-def _compiled(stack: Any) -> list[EncoderLayer | str]:
+def _compiled(stack: nn.Module) -> list[EncoderLayer | str]:
     """The layers as they are now: compiled, or why transformers computes them."""
     cached_stack, layers = _stacks.get(stack), getattr(stack, _kind(stack).layers)
     if cached_stack is None or not cached_stack[1].is_unchanged():

@@ -79,7 +79,7 @@ class _Generating(ReplacedForward):
 
     keeps_name = True  # config.json has it
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+    def _prepare_cache_for_generation(self, generation_config: object, model_kwargs: dict[str, object], *args: object) -> Any:
         given = _cache_of(model_kwargs)
         answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         prepared = _cache_of(model_kwargs)
@@ -91,7 +91,7 @@ class _Generating(ReplacedForward):
         self,
         input_ids: Tensor,
         logits_processor: Any,
-        stopping_criteria: Any,
+        stopping_criteria: object,
         generation_config: Any,
         synced_gpus: bool = False,
         streamer: Any = None,
@@ -106,11 +106,11 @@ class _Generating(ReplacedForward):
         return _decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
 
 
-def _cache_of(arguments: dict[str, Any]) -> Any:
+def _cache_of(arguments: dict[str, object]) -> Any:
     return arguments.get(cache_name(arguments))
 
 
-def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -> bool:
+def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, object]) -> bool:
     """Whether the loop of this file does what is asked for."""
     cache = _cache_of(arguments)
     plain = (
@@ -139,7 +139,7 @@ def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -
     return model not in _slow or not is_default
 
 
-def _is_static(cache: Any) -> bool:
+def _is_static(cache: object) -> bool:
     """Whether it has a fixed size; an Int8Cache has one on a GPU, from its first tokens on."""
     return type(cache) is StaticCache or (type(cache) is Int8Cache and any(type(layer) in IN_CODES for layer in cache.layers))
 
@@ -148,7 +148,7 @@ def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | None:
+def _why_not_captured(model: nn.Module, device: torch.device, cache: object) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
     if in_mode():
         return "autocast or forward-mode differentiation is on"
@@ -174,14 +174,14 @@ def first_size(known: int, most: int) -> int:
     return round_up(min(most, known + _LATER), _CACHE_STEP)
 
 
-def _warn_once(model: Any, reason: str) -> None:
+def _warn_once(model: nn.Module, reason: str) -> None:
     if model not in _slow:
         _slow[model] = reason
         name = type(model).__name__
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
 
-def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, arguments: dict[str, Any]) -> Any:
+def _decode(model: Any, ids: Tensor, processors: object, criteria: Any, config: Any, streamer: Any, arguments: dict[str, Any]) -> Any:
     """`_sample` of transformers: the prompt ids [B, t] and what follows, [B, n]."""
     prompt = ids.shape[1]
     mask = arguments.get("attention_mask")

@@ -27,7 +27,7 @@ class GraphStep(Step):
 
     refused: str | None = None
 
-    def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int, cache: StaticCache) -> None:
+    def __init__(self, model: object, arguments: dict[str, object], outputs: object, choice: Choice, more: int, cache: StaticCache) -> None:
         super().__init__(model, arguments, outputs, choice, more)
         self._cache, self._capacity = cache, capacity(cache, model)
         self._prepared = False
@@ -131,13 +131,13 @@ def keeping(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if type(layer) is not _EMPTY]
 
 
-def capacity(cache: StaticCache, model: Any) -> int:
+def capacity(cache: StaticCache, model: object) -> int:
     """The number of tokens for which a cache has room. Layers with a window have it always, once they are as large as the window."""
     layer_pairs: Any = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
     return min((layer.max_cache_len for layer, largest in layer_pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
 
 
-def enlarge(cache: StaticCache, model: Any, size: int) -> None:
+def enlarge(cache: StaticCache, model: object, size: int) -> None:
     """Makes room for `size` tokens, in place."""
     int8 = any(type(layer) in IN_CODES for layer in cache.layers)
     layer_pairs: Any = zip(cache.layers, static_cache(model, size, int8=int8).layers, strict=True)

@@ -59,7 +59,7 @@ class Step:
     more       tokens in the cache that ids do not have
     """
 
-    def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int = 0) -> None:
+    def __init__(self, model: Any, arguments: dict[str, object], outputs: Any, choice: Choice, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
         self._arguments: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None
@@ -154,7 +154,7 @@ class Inputs:
         for advance in self._advances:
             advance()
 
-    def _compare(self, place: dict[str, Any], name: str, before: Any, after: Any, at: int) -> None:
+    def _compare(self, place: dict[str, object], name: str, before: object, after: object, at: int) -> None:
         if isinstance(after, dict) and isinstance(before, dict) and before.keys() == after.keys():  # masks of several kinds of layers
             inner = place[name] = dict(after)
             for key, value in after.items():

@@ -20,7 +20,7 @@ from halfbyte.nn.modules.experts import MixtureOfExperts
 _done: WeakSet[Any] = WeakSet()
 
 
-def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any]) -> None:
+def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], object]) -> None:
     """Compiles what a language model on a GPU runs for prompts [batch, tokens] and for the token after them, the first time that it is
     called for a model; does nothing on other devices, and where kernels are tuned as they are met.
 
@@ -33,7 +33,7 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
             compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 
-def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], Any], **settings: Any) -> None:
+def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], object], **settings: object) -> None:
     """Compile the kernels of a prefill [batch, tokens] and of a decode step side by side, on an NVIDIA GPU; no-op on other devices.
 
     The model is called, and all of it runs but this package's kernels. As their results are undefined, a model must not find addresses in

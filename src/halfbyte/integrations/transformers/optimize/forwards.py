@@ -7,8 +7,6 @@ and of the ops that produced them, recursively, which after a chain of custom op
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from halfbyte.errors import check_type
@@ -59,7 +57,7 @@ def is_decoder_layer(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp" if family is None else family.mlp))
 
 
-def why_not_native(layer: Any, device: str = "cuda") -> str | None:
+def why_not_native(layer: nn.Module, device: str = "cuda") -> str | None:
     """Why a decoder layer is left to transformers on a device of that type, or None."""
     spec = layer_spec(layer)
     if isinstance(spec, str):

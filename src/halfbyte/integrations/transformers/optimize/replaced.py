@@ -25,7 +25,7 @@ class ReplacedForward:
     argument_names: tuple[str, ...]  # of its forward, which torch.compile can read here
     keeps_name = False  # the class is known by the name of what it comes before
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Rebuild the class when unpickling, as no module has it by name."""
         return _empty, self.of_classes, self.__getstate__()
 
@@ -45,7 +45,7 @@ def restore_class(module: ReplacedForward) -> None:
     module.__dict__.pop(REMARK, None)
 
 
-def classes_of(module: Any) -> tuple[type, ...]:
+def classes_of(module: nn.Module) -> tuple[type, ...]:
     """The classes that were put before a module's own, and that."""
     return module.of_classes if isinstance(module, ReplacedForward) else (type(module),)
 
@@ -57,7 +57,7 @@ def _class_of(*parts: type) -> Any:
         cls: Any = last
         keeps = any(issubclass(one, ReplacedForward) and one.keeps_name for one in before)
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
-        about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
+        about: dict[str, object] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
         if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
             about["forward"] = _with_signature(replaced, inspect.signature(cls.forward))
         name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
@@ -102,7 +102,7 @@ def original(module: Any) -> type:
     return classes_of(module)[-1]
 
 
-def name_in_transformers(module: Any) -> str:
+def name_in_transformers(module: nn.Module) -> str:
     """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
     if isinstance(module, ReplacedForward):
         return module.original_name

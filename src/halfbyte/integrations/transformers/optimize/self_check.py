@@ -228,7 +228,7 @@ def _outputs(model: Any, *, fixed_cache: bool = False) -> list[Tensor]:
         return _continued(model, parts, past)
 
 
-def _continued(model: Any, parts: Sequence[Tensor], past: Any) -> list[Tensor]:
+def _continued(model: nn.Module, parts: Sequence[Tensor], past: object) -> list[Tensor]:
     """The output at the last token of each part of a text."""
     found = list[Tensor]()
     for part in parts:
@@ -281,7 +281,7 @@ def _sources() -> str:
 
 def _digest(models: list[PreTrainedModel]) -> str:
     """Names what was checked: versions, and of each model its class, the settings of its config that are not sizes, devices and formats."""
-    about: list[Any] = [_versions(), _sources()]
+    about: list[object] = [_versions(), _sources()]
     for one in models:
         config = one.config.get_text_config(decoder=True)
         switches = {name: _switch(value) for name, value in vars(config).items() if name != "_name_or_path"}

@@ -51,8 +51,8 @@ class _Linked:
     """
 
     def __init__(self) -> None:
-        self.linker: Any = None
-        self.libraries: list[Any] = []
+        self.linker: object = None
+        self.libraries: list[object] = []
         self.loaded: dict[str, dict[str, int]] = {}
         self.warned: set[str] = set()
 

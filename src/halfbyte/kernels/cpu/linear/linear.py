@@ -255,7 +255,7 @@ class LinearKernel:
         shares_prefetch = at_once == 1 and self.asking(m, count) > 0
         near = self.isa.near(m, spec.inner, geo)
         spec = replace(spec, vectors=vectors, panels=panels if at_once > 1 else 1, shares_prefetch=shares_prefetch, near=near)
-        build: Any = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
+        build: object = expanded.build if expands else amx.build if isinstance(self.isa, AMXTiles) else tile.build
         tiles = {"tile_function": replace(spec, rows=rows + (more > 0)), "lesser_tile_function": replace(spec, rows=rows)}
         return {
             **{name: compiled(build, one, self.isa) for name, one in tiles.items()},

@@ -70,7 +70,7 @@ def early_after(x: Tensor) -> bool:
     return x.is_cuda and starts_early(gpu(x.get_device()))
 
 
-def run(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **options: Any) -> None:
+def run(kernel: Any, grid: tuple[int, ...], *args: object, early: bool = False, **options: Any) -> None:
     """Launch `kernel[grid](*args, **options)`.
 
     Args:
@@ -164,7 +164,7 @@ class _Loading:
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
         self._pool, self._device = pool, device
 
-    def submit(self, compile: Callable[[], Any]) -> Any:
+    def submit(self, compile: Callable[[], object]) -> Any:
         return self._pool.submit(self._loaded, compile)
 
     def _loaded(self, compile: Callable[[], Any]) -> Any:
