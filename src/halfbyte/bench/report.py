@@ -92,7 +92,7 @@ class Report:
     """Everything about one run. `machine`, `versions` and `settings` say what it ran on and how."""
 
     date: str
-    machine: dict[str, Any]
+    machine: dict[str, object]
     versions: dict[str, str]
     settings: dict[str, Any]
     measurements: list[Measurement] = field(default_factory=list)

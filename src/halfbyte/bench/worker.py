@@ -82,7 +82,7 @@ def wait_until_idle(limit: float = 1.0) -> bool:
     return False
 
 
-def answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
+def answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, object]]:
     for line in requests:
         request = json.loads(line)
         try:

@@ -230,7 +230,7 @@ MEANING = {
 }
 
 
-def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:
+def _load_original(folder: Path) -> tuple[nn.Module, object, bool]:
     """(model, tokenizer, whether it is an encoder that gives embeddings) of a Hugging Face folder."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES

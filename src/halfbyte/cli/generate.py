@@ -149,7 +149,7 @@ def new_cache(args: argparse.Namespace, model: Any) -> Any:
     return Int8Cache(model.config)
 
 
-def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
+def _choice_of_tokens(args: argparse.Namespace) -> dict[str, object]:
     """The sampling settings for transformers' `generate`. Raises ArgumentError."""
     if args.temperature and not _LEAST <= args.temperature <= _MOST:  # NaN, too
         raise ArgumentError(f"--temperature is 0 for greedy decoding, or {_LEAST:g} to {_MOST:g}, got {args.temperature}")

@@ -136,7 +136,7 @@ def _row(
     gguf_type: str | None = None,
     error: float | None = None,
     tied_to: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What is shown of a tensor.
 
     format, stored_bytes  its format in halfbyte, and bytes of that

@@ -80,7 +80,7 @@ class TextConfig:
         self.layer_types = self._layer_types()
         self.layer_sizes = [self._sizes(overrides) for overrides in self._overrides()]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_") or name not in self._values:
             raise UnsupportedError(f"config.json has no {name}: let a current version of transformers write it again")
         return self._values[name]
@@ -176,7 +176,7 @@ class TextConfig:
             raise CheckpointError(f"config.json says layer_types: {short(found)}, a name for each of {layers} layers: the file is damaged")
         return [*found[:-1], _FULL] if self.family.full_attention_last else found
 
-    def _overrides(self) -> list[Mapping[str, Any]]:
+    def _overrides(self) -> list[Mapping[str, object]]:
         """Values that each layer has in place of those of the whole config."""
         layers, stored, sizes = self.num_hidden_layers, self.get(_BY_LAYER), self.family.full_attention_sizes
         if _BY_LAYER not in self._values:

@@ -120,7 +120,7 @@ class RopeLayers(NamedTuple):
 
     attributes: tuple[str, ...]
     rotates: Callable[..., bool]
-    from_config: Callable[[Any, int], bool]
+    from_config: Callable[[object, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class GGUF:
     rope_alpha: bool = False
     merges_by_index: bool = False
 
-    read_layers: Callable[[Metadata, Sequence[str]], tuple[dict[str, Any], Mapping[str, int]]] | None = None
+    read_layers: Callable[[Metadata, Sequence[str]], tuple[dict[str, object], Mapping[str, int]]] | None = None
     read_config: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]] | None = None
     write_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 

@@ -330,7 +330,7 @@ def _gate(name: str, function: str, read: str, *, gated: bool = True) -> Op:
     return Op("gate" if gated else "activation", name, None, (read,), settings=settings)
 
 
-def _settings(**settings: object) -> tuple[tuple[str, Any], ...]:
+def _settings(**settings: object) -> tuple[tuple[str, object], ...]:
     """Those that say something."""
     return tuple((name, value) for name, value in settings.items() if value is not None and value is not False)
 

@@ -19,7 +19,7 @@ from halfbyte.timing import time_text
 EXPERTS_HAVE_ZEROS = "experts are packed with all of their zeros"
 
 
-def shape_json(problem: Problem) -> dict[str, Any]:
+def shape_json(problem: Problem) -> dict[str, object]:
     """What was asked for."""
     shape = {"m": problem.m, "n": problem.n, "k": problem.k} | ({} if problem.op == "linear" else {"experts": problem.experts})
     return {"op": problem.op, **shape, "format": str(problem.format), "dtype": str(problem.dtype).removeprefix("torch.")}

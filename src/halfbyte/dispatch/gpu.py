@@ -45,7 +45,7 @@ class GpuCandidate:
     compute: Compute
     home: str
     summary: str
-    tiles: Callable[[Any, Problem], Tiles]
+    tiles: Callable[[object, Problem], Tiles]
     replayable: bool = True
     floats: str = ""
     sparse: bool = False

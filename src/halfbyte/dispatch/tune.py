@@ -36,7 +36,7 @@ from halfbyte.machine import Gpu
 Times = dict[str, dict[str, float]]  # candidate -> config -> seconds
 _HALVES = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 _TABLES = Path(__file__).parent / "tables"
-_unsaved: dict[str, dict[str, Any]] = {}  # tables that could not be written, by the GPU's name
+_unsaved: dict[str, dict[str, object]] = {}  # tables that could not be written, by the GPU's name
 
 
 class Measured(NamedTuple):
@@ -58,7 +58,7 @@ def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Measured:
     return Measured({}, "")
 
 
-def _local_table(gpu: Gpu) -> dict[str, Any]:
+def _local_table(gpu: Gpu) -> dict[str, object]:
     """This machine's table of a GPU, {} where there is none."""
     if (table := _unsaved.get(gpu.name)) is not None:
         return table
@@ -122,7 +122,7 @@ def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> 
     _unsaved[gpu.name] = _with(_unsaved.get(gpu.name, {}), gpu, problem, times)
 
 
-def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> dict[str, Any]:
+def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> dict[str, object]:
     """A table with times added."""
     table = table or {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.sms, "bandwidth": gpu.bandwidth, "linear": {}}
     table["linear"].setdefault(kind(problem), {})[str(rows_class(problem.m))] = times
@@ -147,7 +147,7 @@ def _table(path: Path, gpu: str | None = None) -> dict[str, Any]:
         return {}
 
 
-def _read(path: Path, gpu: str | None = None) -> dict[str, Any]:
+def _read(path: Path, gpu: str | None = None) -> dict[str, object]:
     """A table, {} where there is none. Raises ArgumentError where the file is none, or not one of this GPU."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))

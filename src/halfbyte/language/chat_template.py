@@ -100,14 +100,14 @@ def _check_mappings(name: str, values: object) -> None:
         raise ArgumentError(f"{name} are a list of dicts, got {type(values).__name__}: pass one dict for each of them")
 
 
-def _message(message: Mapping[str, object]) -> dict[str, Any]:
+def _message(message: Mapping[str, object]) -> dict[str, object]:
     """A message as templates get it: without keys that are None, its reasoning under all names."""
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """A value made of JSON's types alone, whose methods the sandbox knows; anything else becomes its type's name."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -164,13 +164,13 @@ def _environment() -> LimitedEnvironment:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return [nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)]
 
-        def _content(self, caller: Any) -> Any:
+        def _content(self, caller: Any) -> object:
             return caller()
 
     class TemplateDict:
         """The global `dict`, of which attributes lead nowhere."""
 
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[object, Any]:
             environment.count_value(args)
             return dict(*args, **kwargs)
 

@@ -332,7 +332,7 @@ def open_checkpoint(
     sparse: bool | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[dict[str, Any], PackedTensors]:
+) -> tuple[dict[str, object], PackedTensors]:
     """Open a checkpoint of any kind.
 
     Args:
@@ -375,7 +375,7 @@ def dtype_on_gpu(config: Mapping[str, object]) -> torch.dtype:
     return config_dtype if config_dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
-def _opened(path: Path, quantize: Config | None, header: File | None, device: torch.device | None) -> tuple[dict[str, Any], Source]:
+def _opened(path: Path, quantize: Config | None, header: File | None, device: torch.device | None) -> tuple[dict[str, object], Source]:
     if quantize is not None:
         from halfbyte.checkpoint.sources import open_floats
 

@@ -114,7 +114,7 @@ class _Budget:
             elif isinstance(item, str | bytes):
                 self.use(0, len(item))
 
-    def use_result(self, value: object) -> Any:
+    def use_result(self, value: object) -> object:
         """Counts what an operation has made, and returns it."""
         self.use(0, len(value) if isinstance(value, _TYPES_WITH_LENGTH) else 0)
         return value
@@ -165,7 +165,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _Counted().visit(tree)
         return tree.set_environment(self)  # type: ignore[return-value]  # returns the node itself
 
-    def call_binop(self, context: Context, operator: str, left: object, right: object) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """Computes an operator that may make something large."""
         budget = _budget()
         budget.use(1, _length_of_binop(operator, left, right))
@@ -187,7 +187,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             budget.use_value(args)
         return budget.use_result(super().call(__context, __obj, *args, **kwargs))
 
-    def getitem(self, obj: object, argument: object) -> Any:
+    def getitem(self, obj: object, argument: object) -> object:
         """An element or attribute; a tuple is hashed element by element."""
         if isinstance(argument, tuple):
             _budget().use_value(argument)
@@ -198,12 +198,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _budget().use(1, characters)
         return True
 
-    def count_value(self, value: object) -> Any:
+    def count_value(self, value: object) -> object:
         """Counts a value that is compared or concatenated."""
         _budget().use_value(value)
         return value
 
-    def count_result(self, value: object) -> Any:
+    def count_result(self, value: object) -> object:
         """Counts a value that has been made."""
         return _budget().use_result(value)
 
@@ -220,7 +220,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 @pass_context
-def _finalize(context: Context, value: object) -> Any:
+def _finalize(context: Context, value: object) -> object:
     """Counts what is printed. Takes the context so that jinja2 does not call it as it compiles."""
     budget = _budget()
     if not isinstance(value, str):
@@ -368,13 +368,13 @@ def _replaced(text: Any, old: object, new: Any) -> int:
     return int(text.count(old)) * len(new) if old else (len(text) + 1) * len(new)
 
 
-def _counted_filter(name: str, function: Callable[..., object]) -> Callable[..., Any]:
+def _counted_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """A filter that counts its input before and its result after it has run."""
 
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)  # takes jinja2's mark with it, by which a filter gets the environment or the context
-    def counted(*args: object, **kwargs: object) -> Any:
+    def counted(*args: object, **kwargs: object) -> object:
         budget = _budget()
         value, rest = args[first], (*args[first + 1 :], *kwargs.values())
         if name in ("join", "sum") and not isinstance(value, _TYPES_WITH_LENGTH) and hasattr(value, "__iter__"):
@@ -413,16 +413,16 @@ def _length(value: object) -> int:
     return len(value) if isinstance(value, _TYPES_WITH_LENGTH) else max(value, 1) if isinstance(value, int) else 1
 
 
-def _counted_elements(elements: Iterator[object]) -> Iterator[Any]:
+def _counted_elements(elements: Iterator[object]) -> Iterator[object]:
     """The elements of a filter that makes them as they are needed."""
     for element in elements:
         _budget().use(1)
         yield element
 
 
-def _counted_test(function: Callable[..., object]) -> Callable[..., Any]:
+def _counted_test(function: Callable[..., object]) -> Callable[..., object]:
     @wraps(function)
-    def counted(*args: object, **kwargs: object) -> Any:
+    def counted(*args: object, **kwargs: object) -> object:
         budget = _budget()
         budget.use(1)
         if len(args) > 1:  # is compared with something

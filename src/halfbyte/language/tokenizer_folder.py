@@ -137,7 +137,7 @@ def _described(component: Any) -> str:
     return "" if component is None else str(component.__getstate__(), "utf-8")
 
 
-def decoder_steps(backend: Any) -> list[dict[str, Any]]:
+def decoder_steps(backend: Any) -> list[dict[str, object]]:
     """The steps of a tokenizer's decoder as in tokenizer.json; a Sequence is its elements, no decoder is no step."""
     described = _described(backend.decoder)
     return list(_flat(json.loads(described))) if described else []

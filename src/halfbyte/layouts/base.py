@@ -56,7 +56,7 @@ class Packed:
         name = self.name if self.source_format is None else f"{self.source_format} as {self.name}"
         return f"Packed({name}, {list(self.shape)}, {self.layout} on {self.data.device})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.format, self.shape, self.layout, self.data, self.sparse, self.source_format)
 
     @property

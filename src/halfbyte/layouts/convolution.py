@@ -175,7 +175,7 @@ class PackedConv:
             object.__setattr__(self, "name", str(self.sizes.format))
             object.__setattr__(self, "numbers", self.sizes.numbers)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.sizes, self.layout, self.data)
 
     def __repr__(self) -> str:

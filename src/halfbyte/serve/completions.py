@@ -342,7 +342,7 @@ class TextService:
         return json_reply(format.document(choices, usage(request, prepared.prompt_tokens), chunk=False), headers=headers)
 
 
-def _schema(format: ResponseFormat | None) -> dict[str, Any] | None:
+def _schema(format: ResponseFormat | None) -> dict[str, object] | None:
     """Return the JSON schema that response_format asks for; None: any text.
 
     Raises:

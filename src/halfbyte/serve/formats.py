@@ -31,7 +31,7 @@ class TokenTexts:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
 
 
-def usage(request: Request, prompt_tokens: int) -> dict[str, Any]:
+def usage(request: Request, prompt_tokens: int) -> dict[str, object]:
     """Return the numbers of tokens of a request."""
     new, cached = request.new_tokens, max((job.cached_tokens for job in request.jobs), default=0)
     return {
@@ -71,7 +71,7 @@ class CompletionFormat:
         """Return a sequence."""
         return self.delta(index, text, choices, reason, calls)
 
-    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, object] | None:
         if choices is None:
             return None
         texts = [self._tokens.text(choice.id) for choice in choices]
@@ -108,7 +108,7 @@ class ChatFormat(CompletionFormat):
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": self._logprobs(index, choices), "finish_reason": _reason(reason, calls)}
 
-    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, object] | None:
         if choices is None:
             return None
         entry = self._tokens.entry

@@ -42,7 +42,7 @@ class JsonSchema(BaseModel):
     """A schema by name."""
 
     name: StrictStr = "schema"
-    schema_: dict[str, Any] | StrictBool = Field(default=True, alias="schema")
+    schema_: dict[str, object] | StrictBool = Field(default=True, alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -204,7 +204,7 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
     @property
     def most_new_tokens(self) -> int | None:

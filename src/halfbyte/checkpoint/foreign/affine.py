@@ -124,7 +124,7 @@ def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     return parts.entry(Spec(dtype, shape), lambda _: torchao.read(parts.tensors(), bits, (n, k), blocks, name), quantized)
 
 
-def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, Any]]:
+def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, object]]:
     """The class of a tensor and its attributes, from the metadata of the files."""
     text = reader.metadata.get(name, "")
     if not isinstance(text, str) or not 0 < len(text) < _LARGEST:

@@ -49,7 +49,7 @@ _ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_
 _REMEDIES = {name: _ELSEWHERE.format(name) for name in ("quanto", "quark", "auto-round", "eetq", "aqlm", "vptq", "higgs")}
 
 
-def settings_of(folder: Path, config: Mapping[str, object]) -> Any:
+def settings_of(folder: Path, config: Mapping[str, object]) -> object:
     """The quantization_config of a folder with this config.json, or the settings file of an older folder; None where it has neither."""
     if (settings := config.get(quantization_config.SETTINGS)) is not None:
         return settings
@@ -273,7 +273,7 @@ def _ct_bits(parts: Parts, group: Mapping[str, object], notes: list[str]) -> int
     return int(bits)
 
 
-def _group_of(name: str, groups: Mapping[str, Mapping[str, object]], classes: Mapping[str, set[str]]) -> Mapping[str, Any]:
+def _group_of(name: str, groups: Mapping[str, Mapping[str, object]], classes: Mapping[str, set[str]]) -> Mapping[str, object]:
     """The config group whose targets match a module: its name, a pattern `re:…`, or else its class, Linear where that is not known."""
     lists = {key: [t for t in targets if isinstance(t, str)] for key, g in groups.items() if isinstance(targets := g.get("targets"), list)}
     for key, targets in lists.items():

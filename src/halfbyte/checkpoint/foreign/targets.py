@@ -184,7 +184,7 @@ class CompressedTensors(Target):
     def parts(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
         return compressed_tensors.write(codes, order, packed=not self._integer(self.kept[name]))
 
-    def _scheme(self, weight: Weight, ordered: bool) -> dict[str, Any]:
+    def _scheme(self, weight: Weight, ordered: bool) -> dict[str, object]:
         size, fmt = _group_size(weight.format), weight.format
         weights: dict[str, Any] = {"num_bits": fmt.bits, "type": "int", "symmetric": fmt.zero == "none", "dynamic": False}
         weights |= {"strategy": "channel"} if size < 0 else {"strategy": "group", "group_size": size}

@@ -93,7 +93,7 @@ def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
     return keys | {key: (config_key, int, True) for key, config_key in architecture.gguf.sizes.items()}
 
 
-def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, Any]:
+def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, object]:
     """The settings of experts in a config.json; `inner` is the file's feed_forward_length."""
     config = dict[str, Any]()
     for key, config_key in (architecture.experts or {}).items():
@@ -109,7 +109,7 @@ def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict
     return config | every | {"norm_topk_prob": architecture.normalized}
 
 
-def _routed(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:
+def _routed(architecture: Architecture, metadata: Metadata) -> dict[str, object]:
     """The settings of experts in a config.json where the file has all of them."""
     most = ("expert_count", "expert_used_count", "expert_feed_forward_length")
     experts = (architecture.experts or {}).items()
@@ -147,7 +147,7 @@ def _rope(
 
 def _rope_scaling(
     gguf: GGUF, metadata: Metadata, names: Sequence[str], read: Callable[[str], Tensor], base: float, head_dim: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The rope_scaling of a config.json, if positions are scaled."""
     factors = read("rope_freqs.weight").double() if "rope_freqs.weight" in names else None
     if factors is not None and bool((factors >= _NOT_ROTATED).any()) and bool(((factors == 1) | (factors >= _NOT_ROTATED)).all()):
@@ -182,7 +182,7 @@ def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> Tenso
     return torch.where(length < original / high, 1.0, torch.where(length > original / low, factor, between))
 
 
-def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:
+def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, object]:
     """The settings that give these factors. All models use Llama's own, except for the original context length."""
     for original in (8192, 4096, 16384, 32768, 2048, 32):
         rope = {**_LLAMA3, "factor": float(factors.max()), "original_max_position_embeddings": original}

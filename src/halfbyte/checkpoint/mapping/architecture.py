@@ -204,7 +204,7 @@ class _Planned:
     def get_parameter(self, name: str) -> nn.Parameter:
         return self._parameters[name]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
 
@@ -241,7 +241,7 @@ def initial(model: Any, name: str) -> Tensor | None:
     return module.get_parameter(tensor_name).detach()
 
 
-def _with_special_floats(value: object) -> Any:
+def _with_special_floats(value: object) -> object:
     """A value of a config.json, with {"__float__": "Infinity"}, transformers' notation, replaced by the float."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
@@ -269,7 +269,7 @@ class _Skeleton(TorchFunctionMode):
         self.elements_left = 4 * sum(sizes) + _BUFFER_ELEMENTS
         self.tensors_left = 16 * len(sizes) + _BUFFERS
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func in self.FACTORIES and kwargs.get("device") is None:
             on_meta = func(*args, **{**kwargs, "device": "meta"})

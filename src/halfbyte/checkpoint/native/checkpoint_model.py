@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.report import Report
 
 
-def _opened(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
+def _opened(folder: Path) -> tuple[dict[str, object], Manifest, Reader]:
     """config.json without the section, the section, and a reader of its files; tries again if a writer has just replaced them."""
     while True:
         config, manifest = read_manifest(folder)

@@ -135,7 +135,7 @@ class Manifest:
         return section
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
+def read_manifest(folder: Path) -> tuple[dict[str, object], Manifest]:
     """config.json without the section, and the section. Raises CheckpointError where anything in it is inconsistent."""
     path = folder / CONFIG
     if not is_file(path):

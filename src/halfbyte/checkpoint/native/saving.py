@@ -174,7 +174,7 @@ def publish(
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def _config_of(model: nn.Module) -> dict[str, object]:
     """The config.json of a transformers model; empty for any other."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):

@@ -59,7 +59,7 @@ def rebind(function: Any, decorate: Callable[[Any], object]) -> None:
             setattr(module, function_name, decorated)
 
 
-def _float_copies(update: Any) -> Any:
+def _float_copies(update: Any) -> object:
     """Replace `ModulesToSaveWrapper.update`: the copy of a module that is trained is float."""
 
     @wraps(update)
@@ -73,12 +73,12 @@ def _float_copies(update: Any) -> Any:
     return updated
 
 
-def _replaced_tokens(forward: Any) -> Any:
+def _replaced_tokens(forward: Any) -> object:
     """Replace `TrainableTokensLayer.forward_adapters`: a quantized layer computes all tokens, and those that are trained are computed
     again."""
 
     @wraps(forward)
-    def forward_adapters(self: Any, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any) -> Any:
+    def forward_adapters(self: Any, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any) -> object:
         base = self.base_layer
         if not isinstance(base, QuantEmbedding | QuantLinear) or self.disable_adapters or self.merged or not active_adapters:
             return forward(self, x, active_adapters, *args, **kwargs)
@@ -105,7 +105,7 @@ def _with_columns(y: Tensor, x: Tensor, rows: Tensor, tokens: Tensor, base: Quan
     return y.index_copy(-1, tokens, functional.linear(x.to(y.dtype), rows, bias))
 
 
-def _unmerged_tokens(merge: Any) -> Any:
+def _unmerged_tokens(merge: Any) -> object:
     """Replace `TrainableTokensLayer.merge`: refused, as rows of a quantized weight cannot be set."""
 
     @wraps(merge)
@@ -120,7 +120,7 @@ def _unmerged_tokens(merge: Any) -> Any:
     return merged
 
 
-def _with_quantized(tied_names: Any) -> Any:
+def _with_quantized(tied_names: Any) -> object:
     """Replace `_get_module_names_tied_with_embedding`: quantized layers that share the embedding's weight, which transformers does not
     tie."""
 
@@ -146,13 +146,13 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _with_checkpointing(prepare: Any) -> Any:
+def _with_checkpointing(prepare: Any) -> object:
     """Replace `prepare_model_for_kbit_training`: gradient checkpointing is enabled, as for the methods that peft knows."""
 
     @wraps(prepare)
     def prepared(
         model: Any, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         model = prepare(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, **kwargs)
         if use_gradient_checkpointing and any(isinstance(module, QuantModule) for module in model.modules()):
             settings = gradient_checkpointing_kwargs or {}

@@ -92,7 +92,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.modules: dict[str, Module] = {}
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, object], return_unused_kwargs: bool = False, **kwargs: object) -> Any:
+    def from_dict(cls, config_dict: Mapping[str, object], return_unused_kwargs: bool = False, **kwargs: object) -> object:
         """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it is invalid."""
         config = cls.of(parse(config_dict))
         return (config, kwargs) if return_unused_kwargs else config
@@ -105,7 +105,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         instance.config, instance.calibration, instance.device, instance.modules = None, None, None, modules
         return instance
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return describe(self.modules)
 
     def __repr__(self) -> str:
@@ -218,7 +218,7 @@ class HalfbyteQuantizer(HfQuantizer):
         ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
         model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
 
-    def update_weight_conversions(self, weight_conversions: list[object], *model: nn.Module) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[object], *model: nn.Module) -> list[object]:
         """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts.
 
         Args:
@@ -415,7 +415,7 @@ class HalfbyteQuantizer(HfQuantizer):
         model.hf_quantizer = self
         _copied_config(model).quantization_config = self.quantization_config
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> Any:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> object:
         dequantize_(model, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         for part in model.modules():
             vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there

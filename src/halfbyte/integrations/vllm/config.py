@@ -50,7 +50,7 @@ class HalfbyteConfig(api.QuantizationConfig):
         return []
 
     @staticmethod
-    def get_checkpoint_weight_mapper() -> Any:
+    def get_checkpoint_weight_mapper() -> object:
         return api.WeightsMapper(orig_to_new_regex=RENAMED)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -72,7 +72,7 @@ class HalfbyteConfig(api.QuantizationConfig):
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self._tied_head = bool(getattr(text, "tie_word_embeddings", False))
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> object:
         """Return the method of a layer; None, or one without quantization, where the checkpoint has it in floating point."""
         if isinstance(layer, api.LinearBase):
             parts = self.modules.of_layer(prefix, self.packed_modules_mapping)

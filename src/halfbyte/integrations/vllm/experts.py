@@ -80,7 +80,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         formats = " and ".join(dict.fromkeys(str(module.format) for module in self.stacks.values()))
         api.log.info_once("halfbyte multiplies experts in %s (halfbyte.grouped_linear)", formats)
 
-    def get_fused_moe_quant_config(self, layer: object) -> Any:
+    def get_fused_moe_quant_config(self, layer: object) -> object:
         """Not used: vLLM's own kernels for experts do not run."""
         return api.FUSED_MOE_UNQUANTIZED_CONFIG
 
@@ -109,5 +109,5 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         y = ops.grouped_linear(activated.view(*topk_ids.shape, width), down, topk_ids, **settings[1])
         return (y * topk_weights.to(y.dtype).unsqueeze(-1)).sum(1)
 
-    def _activation(self) -> Any:
+    def _activation(self) -> object:
         return api.ApplyMoEActivationConfig.from_configs(self.moe, api.FUSED_MOE_UNQUANTIZED_CONFIG)

@@ -85,7 +85,7 @@ def fused_parameters(parts: Sequence[Mapping[str, object]], loader: Loader) -> d
     return {name: _fused([part.get(name) for part in parts], loader) for name in names}
 
 
-def _fused(parts: Sequence[object], loader: Loader) -> Any:
+def _fused(parts: Sequence[object], loader: Loader) -> object:
     sharded = all(part is None or hasattr(part, "output_dim") for part in parts)
     return (FusedParameter if sharded else FusedCopies)(parts, loader)
 

@@ -212,7 +212,7 @@ class Runs:
             return {}
         hidden = iter(self.hidden)
 
-        def deliver(i: int) -> Callable[..., Any]:
+        def deliver(i: int) -> Callable[..., object]:
             def forward(*args: object, **kwargs: object) -> Any:
                 passed, _, _ = _take_hidden(args, kwargs)
                 return next(hidden).to(passed) if i == len(self.layers) - 1 else passed
@@ -247,7 +247,7 @@ class _Meter:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             self._read(name, args[0])
             if name in self.waiting:
@@ -266,7 +266,7 @@ class _Meter:
             self._last = (x, name)
 
 
-def _take_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+def _take_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple[object, ...], dict[str, object]]:
     """Splits the arguments of a layer into the hidden states and the others."""
     if args:
         return args[0], args[1:], dict(kwargs)

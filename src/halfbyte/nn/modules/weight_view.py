@@ -126,7 +126,7 @@ class WeightView(Tensor):
             numbers = step.of(numbers)
         return numbers
 
-    def _viewed(self, function: Any, arguments: tuple[object, ...], keywords: Mapping[str, Any]) -> Any:
+    def _viewed(self, function: Any, arguments: tuple[object, ...], keywords: Mapping[str, Any]) -> object:
         """The result of an operation that makes views of its first argument, this weight."""
         result = function(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"), *arguments, **keywords)
 
@@ -137,7 +137,7 @@ class WeightView(Tensor):
         return view(result, None) if isinstance(result, Tensor) else [view(layout, i) for i, layout in enumerate(result)]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Calls torch's function. That the method exists keeps nn.TransformerEncoderLayer from its fast path, which would read all weights
         (dequantizing each) instead of calling the modules."""
         kwargs = kwargs or {}
@@ -151,7 +151,7 @@ class WeightView(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
         for written in _written(func, args, kwargs):
@@ -181,7 +181,7 @@ class WeightView(Tensor):
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.codes_format})"
 
 
-def _written(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Any]:
+def _written(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments to which an operation writes."""
     if not func._schema.is_mutable:
         return []
@@ -230,7 +230,7 @@ def _factor(func: Any, args: Sequence[Any]) -> float | None:
 _IN_PLACE_OPERATORS = "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 _NO_WRITES = "requires_grad_", "detach_", "share_memory_"
 # Tuples, as torch.compile of torch 2.8 has no sets of functions.
-_WRITES: tuple[Any, ...] = (
+_WRITES: tuple[object, ...] = (
     *(
         getattr(Tensor, name)
         for name in (
@@ -242,8 +242,8 @@ _WRITES: tuple[Any, ...] = (
     ),
     Tensor.data.__set__,  # type: ignore[attr-defined]
 )
-_WHOLE: tuple[Any, ...] = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]
-_VIEWS: tuple[Any, ...] = (
+_WHOLE: tuple[object, ...] = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]
+_VIEWS: tuple[object, ...] = (
     *(
         getattr(Tensor, name)
         for name in (
@@ -265,7 +265,7 @@ class TracedWeight(Tensor):
     owner: Any
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in _WRITES and isinstance(args[0], cls):
             if torch.compiler.is_dynamo_compiling():
                 torch._dynamo.graph_break(msg=_NOT_TRACED)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -51,7 +51,7 @@ _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
 _AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 # Functions, and the modules that take the same numbers.
-_MODULES: dict[Any, type[nn.Module]] = {
+_MODULES: dict[object, type[nn.Module]] = {
     nn.functional.relu6: nn.ReLU6,
     nn.functional.hardtanh: nn.Hardtanh,
     nn.functional.avg_pool1d: nn.AvgPool1d,
@@ -244,7 +244,7 @@ class _RangeObserver(fx.Interpreter):
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         views = self._views(n)
         value = super().run_node(n)
         if changed := [node for node, before in views.items() if not torch.equal(self.env[node], before)]:

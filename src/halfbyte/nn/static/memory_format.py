@@ -122,7 +122,7 @@ class Formats:
         return self.gives(node) and "Conv1d" in type(module_of(node, self.modules)).__name__
 
 
-def restore(value: Any, origin: Any) -> Any:
+def restore(value: Any, origin: Any) -> object:
     """A result, or a tuple of some, in the memory format that torch gives the results of convolutions of `origin`."""
     if isinstance(value, tuple | list):
         return type(value)(restore(item, origin) for item in value)

@@ -39,7 +39,7 @@ class IntegerNetwork(fx.GraphModule):
         cls.node_by_node, cls.forward = cls.forward, _forward
         return code
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (*super().__reduce__(), self.meta)  # which torch leaves out
 
 
@@ -148,7 +148,7 @@ class _Sizes(fx.Interpreter):
         self.extra_traceback = False  # errors stay one sentence
         self.seen: dict[fx.Node, Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         value = super().run_node(n)
         if isinstance(value, Tensor):
             self.seen[n] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -51,7 +51,7 @@ class Tracer(fx.Tracer):
         super().__init__()
         self.defaults, self.failed = defaults, ""
 
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[object, list[Any]]:
         forward, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
         if self.defaults:
             arguments = [a.node.args[0] if isinstance(a, fx.Proxy) and a.node.args else a for a in arguments]

@@ -61,12 +61,12 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
         self.__dict__.clear()
         self.__dict__.update(plain)
 
-    def _as_plain(self) -> dict[str, Any]:
+    def _as_plain(self) -> dict[str, object]:
         """The attributes of an ordinary layer."""
         kept = {name: value for name, value in vars(self).items() if name not in _EXTRA_STATE}
         return {**kept, "keys": self.keys, "values": self.values}
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copy is an ordinary layer: two that write to the same buffers would mix their tokens."""
         return _uninitialized, (self.plain,), self._as_plain()
 
@@ -74,7 +74,7 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
         return self.length
 
 
-def _uninitialized(plain: Any) -> Any:
+def _uninitialized(plain: Any) -> object:
     return plain.__new__(plain)
 
 

@@ -160,7 +160,7 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     return normed, past
 
 
-_NOT_TAKEN: Any = object()
+_NOT_TAKEN: object = object()
 
 
 def _cache(stack: Any, call: dict[str, object]) -> Any:

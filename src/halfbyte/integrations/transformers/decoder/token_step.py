@@ -217,7 +217,7 @@ def _scale(embedding: Any) -> Factor | None:
     return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
 
 
-def per_layer_inputs_of(stack: Any) -> tuple[Any, Any, Any]:
+def per_layer_inputs_of(stack: Any) -> tuple[object, Any, Any]:
     """The table, the projection and the norm from which per-layer inputs are computed."""
     return stack.embed_tokens_per_layer, stack.per_layer_model_projection, stack.per_layer_projection_norm
 

@@ -61,10 +61,10 @@ class Step:
 
     def __init__(self, model: Any, arguments: dict[str, object], outputs: Any, choice: Choice, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
-        self._arguments: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments)
+        self._arguments: dict[str, object] = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
-        self._before: dict[str, Any] | None = None  # the last step's, where transformers prepared it
+        self._before: dict[str, object] | None = None  # the last step's, where transformers prepared it
         self._inputs: Inputs | None = None
         # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
         self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)

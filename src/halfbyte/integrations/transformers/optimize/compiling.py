@@ -17,7 +17,7 @@ from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.forwards import why_not_native
 from halfbyte.nn.modules.experts import MixtureOfExperts
 
-_done: WeakSet[Any] = WeakSet()
+_done: WeakSet[object] = WeakSet()
 
 
 def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], object]) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 _version = attrgetter("_version")
 _class = attrgetter("__class__")
-_get: Callable[[dict[str, Any], str], Any] = dict.get
+_get: Callable[[dict[str, Any], str], object] = dict.get
 _CONTAINERS = (nn.Module, PreTrainedConfig, dict, list, tuple)
 
 
@@ -131,7 +131,7 @@ class FrozenLayers:
         return list(map(_class, self._layers)) == self._classes and self.outer.is_unchanged()
 
 
-def _values(dicts: Iterable[Any]) -> list[Any]:
+def _values(dicts: Iterable[Any]) -> list[object]:
     return [*chain.from_iterable(map(dict.values, dicts))]
 
 

@@ -14,7 +14,7 @@ from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import REMARK
 
-_classes: dict[tuple[type, ...], Any] = {}
+_classes: dict[tuple[type, ...], object] = {}
 
 
 class ReplacedForward:
@@ -25,7 +25,7 @@ class ReplacedForward:
     argument_names: tuple[str, ...]  # of its forward, which torch.compile can read here
     keeps_name = False  # the class is known by the name of what it comes before
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """Rebuild the class when unpickling, as no module has it by name."""
         return _empty, self.of_classes, self.__getstate__()
 
@@ -65,7 +65,7 @@ def _class_of(*parts: type) -> Any:
     return _classes[parts]
 
 
-def _with_signature(function: Any, signature: inspect.Signature) -> Any:
+def _with_signature(function: Any, signature: inspect.Signature) -> object:
     """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
     copied: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__, copied.__signature__ = function.__kwdefaults__, signature

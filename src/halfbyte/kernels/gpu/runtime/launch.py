@@ -164,10 +164,10 @@ class _Loading:
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
         self._pool, self._device = pool, device
 
-    def submit(self, compile: Callable[[], object]) -> Any:
+    def submit(self, compile: Callable[[], object]) -> object:
         return self._pool.submit(self._loaded, compile)
 
-    def _loaded(self, compile: Callable[[], Any]) -> Any:
+    def _loaded(self, compile: Callable[[], Any]) -> object:
         compiled = compile()
         with torch.cuda.device(self._device):
             assert compiled.run is not None
