@@ -82,7 +82,7 @@ def read(paths: Sequence[Path]) -> GpuReport:
     return replace(reports[0], measurements=[one for report in reports for one in report.measurements], absences=list(absences))
 
 
-def select(report: GpuReport, **allowed: Sequence[Any] | None) -> GpuReport:
+def select(report: GpuReport, **allowed: Sequence[object] | None) -> GpuReport:
     """The measurements whose fields are among those `allowed`; None allows all. shape: (n, k)."""
     wanted = {name: set(values) for name, values in allowed.items() if values is not None}
 

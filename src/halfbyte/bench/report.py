@@ -103,7 +103,7 @@ class Report:
         if line not in self.notes:
             self.notes.append(line)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"schema": SCHEMA, **asdict(self)}
 
 

@@ -16,6 +16,12 @@ from halfbyte.io.files import is_file, is_there
 from halfbyte.memory import peak_memory, size_text
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedTokenizerBase
+
+    from halfbyte.integrations.transformers.modules import Part
+    from halfbyte.integrations.transformers.text import Generated
     from halfbyte.language.generate import Generation
     from halfbyte.language.model import LanguageModel
     from halfbyte.language.sampling import Sampling
@@ -122,7 +128,7 @@ def open_native(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | No
 
 
 @settling()
-def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
+def open_asked(args: argparse.Namespace, mesh: DeviceMesh | None = None) -> tuple[Part, PreTrainedTokenizerBase, dict[str, Any]]:
     """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
     _check(args)
     drawn = _choice_of_tokens(args)
@@ -195,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, open_asked(args, mesh), rank, count)
 
 
-def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank: int, count: int) -> int:
+def _run(args: argparse.Namespace, opened: tuple[Part, PreTrainedTokenizerBase, dict[str, Any]], rank: int, count: int) -> int:
     from halfbyte.integrations.transformers.text import check_prompt, generate, room
 
     model, tokenizer, settings = opened
@@ -253,7 +259,7 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def measured(done: Any) -> dict[str, float]:
+def measured(done: Generated) -> dict[str, float]:
     return {
         "prompt_tokens": done.prompt_tokens,
         "prompt_tokens_per_second": done.prompt_rate,
@@ -272,7 +278,7 @@ def native_measured(generation: Generation) -> dict[str, float]:
     }
 
 
-def sizes(model: Any, device: str) -> dict[str, int | None]:
+def sizes(model: nn.Module, device: str) -> dict[str, int | None]:
     from halfbyte.integrations.transformers.text import weight_bytes
 
     return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": _peak(device)}

@@ -6,7 +6,7 @@ Experts are linear layers that run together on a CPU, in one parallel region: th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -54,7 +54,7 @@ class Explanation:
     roofline: Roofline | None
     measured: float | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         problem, roof = self.problem, self.roofline
         return {
             **shape_json(problem),

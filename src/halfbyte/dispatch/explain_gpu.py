@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ class GpuExplanation:
                 found.setdefault(option.candidate.name, _slower(option, self.choice.taken))
         return found
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         problem, taken, roof = self.problem, self.choice.taken, self.roofline
         return {
             **shape_json(problem),

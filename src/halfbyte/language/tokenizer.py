@@ -158,7 +158,7 @@ class Tokenizer:
         """Splits a text into tokens.
 
         Args:
-            text: Any text; special tokens that occur in it become their ids.
+            text: The text; special tokens that occur in it become their ids.
             add_special_tokens: Add the tokens that the tokenizer begins and ends a text with. False for the text of a chat template, which
                 has them already.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,7 @@ class Packed:
     sparse: bool | None = None
     source_format: Format | None = None
     name: str = field(default="", kw_only=True)
-    calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
+    calls: Bounded[Hashable, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -94,7 +94,7 @@ class Config:
     activation: str = "block"
     embedding: str | Format | None = "q8_0"
     activations: str = "dynamic"
-    calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    calibration: Calibration | Tensor | Iterable[object] | None = field(default=None, repr=False, compare=False)
     observer: Observer = "minmax"
     strict: bool = False
 

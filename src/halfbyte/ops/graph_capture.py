@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,9 +17,9 @@ from halfbyte.dispatch.gpu import why_no_triton
 T = TypeVar("T")
 
 # A graph whose memory others share, by device and the stream of replays: two graphs in one memory must not run at the same time.
-_pools: dict[tuple[int, int], Any] = {}
-_lost: list[Any] = []  # those in whose memory a capture failed
-_streams: dict[int, Any] = {}  # by device: of captures
+_pools: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+_lost: list[torch.cuda.CUDAGraph] = []  # those in whose memory a capture failed
+_streams: dict[int, torch.cuda.Stream] = {}  # by device: of captures
 _MODE = "thread_local"  # other threads may go on using the GPU
 
 
@@ -34,7 +34,7 @@ class CapturedGraph:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
-        self._owner: Any = None
+        self._owner: tuple[int, int, int] | None = None
         here = torch.cuda.current_stream(device)
         self._place = here.device_index, here.cuda_stream
         self._stream = _streams.setdefault(here.device_index, torch.cuda.Stream(device))
@@ -84,7 +84,7 @@ class CapturedGraph:
             scratch.release(self._owner)
 
 
-def _trivial(device: torch.device) -> Any:
+def _trivial(device: torch.device) -> torch.cuda.CUDAGraph:
     """A graph that does nothing of use, captured on the current stream. What torch keeps of graphs that share memory goes with the last of
     them, and cannot be taken up again."""
     graph = torch.cuda.CUDAGraph()

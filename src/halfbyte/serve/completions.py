@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive
@@ -26,7 +26,7 @@ from halfbyte.language.model import LanguageModel
 from halfbyte.language.sampling import Choice
 from halfbyte.serve.chat import Answer, forced_call, prompt
 from halfbyte.serve.engine import Engine, Job, Processor, Request, Update
-from halfbyte.serve.formats import ChatFormat, CompletionFormat, TokenTexts, usage
+from halfbyte.serve.formats import Calls, ChatFormat, CompletionFormat, TokenTexts, usage
 from halfbyte.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
 from halfbyte.serve.replies import DONE, ApiError, EventStream, event, json_reply, watching
 from halfbyte.serve.settings import Settings
@@ -211,7 +211,7 @@ class TextService:
             )
         return wanted
 
-    def _processors(self, asked: GenerationRequest, schema: dict[str, Any] | None) -> list[Processor]:
+    def _processors(self, asked: GenerationRequest, schema: dict[str, object] | None) -> list[Processor]:
         """Make the logits processors of one sequence: logit_bias, and the grammar of a JSON schema, which has state of its own."""
         processors: list[Processor] = []
         if asked.logit_bias:
@@ -281,7 +281,7 @@ class TextService:
         answers = [Answer(prepared.names) for _ in request.jobs]
         empty = {"usage": None} if with_usage else {}  # OpenAI's API: null in all chunks but the last
 
-        def chunk(choice: dict[str, Any]) -> bytes:
+        def chunk(choice: dict[str, object]) -> bytes:
             return event({**format.document([choice], None, chunk=True), **empty})
 
         for index, echo in enumerate(prepared.echoes):
@@ -291,7 +291,7 @@ class TextService:
                 yield chunk(format.delta(index, echo, None, None, []))
         try:
             async for update in request.updates():
-                text, calls = answers[update.sequence].push(update.text), list[Any]()
+                text, calls = answers[update.sequence].push(update.text), Calls()
                 choices = self._shown(asked, update)
                 if update.finish_reason is not None:
                     rest, calls = answers[update.sequence].finish()  # text that might have become a tool call
@@ -302,7 +302,8 @@ class TextService:
                         yield chunk(format.delta(update.sequence, "", None, None, calls))
                     # `calls` sets the finish_reason "tool_calls"; the calls themselves are in the chunk before.
                     last = format.delta(update.sequence, "", None, update.finish_reason, calls)
-                    last.get("delta", {}).pop("tool_calls", None)
+                    if isinstance(delta := last.get("delta"), dict):
+                        delta.pop("tool_calls", None)
                     yield chunk(last)
                 elif text or choices:
                     yield chunk(format.delta(update.sequence, text, choices, None, []))

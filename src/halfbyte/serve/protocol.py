@@ -6,7 +6,7 @@ A field that would change the answer and is not supported is refused; any other 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr, ValidationError
 
@@ -171,7 +171,7 @@ class Function(BaseModel):
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)]
     description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
 
 
 class Tool(BaseModel):

@@ -46,7 +46,7 @@ class Grammars:
         backend = cast(Any, self._tokenizer.backend)
         return LLTokenizer(backend.to_str(), n_vocab=self._vocabulary, eos_token=ends)
 
-    def json_schema(self, schema: Mapping[str, Any] | bool) -> Grammar:
+    def json_schema(self, schema: Mapping[str, object] | bool) -> Grammar:
         """Compile a JSON schema. Takes up to a second.
 
         Raises:

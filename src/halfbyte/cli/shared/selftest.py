@@ -252,7 +252,7 @@ def _qlinear(codes: Codes, device: str) -> Iterator[Case]:
         yield Case(f"M={m}", partial(ops.qlinear, xq.to(device), packed, bias.to(device), **scales), partial(_right_codes, expected))
 
 
-def _right_codes(expected: Any, found: Tensor) -> Tensor:
+def _right_codes(expected: reference.Requantized, found: Tensor) -> Tensor:
     right: Tensor = expected.agrees(found.cpu())
     return right
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 from transformers.modeling_utils import PreTrainedModel
@@ -20,10 +20,13 @@ from halfbyte.checkpoint.native.model_card import CARD, CardWeight, model_card, 
 from halfbyte.integrations.transformers.quantizer import HalfbyteQuantizer
 from halfbyte.nn.report import report
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 _EMPTY_CARD = "This model card has been automatically generated."  # in transformers' own
 
 
-def card_of(model: Any, title: str, tags: Iterable[str] = ()) -> str:
+def card_of(model: Part, title: str, tags: Iterable[str] = ()) -> str:
     """The card of a quantized model of transformers that is called `title`, with these and the model's own tags."""
     found = report(model)
     weights = [

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -54,6 +54,9 @@ from halfbyte.nn.modules.weight_view import AnyPacked
 from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
 from halfbyte.quantizers.check import non_finite
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 NEW = "{} was in no file, and stays float: it is initialized at random and has to be trained"
 OLDEST = (5, 17)  # in older versions layers and configs of some families differ
@@ -163,13 +166,13 @@ class HalfbyteQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
-    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+    def update_parallel_plan(self, model: Part, plan: dict[str, str]) -> None:
         if plan is model.tp_plan and tensor_parallel.is_asked(model):
             self._shared = tensor_parallel.take_over(plan)
 
     # Before the weights are read
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: object) -> None:
+    def _process_model_before_weight_loading(self, model: Part, **kwargs: object) -> None:
         tensor_parallel.check_asks(model, asks=hasattr(HfQuantizer, "update_parallel_plan"))
         self._tied = _ties(model)
         if self.pre_quantized:
@@ -187,7 +190,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._decisions = formats_of(choose(found, config))
         self._stacks = {c.name for c in found if c.kind == "Experts" and c.name in self._decisions}
 
-    def _expect_codes(self, model: Any) -> None:
+    def _expect_codes(self, model: Part) -> None:
         """Creates placeholders for codes where the model has float weights: `weight` becomes a module, with the tensors as buffers."""
         if hasattr(model.config, "halfbyte"):  # added to a config.json by `save`, it describes those files, not the model
             del model.config.halfbyte
@@ -235,7 +238,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if not isinstance(entry, WeightConverter) or not any(re.search(p, name) for p in entry.source_patterns for name in names)
         ]
 
-    def _resolve(self, model: Any) -> dict[str, Module]:
+    def _resolve(self, model: Part) -> dict[str, Module]:
         """The modules of the files by their names in the model, which may be the base of the saved model or built on top of it."""
         prefix = f"{model.base_model_prefix}."
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -355,7 +358,7 @@ class HalfbyteQuantizer(HfQuantizer):
                 del self._decisions[name]
                 add_notes(model, [NEW.format(name)])
 
-    def _put(self, model: Any, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
+    def _put(self, model: Part, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         """Replaces the module `name`, and those that share its weight, by quantized ones with a packed weight."""
         config = self.quantization_config
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
@@ -369,7 +372,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     # Saving
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Part) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to write: tied codes once, and a guard for each weight. Updates the config."""
         if is_parallel(model):
             raise UnsupportedError(PARTS_ONLY)
@@ -379,7 +382,7 @@ class HalfbyteQuantizer(HfQuantizer):
             return {name: tensor.clone() for name, tensor in state.items()} if rescaled else state, {}
 
     @staticmethod
-    def _state(model: nn.Module, modules: Mapping[str, Module]) -> dict[str, Tensor]:
+    def _state(model: Part, modules: Mapping[str, Module]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = model.state_dict()
         if any(isinstance(module, QuantExperts) for module in model.modules()):
             _keep_stacked(model)
@@ -394,7 +397,7 @@ class HalfbyteQuantizer(HfQuantizer):
                         del state[f"{name}.weight.{part}"]
         return state
 
-    def _modules(self, model: Any) -> dict[str, Module]:
+    def _modules(self, model: Part) -> dict[str, Module]:
         """The quantized modules, without those whose weight is tied in transformers."""
         quantized = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)}
         shared = {n for n, owner in self._tied.items() if n in quantized and owner in quantized and _same(quantized[n], quantized[owner])}
@@ -518,7 +521,7 @@ def _keep_stacked(model: Any) -> None:
     ]
 
 
-def _ties(model: Any) -> dict[str, str]:
+def _ties(model: Part) -> dict[str, str]:
     """Modules of a transformers model that share a weight: name -> name of the owner."""
     return {target.removesuffix(".weight"): source.removesuffix(".weight") for target, source in model.all_tied_weights_keys.items()}
 
@@ -533,7 +536,7 @@ def _untie(model: nn.Module) -> None:
             part._tied_weights_keys = {target: source for target, source in keys.items() if target not in quantized}
 
 
-def tie_again(model: Any) -> None:
+def tie_again(model: Part) -> None:
     """Prepares a model whose embedding has become float for `tie_weights`: what is not quantized is tied as transformers does."""
     for part in model.modules():
         vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed, nn
@@ -24,6 +24,8 @@ from halfbyte.nn.parallel.parallelize import parallelize_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from halfbyte.integrations.transformers.modules import Part
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def take_over(plan: dict[str, str]) -> dict[str, str]:
     return base_plan
 
 
-def share_(model: Any, plan: dict[str, str]) -> None:
+def share_(model: Part, plan: dict[str, str]) -> None:
     """Reduces a model that transformers has loaded whole to this process's part."""
     manager = getattr(model, "_mesh_manager", None)
     if manager is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -17,6 +17,9 @@ from halfbyte.integrations.transformers.quantizer import tie_again
 from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.report import add_notes
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 
 def _with_float_rows(resize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -40,7 +43,7 @@ def _rounded_up(rows: int, pad_to_multiple_of: int | bool | None = None, *_: obj
     return -(-rows // multiple) * multiple
 
 
-def _in_float(model: nn.Module, old: QuantModule) -> nn.Module:
+def _in_float(model: Part, old: QuantModule) -> nn.Module:
     """Replaces `old`, and every module that shares its weight, by float layers in `model`, and returns the one in the place of `old`."""
     weight = old.packed.data.data_ptr()
     place = next(name for name, module in model.named_modules(remove_duplicate=False) if module is old)

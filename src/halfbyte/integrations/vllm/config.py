@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +52,7 @@ class HalfbyteConfig(api.QuantizationConfig):
     def get_checkpoint_weight_mapper() -> object:
         return api.WeightsMapper(orig_to_new_regex=RENAMED)
 
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: api.WeightsMapper) -> None:
         self.modules.rename(hf_to_vllm_mapper.apply_dict)
 
     def maybe_update_config(self, model_name: str, hf_config: object = None, revision: str | None = None) -> None:
@@ -93,7 +92,7 @@ class HalfbyteConfig(api.QuantizationConfig):
             ) from error
         return None if stacks is None else HalfbyteExpertsMethod(*stacks, layer.moe_config, prefix)
 
-    def _embedding(self, layer: Any, prefix: str) -> Module | None:
+    def _embedding(self, layer: api.VocabParallelEmbedding, prefix: str) -> Module | None:
         shape = layer.org_vocab_size, layer.embedding_dim
         if isinstance(layer, api.ParallelLMHead):
             return self.modules.of_embedding(prefix, *shape) or (self.modules.of_embedding("", *shape) if self._tied_head else None)

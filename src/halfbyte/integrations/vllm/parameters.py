@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.checkpoint.native.quantization_config import Module
 from halfbyte.errors import UnsupportedError
@@ -50,10 +49,10 @@ def check_inputs(module: Module, k: int, prefix: str) -> None:
         )
 
 
-def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str, Any]:
+def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str, nn.Parameter]:
     """Return the parameters of one weight [n, k], a shard of the module's: the guard `weight`, `weight_data`, `weight_scale`, …"""
     fmt, device = module.format, torch.get_default_device()
-    parameters: dict[str, Any] = {"weight": api.BasevLLMParameter(data=guard(device), weight_loader=loader)}
+    parameters: dict[str, nn.Parameter] = {"weight": api.BasevLLMParameter(data=guard(device), weight_loader=loader)}
     for name, (dtype, shape) in dense_tensors(fmt, (n, k), bytes_each=module.bytes_each).items():
         settings: dict[str, object] = {"data": torch.zeros(shape, dtype=dtype, device=device), "weight_loader": loader}
         if name == "data":
@@ -73,19 +72,19 @@ def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str
     return parameters
 
 
-def float_parameters(n: int, k: int, dtype: torch.dtype, loader: Loader) -> dict[str, Any]:
+def float_parameters(n: int, k: int, dtype: torch.dtype, loader: Loader) -> dict[str, nn.Parameter]:
     """Return the parameter of a weight [n, k] in floating point, part of a layer whose other parts are quantized."""
     data = torch.zeros((n, k), dtype=dtype, device=torch.get_default_device())
     return {"weight": api.ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)}
 
 
-def fused_parameters(parts: Sequence[Mapping[str, object]], loader: Loader) -> dict[str, Any]:
+def fused_parameters(parts: Sequence[Mapping[str, nn.Parameter]], loader: Loader) -> dict[str, nn.Parameter]:
     """Return the parameters of a fused layer, such as queries, keys and values, from those of its parts."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _fused([part.get(name) for part in parts], loader) for name in names}
 
 
-def _fused(parts: Sequence[object], loader: Loader) -> object:
+def _fused(parts: Sequence[nn.Parameter | None], loader: Loader) -> FusedParameter | FusedCopies:
     sharded = all(part is None or hasattr(part, "output_dim") for part in parts)
     return (FusedParameter if sharded else FusedCopies)(parts, loader)
 
@@ -93,7 +92,7 @@ def _fused(parts: Sequence[object], loader: Loader) -> object:
 class _Parts:
     """What fused layers load: each part's tensor goes to the part's own parameter, of vLLM's classes, which takes its shard."""
 
-    parts: Sequence[Any]
+    parts: Sequence[api.BasevLLMParameter]
     tp_rank: int
     tp_size: int
 
@@ -138,7 +137,7 @@ class FusedCopies(_Parts, api.PerTensorScaleParameter):
         self.parts = parts
 
 
-def loaded_codes(module: Module, shape: tuple[int, ...], parameters: Mapping[str, Any]) -> Codes:
+def loaded_codes(module: Module, shape: tuple[int, ...], parameters: Mapping[str, nn.Parameter]) -> Codes:
     """Return the codes of `shape` that vLLM has loaded into the parameters `weight_data`, `weight_scale`, …"""
     tensors = {name: parameters[f"weight_{name}"].data for name in PARTS if f"weight_{name}" in parameters}
     return from_dense(module.format, shape, tensors, bytes_each=module.bytes_each)

@@ -102,8 +102,8 @@ class Runs:
         first = next(p for p in model.parameters() if not p.is_meta)
         self.home = first.device
         self.device = torch.device(device) if device is not None else self.home
-        any_model: Any = model
-        embedding = any_model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        get_embedding = getattr(model, "get_input_embeddings", None)
+        embedding = None if get_embedding is None else get_embedding()
         known = embedding.weight.shape[0] if isinstance(embedding, nn.Embedding) else torch.inf
         if int(tokens.min()) < 0 or int(tokens.max()) >= known:  # on a GPU the look-up would be a fatal error
             largest = int(tokens.max())
@@ -116,8 +116,8 @@ class Runs:
     def _embed(self) -> None:
         """Runs the modules before the layers, and records the arguments of each layer without running it."""
 
-        def record(i: int) -> Callable[..., Any]:
-            def forward(*args: object, **kwargs: object) -> Any:
+        def record(i: int) -> Callable[..., object]:
+            def forward(*args: object, **kwargs: object) -> Tensor:
                 hidden, args, kwargs = _take_hidden(args, kwargs)
                 self.others[i].append((args, kwargs))
                 if i == 0:
@@ -213,7 +213,7 @@ class Runs:
         hidden = iter(self.hidden)
 
         def deliver(i: int) -> Callable[..., object]:
-            def forward(*args: object, **kwargs: object) -> Any:
+            def forward(*args: object, **kwargs: object) -> Tensor:
                 passed, _, _ = _take_hidden(args, kwargs)
                 return next(hidden).to(passed) if i == len(self.layers) - 1 else passed
 
@@ -247,8 +247,8 @@ class _Meter:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self._read(name, args[0])
             if name in self.waiting:
                 self.waiting.remove(name)

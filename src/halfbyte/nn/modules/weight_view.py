@@ -6,8 +6,8 @@ Called by `quantized.py`, which holds the packed weight. `WeightView` is the wei
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules.packed_check import digest
 from halfbyte.ops.conv.functions import pack_conv
 
+if TYPE_CHECKING:
+    import numpy
+    from torch._ops import OpOverload
+
+    from halfbyte.nn.modules.quantized import QuantModule
+
 AnyPacked = Packed | PackedConv
 
 
@@ -37,8 +43,8 @@ class Step(NamedTuple):
     """An operation that makes a view of a weight, and which of its results that is, where it has several."""
 
     function: Any
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
+    arguments: tuple[object, ...]
+    keywords: Mapping[str, object]
     which: int | None
 
     def of(self, base: Tensor) -> Tensor:
@@ -126,7 +132,7 @@ class WeightView(Tensor):
             numbers = step.of(numbers)
         return numbers
 
-    def _viewed(self, function: Any, arguments: tuple[object, ...], keywords: Mapping[str, Any]) -> object:
+    def _viewed(self, function: Callable[..., Any], arguments: tuple[object, ...], keywords: Mapping[str, object]) -> object:
         """The result of an operation that makes views of its first argument, this weight."""
         result = function(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"), *arguments, **keywords)
 
@@ -151,7 +157,7 @@ class WeightView(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
         for written in _written(func, args, kwargs):
@@ -171,7 +177,7 @@ class WeightView(Tensor):
     def __deepcopy__(self, memo: object) -> Tensor:
         return self._numbers()
 
-    def numpy(self, *, force: bool = False) -> Any:  # torch gives no subclass's
+    def numpy(self, *, force: bool = False) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]:  # torch gives no subclass's
         return self._numbers().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -181,7 +187,7 @@ class WeightView(Tensor):
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.codes_format})"
 
 
-def _written(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
+def _written(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments to which an operation writes."""
     if not func._schema.is_mutable:
         return []
@@ -190,7 +196,7 @@ def _written(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) ->
     return [one for value in written for one in (value if isinstance(value, list | tuple) else (value,))]
 
 
-def _write(view: WeightView, func: object, args: Sequence[object]) -> None:
+def _write(view: WeightView, func: OpOverload, args: Sequence[object]) -> None:
     """Carries out an operation that writes to a quantized weight, or raises UnsupportedError."""
     whole = view.rows is None and not view.steps  # not one of several fused weights, nor a part
     if (factor := _factor(func, args)) is None or not whole or not isinstance(view.packed, Packed):
@@ -214,7 +220,7 @@ def _refuse(recorder: str, write: str) -> NoReturn:
     )
 
 
-def _factor(func: Any, args: Sequence[Any]) -> float | None:
+def _factor(func: OpOverload, args: Sequence[Any]) -> float | None:
     """The number by which an operation multiplies a quantized weight in place; None for any other operation."""
     name = func._schema.name
     if name not in ("aten::mul_", "aten::div_") or func._overloadname not in ("Tensor", "Scalar"):
@@ -262,7 +268,7 @@ class TracedWeight(Tensor):
     owner   the quantized module, where it is the whole weight
     """
 
-    owner: Any
+    owner: QuantModule | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
@@ -284,7 +290,7 @@ class TracedWeight(Tensor):
         raise UnsupportedError(_NOT_TRACED)
 
 
-def traced(weight: Tensor, owner: object) -> Tensor:
+def traced(weight: Tensor, owner: QuantModule | None) -> Tensor:
     """A dequantized weight within torch.compile; see `TracedWeight`."""
     view = TracedWeight(weight[...])  # torch.compile makes none of an attribute, such as weight.T, itself
     view.owner = owner

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import Addition
@@ -33,7 +34,7 @@ _SIZES = 16  # of images whose programs are kept: each has memory of its own
 class IntegerNetwork(fx.GraphModule):
     """A graph whose nodes are modules of `integer.py`, and others."""
 
-    def recompile(self) -> Any:
+    def recompile(self) -> PythonCode:
         code = super().recompile()
         cls: Any = type(self)  # each GraphModule is the only one of its class
         cls.node_by_node, cls.forward = cls.forward, _forward
@@ -73,7 +74,7 @@ def _without_defaults(
     places = {str(node.target): node for node in network.graph.nodes if node.op == "placeholder"}
     if len(inputs) > len(places) or more.keys() - places.keys():
         return inputs, more  # Python's error says what is wrong
-    given, left = dict(zip(places, inputs, strict=False)), dict[str, Any]()
+    given, left = dict(zip(places, inputs, strict=False)), dict[str, object]()
     for name, value in (given | more).items():
         default = places[name].args
         if not default:
@@ -96,7 +97,7 @@ class _Kept:
         self.layers = [module for module in network.modules() if isinstance(module, IntegerModule)]
         self.parameters = list(network.parameters())
         self.weights = self._weights()
-        self.found: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
+        self.found: dict[tuple[object, ...], Callable[[Tensor], object] | None] = {}
         self.sums: Callable[[Tensor], object] | None = None
 
     def _weights(self) -> tuple[int, list[int]]:
@@ -108,12 +109,12 @@ class _Kept:
         """Whether gradients flow to x, or to a parameter of what runs in floating point."""
         return x.requires_grad or any(parameter.requires_grad for parameter in self.parameters)
 
-    def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], Any]:
+    def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], object]:
         if self.sums is None:
             self.sums = _with_sums(network)
         return self.sums
 
-    def programs_for(self, network: fx.GraphModule, x: Tensor) -> Callable[[Tensor], Any] | None:
+    def programs_for(self, network: fx.GraphModule, x: Tensor) -> Callable[[Tensor], object] | None:
         from halfbyte.kernels.cpu.codegen import runtime
 
         if self.weights != (weights := self._weights()):
@@ -181,7 +182,7 @@ def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
         found = [n for n in both if len(n.users) == 1 and type(modules.get(str(n.target))) is IntegerConv2d]
         if len(set(both)) == 2 and found:
             added[node] = max(found, key=place.__getitem__)
-    root, graph, copies = dict[str, Any](), fx.Graph(), dict[fx.Node, fx.Node]()
+    root, graph, copies = dict[str, object](), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in network.graph.nodes:
         if node in added.values():
             continue
@@ -250,7 +251,7 @@ class _Writer:
             self.copies[view] = self.graph.call_function(torch.reshape, (self.copies[memory_of[view]], tuple(self.seen[view].shape)))
 
     @staticmethod
-    def _is_read_later(node: fx.Node, pending: dict[fx.Node, Any]) -> bool:
+    def _is_read_later(node: fx.Node, pending: Mapping[fx.Node, object]) -> bool:
         return any(user not in pending for user in node.users)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class _Plan(NamedTuple):
     other: RearrangedWeights | None  # where that is faster
 
 
-_plans = Bounded[tuple[Any, ...], _Plan](4096)
+_plans = Bounded[tuple[object, ...], _Plan](4096)
 
 
 def _plan(

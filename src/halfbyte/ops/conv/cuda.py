@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ def packed_conv2d(
     bias: Tensor | None,
     residual: Tensor | None,
     window_numbers: tuple[int, ...],
-    *settings: Any,
+    *settings: *tuple[str, str, float, float],
 ) -> Tensor:
     """`conv2d` with a PackedConv. settings: compute, activation, low, high."""
     key = key_of((x, bias, residual), window_numbers, settings)
@@ -135,8 +135,12 @@ def _cache(packed: PackedConv, key: Hashable, replay: _Replay | None) -> None:
         packed.calls[key] = replay
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
-    """The op. settings: format, numbers of the filter and the window, compute, activation, low, high."""
+# Format, numbers of the filter and the window, compute, activation, low, high.
+_Settings = tuple[str, Sequence[int], Sequence[int], str, str, float, float]
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: *_Settings) -> Tensor:
+    """The op."""
     return _conv2d(x, weight, bias, residual, *settings)[0]
 
 
@@ -183,7 +187,7 @@ def _conv2d(
         return _multiply(given, plan, Epilogue(bias, residual, low, high), wanted, activation)
 
 
-def _linear_replay(settings: tuple[object, ...]) -> _Replay:
+def _linear_replay(settings: cuda.LinearSettings) -> _Replay:
     """A linear layer of pixels."""
 
     def replay(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -222,7 +226,7 @@ def _multiply(given: _Operands, plan: _Plan, epilogue: Epilogue, compute: str, a
         return _launched(lambda rows: run(rows, epilogue), plan, given, (image, taps, *added), *settings, derived=True)
     if compute == "int8":
         image, packed = with_channels(_memory(x), plan.sizes, 0), aligned(weight)
-        kernel: Any = conv_image if activation == "image" else conv_dynamic
+        kernel = conv_image if activation == "image" else conv_dynamic
         if (reason := kernel.supports(problem, here)) is not None:
             raise UnsupportedError(f"there is no kernel for {problem} with compute='int8' on {here.name}: {reason}")
         how = () if kernel is conv_image else (activation,)
@@ -321,7 +325,7 @@ def packed_qconv2d(
     return y
 
 
-def qconv2d(x: Tensor, weight: Tensor, table: Tensor, *settings: Any) -> Tensor:
+def qconv2d(x: Tensor, weight: Tensor, table: Tensor, *settings: *tuple[str, Sequence[int], Sequence[int], int, int, int]) -> Tensor:
     """The op. settings: format, numbers of the filter and the window, in_zero, low, high."""
     return _qconv2d(x, weight, table, *settings)[0]
 

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,11 +51,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     return out
 
 
-def _attend(*args: Any) -> Tensor:
-    """Run the kernel: the op on a CPU, with the arguments of `attend`."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Run the kernel: the op on a CPU."""
     from halfbyte.kernels.cpu.transformer import attend_whole
 
-    return attend_whole.attend(*args)
+    return attend_whole.attend(query, key, value, mask, scale)
 
 
 def _fake(query: Tensor, *_: object) -> Tensor:

@@ -401,7 +401,7 @@ class _Token(NamedTuple):
         )
 
 
-def _attend(*args: Any) -> Tensor:
+def _attend(*args: *_Token) -> Tensor:
     """In torch's operations, and in float32 like the kernel."""
     token = _Token(*args)
     heads = token.heads()
@@ -491,7 +491,7 @@ def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, rope_int
     return torch.cat((part * cos + other * sin, x[..., rotary_dim:]), -1)
 
 
-def _attend_cuda(*args: Any) -> Tensor:
+def _attend_cuda(*args: *_Token) -> Tensor:
     token = _Token(*args)
     qkv, keys, values = token.qkv, token.keys, token.values
     heads = token.heads()
@@ -551,7 +551,7 @@ def why_not_attend(
     return kernel.supports(heads, kv_heads, dim, dtype, codes=codes) or (None if normed is None else why_not_norm(normed, here))
 
 
-def _attend_fake(*args: Any) -> Tensor:
+def _attend_fake(*args: *_Token) -> Tensor:
     token = _Token(*args)
     return token.qkv.new_empty((token.qkv.shape[0], token.heads() * token.keys.shape[3]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.layers import Addresses, exactly, given, why_not_packed
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.transformer import encoder
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NORMS = 2  # of a layer
@@ -65,7 +68,7 @@ class EncoderLayer:
             return False
         return bias is None or (bias.dtype in _DTYPES and _are_scores(bias, x, self.heads))
 
-    def _refreshed(self) -> Any:
+    def _refreshed(self) -> encoder.Layer:
         self._tensors.refresh()
         return self._layer
 

@@ -180,7 +180,7 @@ class _Arguments(NamedTuple):
         return y
 
 
-def _add_experts(*args: Any) -> Tensor:
+def _add_experts(*args: *_Arguments) -> Tensor:
     """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
     a = _Arguments(*args)
     a.check()
@@ -197,7 +197,7 @@ def _add_experts(*args: Any) -> Tensor:
     return (a.x + total.view(a.x.shape)).to(a.x.dtype)
 
 
-def _add_experts_cuda(*args: Any) -> Tensor:
+def _add_experts_cuda(*args: *_Arguments) -> Tensor:
     a = _Arguments(*args)
     a = a._replace(compute="float") if a.compute == "auto" else a
     a.check()
@@ -264,7 +264,7 @@ def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
     return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights{shared} and the residual"
 
 
-def _fake(*args: Any) -> Tensor:
+def _fake(*args: *_Arguments) -> Tensor:
     a = _Arguments(*args)
     a.check()
     return a.x.new_empty(a.x.shape)

@@ -7,7 +7,7 @@ is a ring buffer (`rings.py`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,15 @@ from halfbyte.integrations.transformers.cache.static_codes import IN_CODES, scal
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, contiguous_rows
 from halfbyte.ops.library import in_mode
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring, *IN_CODES)
 
 
 def token(
-    layer: Any,
+    layer: Part,
     found: LoweredLayer,
     x: Tensor,
     mask: Tensor | None,

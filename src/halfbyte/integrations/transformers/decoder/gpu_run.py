@@ -4,12 +4,16 @@ and prompts (`prefill_gpu.py`), by the kernels of `decoder/gpu_layer.py`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from halfbyte.integrations.transformers.decoder import decode_gpu, prefill_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 
 class GpuRun(Run):
@@ -18,7 +22,7 @@ class GpuRun(Run):
     def __init__(
         self,
         layers: Sequence[LoweredLayer | None],
-        stack: object,
+        stack: Part,
         call: Call,
         changed: Callable[[int], Sequence[LoweredLayer | None] | None] | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ It belongs to one call of `generate`, in which the model does not change.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.layers import why_not_packed
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 # Arguments of a causal model's call that are understood.
 ARGUMENTS: Understood = {
     **dict.fromkeys(("input_ids", "attention_mask", "position_ids", CACHE), any_value),
@@ -38,13 +41,13 @@ ARGUMENTS: Understood = {
 class ModelStep:
     """The decode step of a model."""
 
-    def __init__(self, model: Any, step: TokenStep, logits: Logits, *, with_head: bool) -> None:
+    def __init__(self, model: Part, step: TokenStep, logits: Logits, *, with_head: bool) -> None:
         """Make a step that ends with the model's head, or calls it (`with_head`: it is part of `step`)."""
         self._step, self._logits = step, logits
         self._head = None if with_head else model.lm_head
 
     @classmethod
-    def of(cls, model: Any) -> ModelStep | None:
+    def of(cls, model: Part) -> ModelStep | None:
         """Make the step of a model; None if it is not computed in one native call."""
         family = family_of_model(name_in_transformers(model))
         stack: Any = getattr(model, "model", None)

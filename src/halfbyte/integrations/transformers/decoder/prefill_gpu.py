@@ -8,7 +8,7 @@ take what that one has left in `shared_kv_states`, also for the last tokens alon
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,14 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 
 def tokens(
-    layer: Any,
+    layer: Part,
     found: LoweredLayer,
     x: Tensor,
     mask: Tensor | None,
@@ -89,7 +92,7 @@ def _in_rows(table: Tensor) -> Tensor:
     return table if table.stride(-1) == 1 else table.contiguous()
 
 
-def _lent(layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: Any) -> _Place | None:
+def _lent(layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: Any) -> _Place | None:
     """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
     index = sharing.source
     if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):
@@ -127,7 +130,7 @@ def _of_tokens(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask[:, 0]
 
 
-def why_not_prefilled(layer: Any, spec: LayerSpec, here: Gpu) -> str | None:
+def why_not_prefilled(layer: Part, spec: LayerSpec, here: Gpu) -> str | None:
     """Why kernels do not prefill a layer that they decode; None if they do."""
     if is_distributed(layer):
         return "its weights are distributed over processes"
@@ -146,7 +149,7 @@ def dtype_of(spec: LayerSpec) -> torch.dtype:
 _masks: Any = WeakTensorKeyDictionary()  # those that are added to scores: what they show, and the last layer that asked
 
 
-def _seen(layer: Any, mask: Tensor | None, tokens: int, *, eager: bool) -> Tensor | str | None:
+def _seen(layer: Part, mask: Tensor | None, tokens: int, *, eager: bool) -> Tensor | str | None:
     """The mask as `attend_many` takes it; or why it takes none like it."""
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens):
         return "its mask is not one of all heads for each token"
@@ -163,7 +166,7 @@ def _seen(layer: Any, mask: Tensor | None, tokens: int, *, eager: bool) -> Tenso
     return found if found.dtype == torch.bool else "its mask adds other numbers"
 
 
-def _fits(layer: Any, found: LoweredLayer, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor]) -> bool:
+def _fits(layer: Part, found: LoweredLayer, x: Tensor, past: Cache | None, rotary: tuple[Tensor, Tensor]) -> bool:
     """Whether the call is for many tokens, with nothing else than their results asked for."""
     return (
         x.device.type in decode_gpu.DEVICES

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,6 +42,9 @@ from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.layers import Weight
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Config, Part
+
 LAYER_BY_LAYER = "its layers are called one by one"
 FULL = "full_attention"
 # Arguments of a decoder stack's call.
@@ -66,7 +69,7 @@ def is_stack(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("embed_tokens", family.final_norm, "rotary_emb"))
 
 
-def is_compiled_stack(module: nn.Module) -> bool:
+def is_compiled_stack(module: nn.Module) -> TypeGuard[Part]:
     """Whether the forward of a module was replaced by `compile_stack`."""
     return isinstance(module, _Stack)
 
@@ -98,7 +101,7 @@ class _Stack(ReplacedForward):
     def halfbyte_remark(self) -> str:
         """What `halfbyte.report` says of the stack."""
         stack: Any = self
-        found, device = compiled(self), next(stack.parameters()).device
+        found, device = compiled(stack), next(stack.parameters()).device
         return found if isinstance(found, str) else found.remark(stack, device)
 
     def forward(self, *args: Any, **kwargs: object) -> Any:
@@ -163,7 +166,7 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
 _NOT_TAKEN: object = object()
 
 
-def _cache(stack: Any, call: dict[str, object]) -> Any:
+def _cache(stack: Part, call: dict[str, object]) -> Any:
     """The cache of a call, or a new one, or None; `_NOT_TAKEN` if transformers has to compute the call."""
     given = call.get("input_ids", call.get("inputs_embeds"))
     if not isinstance(given, Tensor) or ("input_ids" in call and "inputs_embeds" in call) or not given.numel():
@@ -180,7 +183,7 @@ def _cache(stack: Any, call: dict[str, object]) -> Any:
 _stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, FrozenLayers]] = WeakKeyDictionary()
 
 
-def compiled(stack: Any) -> CompiledStack | str:
+def compiled(stack: Part) -> CompiledStack | str:
     """The compiled stack as it is now, or why its layers are called one by one."""
     known = _stacks.get(stack)
     if known is None or not known[1].is_unchanged():
@@ -188,7 +191,7 @@ def compiled(stack: Any) -> CompiledStack | str:
     return known[0]
 
 
-def _compiled_outside(stack: nn.Module) -> CompiledStack | str:
+def _compiled_outside(stack: Part) -> CompiledStack | str:
     """The compiled stack, whose layers are still to be compared, by `_changed`."""
     known = _stacks.get(stack)
     if known is None or not known[1].is_unchanged_outside():
@@ -196,7 +199,7 @@ def _compiled_outside(stack: nn.Module) -> CompiledStack | str:
     return known[0]
 
 
-def _changed(stack: Any, index: int) -> list[LoweredLayer | None] | None:
+def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
     """The lowered layers, compiled again, if the layer of an index has changed; else None."""
     if _stacks[stack][1].layers[index].is_unchanged():
         return None
@@ -204,7 +207,7 @@ def _changed(stack: Any, index: int) -> list[LoweredLayer | None] | None:
     return [None] * len(stack.layers) if isinstance(found, str) else found.on_gpu(stack)
 
 
-def _compile(stack: Any) -> tuple[CompiledStack | str, FrozenLayers]:
+def _compile(stack: Part) -> tuple[CompiledStack | str, FrozenLayers]:
     reason = _why_not(stack)
     kinds = layer_kinds(stack)
     found = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
@@ -212,14 +215,14 @@ def _compile(stack: Any) -> tuple[CompiledStack | str, FrozenLayers]:
     return known
 
 
-def _rewritten(stack: Any) -> tuple[nn.Module, ...]:
+def _rewritten(stack: Part) -> tuple[nn.Module, ...]:
     """Submodules that replace their buffers at each call: ropes whose frequencies depend on the length of the text."""
     kinds = getattr(stack.rotary_emb, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return (stack.rotary_emb,) if any("dynamic" in str(kind) or kind == "longrope" for kind in kinds) else ()
 
 
-def _why_not(stack: Any) -> str | None:
+def _why_not(stack: Part) -> str | None:
     """Why no layer of a stack is compiled, or None."""
     layers, config = stack.layers, stack.config
     if config.num_hidden_layers != len(layers):
@@ -262,7 +265,7 @@ class Kinds(NamedTuple):
     ropes: list[str]
 
 
-def layer_kinds(stack: Any) -> Kinds | None:
+def layer_kinds(stack: Part) -> Kinds | None:
     """The kinds of a stack's layers; None if its layers are of no known family."""
     family, config, count = family_of(stack.layers[0]), stack.config, len(stack.layers)
     if family is None:
@@ -276,7 +279,7 @@ def layer_kinds(stack: Any) -> Kinds | None:
     return Kinds(family, masks, windows, types if family.rope_per_type else [""] * count)
 
 
-def prepare(stack: Any, kinds: Kinds, call: Mapping[str, Any], past: Cache | None) -> tuple[Tensor, Call] | None:
+def prepare(stack: Part, kinds: Kinds, call: Mapping[str, Any], past: Cache | None) -> tuple[Tensor, Call] | None:
     """What goes into the first layer [B, t, K], and the call as layers see it; None if transformers has to compute it."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     x: Tensor = stack.embed_tokens(ids) if ids is not None else call["inputs_embeds"]
@@ -317,7 +320,7 @@ class CompiledStack:
         self._on_gpu: list[LoweredLayer | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
 
-    def specs(self, stack: Any) -> list[LayerSpec | str]:
+    def specs(self, stack: Part) -> list[LayerSpec | str]:
         """The specifications of the layers, or the reason why transformers computes them."""
         if self._specs is None:
             kinds, ropes = self.kinds, sorted({*self.kinds.ropes})
@@ -325,19 +328,19 @@ class CompiledStack:
             self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in places]
         return self._specs
 
-    def on_cpu(self, stack: nn.Module) -> list[CompiledLayer | str]:
+    def on_cpu(self, stack: Part) -> list[CompiledLayer | str]:
         """The layers on a CPU: compiled, or the reason why transformers computes them."""
         if self._on_cpu is None:
             self._on_cpu = compile_layers(stack, self.specs(stack))
         return self._on_cpu
 
-    def on_gpu(self, stack: Any) -> list[LoweredLayer | None]:
+    def on_gpu(self, stack: Part) -> list[LoweredLayer | None]:
         """The layers on a GPU: what kernels read, or None where transformers computes them."""
         if self._on_gpu is None:
             self._on_gpu = [lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
         return self._on_gpu
 
-    def remark(self, stack: Any, device: torch.device) -> str:
+    def remark(self, stack: Part, device: torch.device) -> str:
         """What `halfbyte.report` says of the stack on a device."""
         layers: Any = stack.layers
         if device.type == "cpu":
@@ -355,7 +358,7 @@ class CompiledStack:
             told += self._remarks_on_gpu(stack, reasons.index(None), device)
         return "; ".join([*told, *left])
 
-    def _remarks_on_gpu(self, stack: Any, index: int, device: torch.device) -> list[str]:
+    def _remarks_on_gpu(self, stack: Part, index: int, device: torch.device) -> list[str]:
         """Which ops of a layer torch computes, and why."""
         spec, here = self.specs(stack)[index], gpu(device.index or 0)
         assert not isinstance(spec, str)
@@ -364,7 +367,7 @@ class CompiledStack:
         reason = prefill_gpu.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
-    def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None) -> Tensor | None:
+    def run(self, stack: Part, call: Mapping[str, Any], past: Cache | None) -> Tensor | None:
         """Compute the normed hidden states on a CPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
@@ -383,7 +386,7 @@ class CompiledStack:
 
     def run_on_gpu(
         self,
-        stack: nn.Module,
+        stack: Part,
         call: Mapping[str, object],
         past: Cache | None,
         changed: Callable[[int], Sequence[LoweredLayer | None] | None],
@@ -397,7 +400,7 @@ class CompiledStack:
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
-    def step(self, stack: nn.Module, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
+    def step(self, stack: Part, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
         """The decode step of the whole stack; None if some of it is not compiled.
 
         Args:
@@ -410,7 +413,7 @@ class CompiledStack:
             self._steps[key] = self._new_step(stack, head, logits)
         return self._steps[key]
 
-    def _new_step(self, stack: Any, head: Weight | None, logits: Logits) -> TokenStep | None:
+    def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
         family, windows = self.kinds.family, self.kinds.windows
         layers = [layer for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
         reuses = [layer.shared.reuses for layer in layers]
@@ -427,7 +430,7 @@ class CompiledStack:
         return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)
 
 
-def _per_layer_inputs(stack: Any, call: Mapping[str, object], x: Tensor) -> Tensor | None:
+def _per_layer_inputs(stack: Part, call: Mapping[str, object], x: Tensor) -> Tensor | None:
     """The layers' own inputs [B, t, L, P] (Gemma 4); None where they have none."""
     if not getattr(stack, "hidden_size_per_layer_input", 0):
         return None
@@ -448,7 +451,7 @@ def _positions(given: Tensor | None, x: Tensor, past: Cache | None, *, mrope: bo
     return (given[0], given[1:]) if len(given) == 4 else (None, given)
 
 
-def _mask(config: Any, kind: str, given: Any, x: Tensor, past: Cache | None, positions: Tensor | None) -> Tensor | None:
+def _mask(config: Config, kind: str, given: Any, x: Tensor, past: Cache | None, positions: Tensor | None) -> Tensor | None:
     """The mask of a type of layers, as transformers makes it."""
     if isinstance(given, Mapping):
         found: Tensor | None = given[kind]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from halfbyte.ops.transformer.decoder import MOST_SEQUENCES
 from halfbyte.ops.transformer.layers import Weight, why_not_packed
 from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 _BLOCK, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many blocks are kept
 Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecodingStep` has them
 
@@ -43,7 +46,7 @@ class TokenStep:
 
     def __init__(
         self,
-        stack: Any,
+        stack: Part,
         family: Family,
         layers: Sequence[CompiledLayer],
         *,
@@ -86,7 +89,7 @@ class TokenStep:
         self._blocks: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
         self._last = _LastCache()
 
-    def _inputs(self, stack: Any, family: Family) -> Inputs:
+    def _inputs(self, stack: Part, family: Family) -> Inputs:
         """What per-layer inputs are computed from."""
         embedding, projection, norm = per_layer_inputs_of(stack)
         weight = Weight(projection.packed, projection.bias, projection.compute, projection.activation)
@@ -205,7 +208,7 @@ def _entries(layers: Sequence[growing.Growing], sources: Sequence[int]) -> list[
     return [entries[source] for source in sources]
 
 
-def _table(embedding: Any, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:
+def _table(embedding: Part, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:
     """An embedding's table and the factor of its rows."""
     scale = _scale(embedding)
     factor = 1.0 if scale is None else float(scale.to(dtype)) if isinstance(scale, Tensor) else scale
@@ -217,12 +220,12 @@ def _scale(embedding: Any) -> Factor | None:
     return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
 
 
-def per_layer_inputs_of(stack: Any) -> tuple[object, Any, Any]:
+def per_layer_inputs_of(stack: Part) -> tuple[Any, Any, Any]:
     """The table, the projection and the norm from which per-layer inputs are computed."""
     return stack.embed_tokens_per_layer, stack.per_layer_model_projection, stack.per_layer_projection_norm
 
 
-def why_no_step(stack: Any, family: Family, *, per_layer: bool) -> str | None:
+def why_no_step(stack: Part, family: Family, *, per_layer: bool) -> str | None:
     """Why a stack, all of whose layers are compiled, has no `TokenStep`; None if it has one."""
     norm, rotary = getattr(stack, family.final_norm), stack.rotary_emb
     ropes = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]

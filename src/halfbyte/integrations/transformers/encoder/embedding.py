@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,9 @@ from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
 from halfbyte.ops.transformer.layers import LayerNorm, why_not_packed
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 UNFUSED = "embeddings are added and normed by torch"
 ONE_CALL = "embeddings and their norm are one native call, without gradients and torch.compile"
@@ -60,7 +63,7 @@ def compile_embeddings(module: nn.Module) -> None:
         replace_class(module, _OneCall, UNFUSED, why_not(module))
 
 
-def why_not(module: Any) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why a module that has `tables_of` cannot be computed in one native call, or None."""
     tables: dict[str, Any] = {name: getattr(module, name, None) for name in tables_of(module) or ()}
     norm = getattr(module, "LayerNorm", None)
@@ -95,7 +98,7 @@ class _OneCall(ReplacedForward):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
+def _ids(module: Part, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
     """The ids for each table, in the order of `tables_of`; None for other inputs. call: arguments by name, as `bind` returns them."""
     words, positions, token_type_ids = (call.get(name) for name in ("input_ids", "position_ids", "token_type_ids"))
     if words is None or not plain(words) or words.dim() != 2:
@@ -110,7 +113,7 @@ def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
     return None if token_type_ids is None else (words, token_type_ids, positions)
 
 
-def _counted(module: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
+def _counted(module: Part) -> Callable[[Tensor, int], Tensor] | None:
     """The function that computes position ids: a method, or a function of the class's module."""
     if hasattr(type(module), _COUNTS):
         return getattr(module, _COUNTS)  # type: ignore[no-any-return]
@@ -125,7 +128,7 @@ def _module_function(cls: type) -> Callable[[Tensor, int], Tensor] | None:
 _fused_embeddings: WeakKeyDictionary[nn.Module, tuple[NormedEmbeddings, Frozen]] = WeakKeyDictionary()
 
 
-def _fused(module: Any) -> NormedEmbeddings | None:
+def _fused(module: Part) -> NormedEmbeddings | None:
     """The module's tables and norm in one, as they are now; None where a part was replaced, or is watched."""
     entry = _fused_embeddings.get(module)
     if entry is None or not entry[1].is_unchanged():

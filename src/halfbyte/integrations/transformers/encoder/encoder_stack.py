@@ -11,7 +11,7 @@ and requests for hidden states or attentions take transformers' forward; a layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,9 @@ from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.encoder import EncoderLayer, run_layers
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _HIDDEN = -1e4  # added to a score, it leaves a weight of 0: exp(-1e4) is below the least float32
 _MOST_BYTES = 1 << 28  # of results that lie between layers of one native call
@@ -85,7 +88,7 @@ _LAYERS_ALONE = Kind(
 )
 
 
-def _with_position_bias(stack: Any, call: dict[str, object]) -> Input | None:
+def _with_position_bias(stack: Part, call: dict[str, object]) -> Input | None:
     given = _given(stack, call)
     return None if given is None else given._replace(bias=stack.compute_position_bias(given.x))
 
@@ -102,7 +105,7 @@ _MPNET = Kind(
 )
 
 
-def _patches(stack: Any, call: dict[str, Any]) -> Input | None:
+def _patches(stack: Part, call: dict[str, Any]) -> Input | None:
     pixels = call.get("pixel_values")
     if pixels is None:
         return None
@@ -112,7 +115,7 @@ def _patches(stack: Any, call: dict[str, Any]) -> Input | None:
     return Input(x, create_bidirectional_mask(config=stack.config, inputs_embeds=x, attention_mask=call.get("attention_mask")))
 
 
-def _pooled(stack: Any, x: Tensor, call: dict[str, object]) -> Any:
+def _pooled(stack: Part, x: Tensor, call: dict[str, object]) -> Any:
     y = stack.layernorm(x)
     pooled = None if stack.pooler is None else stack.pooler(y)
     return output_class(original(stack))(last_hidden_state=y, pooler_output=pooled)
@@ -130,7 +133,7 @@ _VIT = Kind(
 )
 
 
-def _frames(stack: Any, call: dict[str, Any]) -> Input | None:
+def _frames(stack: Part, call: dict[str, Any]) -> Input | None:
     mel = call.get("input_features")
     if mel is None or mel.shape[-1] != stack.config.max_source_positions * stack.conv1.stride[0] * stack.conv2.stride[0]:
         return None  # transformers' error says what is wrong
@@ -138,7 +141,7 @@ def _frames(stack: Any, call: dict[str, Any]) -> Input | None:
     return Input(x + stack.embed_positions(torch.arange(stack.embed_positions.num_embeddings, device=x.device)), None)
 
 
-def _normed(stack: Any, x: Tensor, call: dict[str, object]) -> Any:
+def _normed(stack: Part, x: Tensor, call: dict[str, object]) -> Any:
     return output_class(original(stack))(last_hidden_state=stack.layer_norm(x))
 
 

@@ -6,7 +6,7 @@ reason why it is none; and its lowering for a CPU (`ops.transformer.encoder`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -22,6 +22,9 @@ from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer, why_not
+
+if TYPE_CHECKING:
+    pass
 
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +35,9 @@ from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.ops.library import in_mode
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Config, Part
 
 _DEFAULT_CACHE = "_halfbyte_made_by_transformers"
 _LATER = 1024  # tokens for which a cache has room at first, at most
@@ -99,18 +102,19 @@ class _Generating(ReplacedForward):
     ) -> Any:
         if model_kwargs.get("inputs_embeds") is None:
             check_tokens(input_ids)
-        if synced_gpus or not _is_plain(self, input_ids, generation_config, model_kwargs):
+        model = cast("Part", self)
+        if synced_gpus or not _is_plain(model, input_ids, generation_config, model_kwargs):
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        return _decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        return _decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
 
 
 def _cache_of(arguments: dict[str, object]) -> Any:
     return arguments.get(cache_name(arguments))
 
 
-def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, object]) -> bool:
+def _is_plain(model: Part, ids: Tensor, config: Config, arguments: dict[str, object]) -> bool:
     """Whether the loop of this file does what is asked for."""
     cache = _cache_of(arguments)
     plain = (
@@ -148,7 +152,7 @@ def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_captured(model: nn.Module, device: torch.device, cache: object) -> str | None:
+def _why_not_captured(model: Part, device: torch.device, cache: object) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
     if in_mode():
         return "autocast or forward-mode differentiation is on"
@@ -161,7 +165,7 @@ def _why_not_captured(model: nn.Module, device: torch.device, cache: object) -> 
     return None if other is None else f"its cache has a {other}"
 
 
-def new_cache(model: Any, tokens: int = _LATER, *, int8: bool = False) -> Cache:
+def new_cache(model: Part, tokens: int = _LATER, *, int8: bool = False) -> Cache:
     """An empty cache of the best kind for a text that is continued, at first with room for so many tokens, perhaps in 8 bits:
     `past_key_values` of several calls of `generate`, which makes it larger where needed."""
     if _on_gpu(model.device) and _why_not_captured(model, model.device, None) is None:
@@ -181,7 +185,7 @@ def _warn_once(model: nn.Module, reason: str) -> None:
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
 
-def _decode(model: Any, ids: Tensor, processors: object, criteria: Any, config: Any, streamer: Any, arguments: dict[str, Any]) -> Any:
+def _decode(model: Part, ids: Tensor, processors: object, criteria: Any, config: Config, streamer: Any, arguments: dict[str, Any]) -> Any:
     """`_sample` of transformers: the prompt ids [B, t] and what follows, [B, n]."""
     prompt = ids.shape[1]
     mask = arguments.get("attention_mask")

@@ -8,7 +8,7 @@ ends, and the next two steps make another (`ops/graph_capture.py`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import StaticCache, cache_utils
@@ -17,6 +17,9 @@ from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES, with_codes
 from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step
 from halfbyte.ops.graph_capture import CapturedGraph
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _LARGEST = 1 << 62  # tokens
 _EMPTY = getattr(cache_utils, "DummyLayer", None)  # older versions of transformers do not have it
@@ -27,7 +30,7 @@ class GraphStep(Step):
 
     refused: str | None = None
 
-    def __init__(self, model: object, arguments: dict[str, object], outputs: object, choice: Choice, more: int, cache: StaticCache) -> None:
+    def __init__(self, model: Part, arguments: dict[str, object], outputs: object, choice: Choice, more: int, cache: StaticCache) -> None:
         super().__init__(model, arguments, outputs, choice, more)
         self._cache, self._capacity = cache, capacity(cache, model)
         self._prepared = False
@@ -120,7 +123,7 @@ class GraphStep(Step):
             layer.cumulative_length.sub_(1)
 
 
-def static_cache(model: Any, size: int, *, int8: bool = False) -> StaticCache:
+def static_cache(model: Part, size: int, *, int8: bool = False) -> StaticCache:
     """An empty cache for a model, with room for `size` tokens, perhaps in 8 bits; windows are rings."""
     cache = make_rings(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size))
     return with_codes(cache) if int8 else cache
@@ -131,13 +134,13 @@ def keeping(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if type(layer) is not _EMPTY]
 
 
-def capacity(cache: StaticCache, model: object) -> int:
+def capacity(cache: StaticCache, model: Part) -> int:
     """The number of tokens for which a cache has room. Layers with a window have it always, once they are as large as the window."""
     layer_pairs: Any = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
     return min((layer.max_cache_len for layer, largest in layer_pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
 
 
-def enlarge(cache: StaticCache, model: object, size: int) -> None:
+def enlarge(cache: StaticCache, model: Part, size: int) -> None:
     """Makes room for `size` tokens, in place."""
     int8 = any(type(layer) in IN_CODES for layer in cache.layers)
     layer_pairs: Any = zip(cache.layers, static_cache(model, size, int8=int8).layers, strict=True)

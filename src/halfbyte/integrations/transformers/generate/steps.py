@@ -11,7 +11,7 @@ takes transformers' preparation for each step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.decoder.model_step import ModelStep
 from halfbyte.integrations.transformers.optimize.calls import cache_name
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 TOKEN = "input_ids"
 # Processors whose effect depends on scores alone, without a synchronization with the GPU.
@@ -59,7 +62,7 @@ class Step:
     more       tokens in the cache that ids do not have
     """
 
-    def __init__(self, model: Any, arguments: dict[str, object], outputs: Any, choice: Choice, more: int = 0) -> None:
+    def __init__(self, model: Part, arguments: dict[str, object], outputs: Any, choice: Choice, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
         self._arguments: dict[str, object] = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None

@@ -4,7 +4,7 @@ them, they take several times as long."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -17,10 +17,13 @@ from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.forwards import why_not_native
 from halfbyte.nn.modules.experts import MixtureOfExperts
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 _done: WeakSet[object] = WeakSet()
 
 
-def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], object]) -> None:
+def compile_ahead(model: Part, batch: int, tokens: int, cache: Callable[[], object]) -> None:
     """Compiles what a language model on a GPU runs for prompts [batch, tokens] and for the token after them, the first time that it is
     called for a model; does nothing on other devices, and where kernels are tuned as they are met.
 
@@ -33,7 +36,7 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], objec
             compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 
-def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], object], **settings: object) -> None:
+def compile_kernels(model: Part, batch: int, tokens: int, cache: Callable[[], object], **settings: object) -> None:
     """Compile the kernels of a prefill [batch, tokens] and of a decode step side by side, on an NVIDIA GPU; no-op on other devices.
 
     The model is called, and all of it runs but this package's kernels. As their results are undefined, a model must not find addresses in

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from halfbyte.machine import Gpu
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES
+
+if TYPE_CHECKING:
+    pass
 
 _CPU = "the CPU"
 _FOR_CPUS = "native calls are for CPUs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,6 +13,9 @@ from halfbyte.integrations.transformers.optimize.calls import parameters_of
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import REMARK
+
+if TYPE_CHECKING:
+    pass
 
 _classes: dict[tuple[type, ...], object] = {}
 
@@ -45,7 +48,7 @@ def restore_class(module: ReplacedForward) -> None:
     module.__dict__.pop(REMARK, None)
 
 
-def classes_of(module: nn.Module) -> tuple[type, ...]:
+def classes_of(module: nn.Module | ReplacedForward) -> tuple[type, ...]:
     """The classes that were put before a module's own, and that."""
     return module.of_classes if isinstance(module, ReplacedForward) else (type(module),)
 
@@ -97,7 +100,7 @@ def products_of(names: str, linears: Sequence[nn.Module]) -> dict[str, QuantLine
     return found
 
 
-def original(module: Any) -> type:
+def original(module: nn.Module | ReplacedForward) -> type:
     """The class that a module had before its forward was replaced, or has."""
     return classes_of(module)[-1]
 
