@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_map_only
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import numpy
     from torch._ops import OpOverload
 
-    from halfbyte.nn.modules.quantized import QuantModule
 
 AnyPacked = Packed | PackedConv
 
@@ -268,7 +267,7 @@ class TracedWeight(Tensor):
     owner   the quantized module, where it is the whole weight
     """
 
-    owner: QuantModule | None
+    owner: nn.Module | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
@@ -290,7 +289,7 @@ class TracedWeight(Tensor):
         raise UnsupportedError(_NOT_TRACED)
 
 
-def traced(weight: Tensor, owner: QuantModule | None) -> Tensor:
+def traced(weight: Tensor, owner: nn.Module | None) -> Tensor:
     """A dequantized weight within torch.compile; see `TracedWeight`."""
     view = TracedWeight(weight[...])  # torch.compile makes none of an attribute, such as weight.T, itself
     view.owner = owner
