@@ -50,7 +50,7 @@ class GpuReport:
     date: str
     gpu: dict[str, Any]
     versions: dict[str, str]
-    settings: dict[str, Any]
+    settings: dict[str, object]
     ceilings: dict[str, float] = field(default_factory=dict)
     measurements: list[GpuMeasurement] = field(default_factory=list)
     absences: list[str] = field(default_factory=list)

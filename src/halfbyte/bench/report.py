@@ -94,7 +94,7 @@ class Report:
     date: str
     machine: dict[str, object]
     versions: dict[str, str]
-    settings: dict[str, Any]
+    settings: dict[str, object]
     measurements: list[Measurement] = field(default_factory=list)
     absences: list[Absence] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

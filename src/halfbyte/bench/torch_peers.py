@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import UnsupportedError
@@ -57,7 +57,7 @@ def dynamic_int8(work: Workload, format: str) -> Built:
     slab = work.codes(format)
     zeros = torch.zeros(work.n, dtype=torch.int64)
     copy_bytes = work.take(slab, 0).nbytes
-    modules: list[Any] = []
+    modules: list[nn.Module] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.ao is deprecated
         for copy in range(work.copies(copy_bytes)):

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedTokenizerBase
 
+    from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
     from halfbyte.integrations.transformers.modules import Part
     from halfbyte.integrations.transformers.text import Generated
     from halfbyte.language.generate import Generation
@@ -146,7 +148,7 @@ def open_asked(args: argparse.Namespace, mesh: DeviceMesh | None = None) -> tupl
     return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
 
 
-def new_cache(args: argparse.Namespace, model: Any) -> Any:
+def new_cache(args: argparse.Namespace, model: Part) -> Int8Cache | None:
     """The cache asked for; None for the model's default."""
     if args.cache is None:
         return None
@@ -293,7 +295,7 @@ def _peak(device: str) -> int | None:
     return int(torch.cuda.max_memory_allocated(device))
 
 
-def in_words(facts: dict[str, Any]) -> str:
+def in_words(facts: Mapping[str, Any]) -> str:
     """One human-readable line."""
     parts = [
         f"prompt {facts['prompt_tokens']} tokens, {facts['prompt_tokens_per_second']:.1f}/s",

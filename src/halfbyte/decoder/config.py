@@ -85,7 +85,7 @@ class TextConfig:
             raise UnsupportedError(f"config.json has no {name}: let a current version of transformers write it again")
         return self._values[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Return a value, or `default` where there is none."""
         return self._values.get(name, default)
 
@@ -199,11 +199,11 @@ class TextConfig:
             raise CheckpointError(f"config.json has {self.num_attention_heads} heads and {kv_heads} of keys and values: these divide those")
         return LayerSizes(head_dim, kv_heads)
 
-    def rope_parameters(self) -> dict[str, Any]:
+    def rope_parameters(self) -> dict[str, object]:
         """Return `rope_parameters`, also from `rope_theta` and `rope_scaling` of earlier versions."""
         return self._whole_rope() | self._stored_rope()
 
-    def rope_parameters_of(self, kind: str) -> dict[str, Any]:
+    def rope_parameters_of(self, kind: str) -> dict[str, object]:
         """Return `rope_parameters` of layers of a type, where each type has its own."""
         stored, local = self._stored_rope(), self.get("rope_local_base_freq")
         by_type = isinstance(stored.get(kind), Mapping)
@@ -215,7 +215,7 @@ class TextConfig:
             return whole  # `rope_scaling` of earlier versions is of full attention
         return whole | (dict(stored[kind]) if by_type else stored)
 
-    def _whole_rope(self) -> dict[str, Any]:
+    def _whole_rope(self) -> dict[str, object]:
         """Values of config.json itself, which `rope_parameters` may have, too."""
         theta = self.get("rope_theta", _THETA)
         whole = {"rope_theta": theta, **{name: self.get(name) for name in ("partial_rotary_factor", _ORIGINAL)}}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from halfbyte.decoder.lower_gpu import GpuModel
     from halfbyte.nn.config import Config
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 _GUESSES = 8  # of a draft model
 
 

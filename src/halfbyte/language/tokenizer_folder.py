@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfbyte.checkpoint.gguf import chat_templates
 from halfbyte.checkpoint.gguf.tokenizer import import_tokenizers
@@ -21,6 +21,9 @@ from halfbyte.checkpoint.native.manifest import CONFIG
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import load_json, read_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
 
 FILE, SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _LIMIT = 64 << 20
@@ -48,7 +51,7 @@ class FolderTokenizer(NamedTuple):
         clean_up: Whether transformers removes spaces before punctuation from decoded text.
     """
 
-    backend: Any
+    backend: Tokenizer
     special_tokens: dict[str, str]
     chat_templates: dict[str, str]
     end_ids: list[int]
@@ -105,7 +108,7 @@ def _naming_the_folder(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"no tokenizer can be made from {FILE} and {SETTINGS} of {folder} ({why}): copy them again") from e
 
 
-def _as_its_class(backend: Any, settings: Mapping[str, object], config: Mapping[str, object]) -> None:
+def _as_its_class(backend: Tokenizer, settings: Mapping[str, object], config: Mapping[str, object]) -> None:
     """Replaces what transformers' class of the tokenizer replaces in tokenizer.json: the way in which spaces begin a text."""
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
@@ -121,7 +124,7 @@ def _as_its_class(backend: Any, settings: Mapping[str, object], config: Mapping[
                 step.add_prefix_space = bool(prefix)
 
 
-def _as_llama(backend: Any, prefix: bool, legacy: bool) -> None:
+def _as_llama(backend: Tokenizer, prefix: bool, legacy: bool) -> None:
     """The normalizer, pre-tokenizer and decoder of transformers' LlamaTokenizer."""
     from tokenizers import decoders, pre_tokenizers
 
@@ -151,10 +154,10 @@ def _flat(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield step
 
 
-def _add_tokens(backend: Any, folder: Path, settings: Mapping[str, Any], make: Any) -> dict[str, str]:
+def _add_tokens(backend: Tokenizer, folder: Path, settings: Mapping[str, Any], make: type[AddedToken]) -> dict[str, str]:
     """Add the tokens that the files next to tokenizer.json name, and returns the special ones by transformers' names."""
     stated = dict(settings)
-    described: dict[int, Any] = {}  # by id
+    described: dict[int, AddedToken] = {}  # by id
     if (listed := stated.pop("added_tokens_decoder", None)) is not None:
         described = {int(i): make(**token) for i, token in listed.items()}
     else:
@@ -176,8 +179,8 @@ def _add_tokens(backend: Any, folder: Path, settings: Mapping[str, Any], make: A
         if text not in there:
             tokens.append(make(text, special=True))
             there.add(text)
-    for token in tokens:
-        token.special = token.special or token.content in special.values()
+    for added in tokens:
+        added.special = added.special or added.content in special.values()
     backend.add_tokens(tokens)
     return special
 
@@ -208,7 +211,7 @@ def _flags(token: object) -> dict[str, bool]:
     return {key: bool(value) for key, value in token.items() if key not in ("content", "__type")} if isinstance(token, Mapping) else {}
 
 
-def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
+def _end_ids(folder: Path, config: Mapping[str, object]) -> list[int]:
     """The ids of eos_token_id in generation_config.json; where there is no such file, in config.json."""
     file = folder / generation_settings.FILE
     stated: Any

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf.config import drafts, to_config
 from halfbyte.checkpoint.gguf.names import Architecture, convolves, layer_of, of_file, unimportant
+from halfbyte.decoder.family import Config
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import input_unit, take
@@ -184,7 +185,7 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
     }
 
 
-def _of_latents(file: gguf.File, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Entry]:
+def _of_latents(file: gguf.File, config: Config, dtype: torch.dtype) -> dict[str, Entry]:
     """Keys and values from latents, `kv_b_proj` [heads * (key + value), rank] in transformers, of files that have them apart: keys
     [heads, rank, key] and values [heads, value, rank]. No format of codes holds both, so that they are read as floats."""
     entries = {}

@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from reprlib import repr as short
-from typing import Any
 
 from torch import Tensor
 
 from halfbyte.checkpoint.gguf.orders import ORDERS
 from halfbyte.decoder.families import FAMILIES, OTHERS
-from halfbyte.decoder.family import GGUF, Family
+from halfbyte.decoder.family import GGUF, Config, Family
 from halfbyte.errors import CheckpointError
 
 # Stacks of experts [E, N, K]: transformers' name and llama.cpp's, whose rows are concatenated in transformers; the last is of newer files.
@@ -171,7 +170,7 @@ class Architecture:
         inner = {model_end: gguf_end for gguf_end, model_end in self._tensors.items()}.get(found[2]) if found else None
         return (f"blk.{found[1]}.{inner}",) if found and inner else ()
 
-    def rows(self, name: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
+    def rows(self, name: str, config: Config, rows: int) -> Tensor | None:
         """For a tensor by llama.cpp's name: the row of transformers' tensor for each of its rows; None where they are the same."""
         found, order = _IN_LAYER.fullmatch(name), self.gguf.row_order
         return ORDERS[order](found[2], config, rows) if order and found else None

@@ -62,7 +62,7 @@ class Module:
             return replace(module_entry, compute=module.compute, activation=module.activation)
         return module_entry
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
         del entry["bytes_each"], entry["dtype"]
         if self.dtype is not None:
@@ -97,7 +97,7 @@ def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
     return bool(fmt.packed_bits) and bits == 8
 
 
-def describe(modules: Mapping[str, Module]) -> dict[str, Any]:
+def describe(modules: Mapping[str, Module]) -> dict[str, object]:
     """The section for these modules, in plain types."""
     return {"quant_method": METHOD, "version": VERSION, "modules": {name: module.to_json() for name, module in modules.items()}}
 

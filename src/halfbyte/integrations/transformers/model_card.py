@@ -21,12 +21,12 @@ from halfbyte.integrations.transformers.quantizer import HalfbyteQuantizer
 from halfbyte.nn.report import report
 
 if TYPE_CHECKING:
-    from halfbyte.integrations.transformers.modules import Part
+    pass
 
 _EMPTY_CARD = "This model card has been automatically generated."  # in transformers' own
 
 
-def card_of(model: Part, title: str, tags: Iterable[str] = ()) -> str:
+def card_of(model: PreTrainedModel, title: str, tags: Iterable[str] = ()) -> str:
     """The card of a quantized model of transformers that is called `title`, with these and the model's own tags."""
     found = report(model)
     weights = [
@@ -46,7 +46,7 @@ _upload: Any = _model._upload_modified_files
 
 @wraps(_save)
 def _save_with_card(
-    self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: object, **kwargs: object
+    self: PreTrainedModel, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: object, **kwargs: object
 ) -> object:
     result = _save(self, save_directory, is_main_process, *args, **kwargs)
     if is_main_process and _is_quantized(self) and (folder := Path(save_directory)).is_dir():
@@ -55,7 +55,7 @@ def _save_with_card(
 
 
 @wraps(_upload)
-def _upload_with_card(self: Any, working_dir: str | os.PathLike[str], repo_id: str, *args: object, **kwargs: object) -> object:
+def _upload_with_card(self: PreTrainedModel, working_dir: str | os.PathLike[str], repo_id: str, *args: object, **kwargs: object) -> object:
     path = Path(working_dir) / CARD
     if _is_quantized(self) and path.is_file() and _EMPTY_CARD in path.read_text(encoding="utf-8", errors="replace"):
         tags = ModelCard.load(path).data.tags or ()  # those that `push_to_hub` was given

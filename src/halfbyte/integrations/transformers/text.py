@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -48,6 +48,7 @@ from halfbyte.nn.training.sparsity import drop_zeros_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from halfbyte.integrations.transformers.modules import Part
 
@@ -100,7 +101,7 @@ def open_model(
     mesh: DeviceMesh | None = None,
     *,
     sparse: bool | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Part, PreTrainedTokenizerBase]:
     """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
 
     config  how to quantize a floating-point model as it loads
@@ -141,7 +142,7 @@ def open_model(
     return ready(model, device, dtype, sparse), open_tokenizer(path)
 
 
-def open_tokenizer(folder: Path) -> object:
+def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder. Raises CheckpointError."""
     if not any(file.name.startswith(("tokenizer", "vocab", "spiece")) for file in paths_in(folder)):
         raise CheckpointError(f"{folder} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the same model to it")
@@ -192,7 +193,7 @@ def check_prompt(model: Part, prompt: Mapping[str, Tensor]) -> None:
 
 def generate(
     model: Part,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: Mapping[str, Tensor],
     show: Callable[[str], object],
     *,
@@ -239,13 +240,13 @@ def generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings
             )
         answer: Tensor = model.generate(**inputs, streamer=clock, **settings)
-    text = tokenizer.decode(answer[0, count:], skip_special_tokens=True)
+    text = cast(str, tokenizer.decode(answer[0, count:], skip_special_tokens=True))
     start, first, last = clock.times[0], clock.times[min(1, len(clock.times) - 1)], clock.times[-1]
     return Generated(text, answer[0].cpu(), count - known, answer.shape[1] - count, first - start, last - first)
 
 
 @contextmanager
-def _blaming(config: Any) -> Iterator[None]:
+def _blaming(config: GenerationConfig) -> Iterator[None]:
     """Turns what transformers raises for other settings than its own defaults into one line that names them."""
     try:
         yield
@@ -275,7 +276,7 @@ def _as_wanted(device: torch.device) -> Iterator[None]:
 class _Clock(TextStreamer):
     """Passes text on as it comes, and records the times of the prompt and of each token."""
 
-    def __init__(self, tokenizer: Any, show: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._show = show
         self.times: list[float] = []
@@ -290,14 +291,14 @@ class _Clock(TextStreamer):
 
 def _open_quantized(
     path: Path, described: Mapping[str, object], device: str, config: Config | None, dtype: torch.dtype | None, mesh: DeviceMesh | None
-) -> Any:
+) -> nn.Module:
     section = described.get("quantization_config")
     if config is None and SECTION not in described and isinstance(section, Mapping) and section.get("quant_method") == METHOD:
         return _from_pretrained(path, described, dtype)
     return checkpoint.load(path, device, format=config, mesh=mesh)
 
 
-def _from_pretrained(path: Path, described: Mapping[str, object], dtype: torch.dtype | None, **settings: object) -> Any:
+def _from_pretrained(path: Path, described: Mapping[str, object], dtype: torch.dtype | None, **settings: object) -> PreTrainedModel:
     check_regular(path)
     settings |= {"local_files_only": True, "trust_remote_code": False, "dtype": dtype or "auto"}
     check_sizes(described)
@@ -310,6 +311,7 @@ def _from_pretrained(path: Path, described: Mapping[str, object], dtype: torch.d
     with _clear_errors(path, partial(_check_tensors, path, described) if floats else None):
         # Only safetensors: other files may be pickles, which can run code.
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True, **settings)
+    model: PreTrainedModel
     model, info = loaded
     if missing := info["missing_keys"]:
         raise CheckpointError(f"{path} has no {min(missing)}, which {type(model).__name__} needs: it holds another kind of model")
@@ -339,7 +341,7 @@ def _clear_errors(path: Path, check: Callable[[], object] | None = None) -> Iter
         ) from e
 
 
-def ready(model: nn.Module, device: str, dtype: torch.dtype | None = None, sparse: bool | None = None) -> Any:
+def ready(model: nn.Module, device: str, dtype: torch.dtype | None = None, sparse: bool | None = None) -> Part:
     """Prepares a model: on the device, computing in `dtype` if given, in evaluation mode, a quantized one with `optimize_`."""
     model = model.to(device)
     if sparse is not None:
@@ -351,7 +353,7 @@ def ready(model: nn.Module, device: str, dtype: torch.dtype | None = None, spars
     else:
         attention.use_(model)
         generate_fast(model)
-    return model.eval()
+    return cast("Part", model.eval())
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:

@@ -26,7 +26,7 @@ def _with_float_rows(resize: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     """Decorates a method of transformers that returns an embedding or a head with another number of rows."""
 
     @wraps(resize)
-    def resized(self: Any, old: nn.Module, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+    def resized(self: Part, old: nn.Module, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
         if not isinstance(old, QuantEmbedding | QuantLinear):
             return resize(self, old, new_num_tokens, *args, **kwargs)
         rows = old.weight.shape[0]

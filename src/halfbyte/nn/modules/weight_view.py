@@ -41,7 +41,7 @@ _NOT_TRACED = f"{_FROZEN} within torch.compile: write to it before, as a first c
 class Step(NamedTuple):
     """An operation that makes a view of a weight, and which of its results that is, where it has several."""
 
-    function: Any
+    function: Callable[..., Any]
     arguments: tuple[object, ...]
     keywords: Mapping[str, object]
     which: int | None

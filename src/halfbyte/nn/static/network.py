@@ -51,7 +51,7 @@ def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[object, ...
     return network.eval()
 
 
-def _forward(self: Any, *inputs: Any, **more: object) -> Any:
+def _forward(self: Any, *inputs: Any, **more: object) -> object:
     if len(inputs) != 1 or more:
         inputs, more = _without_defaults(self, inputs, more)
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
@@ -69,7 +69,7 @@ def _forward(self: Any, *inputs: Any, **more: object) -> Any:
 
 def _without_defaults(
     network: fx.GraphModule, inputs: tuple[object, ...], more: dict[str, object]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, object]]:
     """The arguments of a call without those that pass the default of an optional input, with which the network was traced."""
     places = {str(node.target): node for node in network.graph.nodes if node.op == "placeholder"}
     if len(inputs) > len(places) or more.keys() - places.keys():

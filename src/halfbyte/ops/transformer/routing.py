@@ -4,7 +4,7 @@ torch's operations."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import norm_in_torch, why_not_norm
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.gpu.experts import grouped
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
@@ -238,7 +241,7 @@ def _add_experts_cuda(*args: *_Arguments) -> Tensor:
     return out.view(a.x.shape)
 
 
-def _gated(problem: Problem, here: Gpu) -> Any:
+def _gated(problem: Problem, here: Gpu) -> grouped.Config | None:
     """The config of the product with gates; None where they have a kernel of their own."""
     from halfbyte.kernels.gpu.experts import grouped
 

@@ -35,20 +35,20 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
     stamp: int
 
     @property
-    def keys(self) -> Any:
+    def keys(self) -> Tensor:
         return self._kept(self.buffers[0])
 
     @keys.setter
-    def keys(self, value: Any) -> None:
+    def keys(self, value: Tensor) -> None:
         self._leave()
         self.keys = value
 
     @property
-    def values(self) -> Any:
+    def values(self) -> Tensor:
         return self._kept(self.buffers[1])
 
     @values.setter
-    def values(self, value: Any) -> None:
+    def values(self, value: Tensor) -> None:
         self._leave()
         self.values = value
 

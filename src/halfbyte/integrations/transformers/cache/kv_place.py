@@ -7,7 +7,7 @@ The cache itself changes only when `enter` is called: a layer that turns out to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from halfbyte.integrations.transformers.cache import growing
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV
 from halfbyte.layouts.records import from_records
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _CACHES = (*growing.LAYERS, StaticLayer)
 SharedStates = dict[str | None, tuple[Tensor, Tensor]]  # keys and values of layers that others reuse, by the type of the layers
@@ -67,7 +70,9 @@ class Place:
         return cls(keys, values, grown.length - grown.first - begin)
 
     @classmethod
-    def reuse(cls, layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates) -> Place | None:
+    def reuse(
+        cls, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates
+    ) -> Place | None:
         """Find the keys and values of an earlier layer that a layer reads, those of the tokens x [B, t, K] included.
 
         Returns:

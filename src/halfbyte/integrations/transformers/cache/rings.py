@@ -18,7 +18,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 class Ring(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """The next token's place is `cumulative_length` modulo the size. As long as it is not full, it is what it is derived from."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """keys, values [B, Hkv, T, D] in their order, after new ones; of several new ones also those that these have pushed out."""
         size = self.max_cache_len
         if self.cumulative_length_int >= size:

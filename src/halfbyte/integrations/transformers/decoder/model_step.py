@@ -5,7 +5,6 @@ It belongs to one call of `generate`, in which the model does not change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from halfbyte.decoder.family import Family
 from halfbyte.integrations.transformers.decoder.live_layer import weight_of
 from halfbyte.integrations.transformers.decoder.stack import compiled, is_compiled_stack
 from halfbyte.integrations.transformers.decoder.token_step import Logits, TokenStep
-from halfbyte.integrations.transformers.optimize.calls import CACHE, Understood, any_value, bind, is_true, unset
+from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers
 from halfbyte.kernels.layer_kinds import logits_in_torch
@@ -64,7 +63,7 @@ class ModelStep:
         step = found.step(stack, weight, None if weight is None else logits)
         return None if step is None else cls(model, step, logits, with_head=weight is not None)
 
-    def __call__(self, arguments: Mapping[str, Any]) -> Tensor | None:
+    def __call__(self, arguments: Arguments) -> Tensor | None:
         """Compute the logits [B, 1, N] of a call of the model with one token of each sequence; None if the call is of another kind."""
         call = bind((), (), arguments, ARGUMENTS)
         if call is None or torch.is_grad_enabled() or (past := call.get(CACHE)) is None:

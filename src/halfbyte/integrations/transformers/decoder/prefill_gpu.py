@@ -92,7 +92,7 @@ def _in_rows(table: Tensor) -> Tensor:
     return table if table.stride(-1) == 1 else table.contiguous()
 
 
-def _lent(layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: Any) -> _Place | None:
+def _lent(layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates) -> _Place | None:
     """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
     index = sharing.source
     if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):

@@ -33,7 +33,17 @@ from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.token_step import Logits, TokenStep, why_no_step
-from halfbyte.integrations.transformers.optimize.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
+from halfbyte.integrations.transformers.optimize.calls import (
+    CACHE,
+    KV_CACHE,
+    Arguments,
+    Understood,
+    any_value,
+    bind,
+    is_true,
+    unset,
+    why_unknown,
+)
 from halfbyte.integrations.transformers.optimize.frozen import FrozenLayers
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, original, replace_class
@@ -104,7 +114,7 @@ class _Stack(ReplacedForward):
         found, device = compiled(stack), next(stack.parameters()).device
         return found if isinstance(found, str) else found.remark(stack, device)
 
-    def forward(self, *args: Any, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         if (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
             found = _traced(self, call) if torch.compiler.is_compiling() else _run(self, call)
             if found is not None:
@@ -115,9 +125,9 @@ class _Stack(ReplacedForward):
 
 
 @functools.cache
-def output_class(cls: Any) -> Any:
+def output_class(cls: type) -> Any:
     """The class of a stack's output, the only one that its forward makes; None if there is none. Annotations are not always right."""
-    forward = inspect.unwrap(cls.forward)
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
     names = [forward.__globals__.get(name) for name in forward.__code__.co_names]
     found = {one for one in names if isinstance(one, type) and issubclass(one, ModelOutput)}
     return found.pop() if len(found) == 1 else None
@@ -127,7 +137,7 @@ def why_unknown_output(cls: type) -> str | None:
     return f"the forward of a {cls.__name__} makes outputs of an unknown class" if output_class(cls) is None else None
 
 
-def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
+def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     """The normed hidden states and the cache; None if transformers has to compute them."""
     if (past := _cache(stack, call)) is _NOT_TAKEN or has_global_hooks() or is_capturing():
         return None
@@ -144,14 +154,14 @@ def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     return None if x is None else (x, past)
 
 
-def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
+def _traced(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     """`_run` within torch.compile, on GPUs alone."""
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     if given.device.type not in decode_gpu.DEVICES:
         return None
-    layers: Any = stack.layers
+    layers = stack.layers
     kinds = layer_kinds(stack)
     if kinds is None or stack.config.num_hidden_layers != len(layers) or not all(kind in (FULL, SLIDING) for kind in kinds.masks):
         return None
@@ -166,7 +176,7 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
 _NOT_TAKEN: object = object()
 
 
-def _cache(stack: Part, call: dict[str, object]) -> Any:
+def _cache(stack: Part, call: Arguments) -> Any:
     """The cache of a call, or a new one, or None; `_NOT_TAKEN` if transformers has to compute the call."""
     given = call.get("input_ids", call.get("inputs_embeds"))
     if not isinstance(given, Tensor) or ("input_ids" in call and "inputs_embeds" in call) or not given.numel():
@@ -279,7 +289,7 @@ def layer_kinds(stack: Part) -> Kinds | None:
     return Kinds(family, masks, windows, types if family.rope_per_type else [""] * count)
 
 
-def prepare(stack: Part, kinds: Kinds, call: Mapping[str, Any], past: Cache | None) -> tuple[Tensor, Call] | None:
+def prepare(stack: Part, kinds: Kinds, call: Arguments, past: Cache | None) -> tuple[Tensor, Call] | None:
     """What goes into the first layer [B, t, K], and the call as layers see it; None if transformers has to compute it."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     x: Tensor = stack.embed_tokens(ids) if ids is not None else call["inputs_embeds"]
@@ -342,7 +352,7 @@ class CompiledStack:
 
     def remark(self, stack: Part, device: torch.device) -> str:
         """What `halfbyte.report` says of the stack on a device."""
-        layers: Any = stack.layers
+        layers = stack.layers
         if device.type == "cpu":
             reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu(stack)]
         elif device.type in decode_gpu.DEVICES:
@@ -367,7 +377,7 @@ class CompiledStack:
         reason = prefill_gpu.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
-    def run(self, stack: Part, call: Mapping[str, Any], past: Cache | None) -> Tensor | None:
+    def run(self, stack: Part, call: Arguments, past: Cache | None) -> Tensor | None:
         """Compute the normed hidden states on a CPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
@@ -387,7 +397,7 @@ class CompiledStack:
     def run_on_gpu(
         self,
         stack: Part,
-        call: Mapping[str, object],
+        call: Arguments,
         past: Cache | None,
         changed: Callable[[int], Sequence[LoweredLayer | None] | None],
     ) -> Tensor | None:
@@ -430,7 +440,7 @@ class CompiledStack:
         return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)
 
 
-def _per_layer_inputs(stack: Part, call: Mapping[str, object], x: Tensor) -> Tensor | None:
+def _per_layer_inputs(stack: Part, call: Arguments, x: Tensor) -> Tensor | None:
     """The layers' own inputs [B, t, L, P] (Gemma 4); None where they have none."""
     if not getattr(stack, "hidden_size_per_layer_input", 0):
         return None

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from halfbyte.integrations.transformers.optimize.calls import Understood, any_value, bind, unset, why_unknown
+from halfbyte.integrations.transformers.optimize.calls import Arguments, Understood, any_value, bind, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
@@ -88,7 +88,7 @@ class _OneCall(ReplacedForward):
         reason = why_not(self)
         return ONE_CALL if reason is None else f"{UNFUSED}: {reason}"
 
-    def forward(self: Any, *args: object, **kwargs: object) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and not is_capturing():
             call = bind(self.argument_names, args, kwargs, ARGUMENTS)
             ids = None if call is None else _ids(self, call)
@@ -98,7 +98,7 @@ class _OneCall(ReplacedForward):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _ids(module: Part, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
+def _ids(module: Part, call: Arguments) -> tuple[Tensor, ...] | None:
     """The ids for each table, in the order of `tables_of`; None for other inputs. call: arguments by name, as `bind` returns them."""
     words, positions, token_type_ids = (call.get(name) for name in ("input_ids", "position_ids", "token_type_ids"))
     if words is None or not plain(words) or words.dim() != 2:

@@ -30,14 +30,17 @@ from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
 from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.transformers.generate.steps import Choice, Step
-from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, cache_name, parameters_of
+from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
 from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.ops.library import in_mode
 
 if TYPE_CHECKING:
-    from halfbyte.integrations.transformers.modules import Config, Part
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    from halfbyte.integrations.transformers.modules import Part
 
 _DEFAULT_CACHE = "_halfbyte_made_by_transformers"
 _LATER = 1024  # tokens for which a cache has room at first, at most
@@ -93,11 +96,11 @@ class _Generating(ReplacedForward):
     def _sample(
         self,
         input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: object,
-        generation_config: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: Any = None,
+        streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:
         if model_kwargs.get("inputs_embeds") is None:
@@ -110,11 +113,11 @@ class _Generating(ReplacedForward):
         return _decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
 
 
-def _cache_of(arguments: dict[str, object]) -> Any:
+def _cache_of(arguments: Arguments) -> Any:
     return arguments.get(cache_name(arguments))
 
 
-def _is_plain(model: Part, ids: Tensor, config: Config, arguments: dict[str, object]) -> bool:
+def _is_plain(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments) -> bool:
     """Whether the loop of this file does what is asked for."""
     cache = _cache_of(arguments)
     plain = (
@@ -152,7 +155,7 @@ def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_captured(model: Part, device: torch.device, cache: object) -> str | None:
+def _why_not_captured(model: Part, device: torch.device, cache: Any) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
     if in_mode():
         return "autocast or forward-mode differentiation is on"
@@ -185,7 +188,15 @@ def _warn_once(model: nn.Module, reason: str) -> None:
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
 
-def _decode(model: Part, ids: Tensor, processors: object, criteria: Any, config: Config, streamer: Any, arguments: dict[str, Any]) -> Any:
+def _decode(
+    model: Part,
+    ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: Any,
+    streamer: Any,
+    arguments: Arguments,
+) -> object:
     """`_sample` of transformers: the prompt ids [B, t] and what follows, [B, n]."""
     prompt = ids.shape[1]
     mask = arguments.get("attention_mask")

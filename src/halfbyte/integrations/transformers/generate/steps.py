@@ -11,7 +11,7 @@ takes transformers' preparation for each step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.decoder.model_step import ModelStep
-from halfbyte.integrations.transformers.optimize.calls import cache_name
+from halfbyte.integrations.transformers.optimize.calls import Arguments, cache_name
 
 if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+    from transformers.utils.generic import ModelOutput
+
     from halfbyte.integrations.transformers.modules import Part
 
 TOKEN = "input_ids"
@@ -36,7 +39,7 @@ class Choice:
     alone  whether the choice depends on nothing but the scores
     """
 
-    def __init__(self, processors: Any, sample: bool) -> None:
+    def __init__(self, processors: LogitsProcessorList, sample: bool) -> None:
         self._processors, self._sample = processors, sample
         self.alone = all(type(processor) in _OF_SCORES for processor in processors)
 
@@ -62,12 +65,12 @@ class Step:
     more       tokens in the cache that ids do not have
     """
 
-    def __init__(self, model: Part, arguments: dict[str, object], outputs: Any, choice: Choice, more: int = 0) -> None:
+    def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
-        self._arguments: dict[str, object] = model._update_model_kwargs_for_generation(outputs, arguments)
+        self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
-        self._before: dict[str, object] | None = None  # the last step's, where transformers prepared it
+        self._before: Arguments | None = None  # the last step's, where transformers prepared it
         self._inputs: Inputs | None = None
         # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
         self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
@@ -138,7 +141,7 @@ class Inputs:
     at             the place of the second one's token among all
     """
 
-    def __init__(self, before: dict[str, Any], after: dict[str, Any], at: int) -> None:
+    def __init__(self, before: Arguments, after: Arguments, at: int) -> None:
         if before.keys() != after.keys() or TOKEN not in after or tuple(after[TOKEN].shape[1:]) != (1,):
             raise UnsupportedError("a step has other arguments than the one before")
         self.values = dict(after)
@@ -157,7 +160,7 @@ class Inputs:
         for advance in self._advances:
             advance()
 
-    def _compare(self, place: dict[str, object], name: str, before: object, after: object, at: int) -> None:
+    def _compare(self, place: Arguments, name: str, before: object, after: object, at: int) -> None:
         if isinstance(after, dict) and isinstance(before, dict) and before.keys() == after.keys():  # masks of several kinds of layers
             inner = place[name] = dict(after)
             for key, value in after.items():
@@ -168,7 +171,7 @@ class Inputs:
         elif before is not after and before != after:
             raise UnsupportedError(f"its {name} changes from token to token")
 
-    def _compare_tensors(self, place: dict[str, Any], name: str, before: Tensor, after: Tensor, at: int) -> None:
+    def _compare_tensors(self, place: Arguments, name: str, before: Tensor, after: Tensor, at: int) -> None:
         longer = after.dim() == 2 and after.shape == (before.shape[0], before.shape[1] + 1) and torch.equal(before, after[:, :-1])
         if before.shape == after.shape and torch.equal(before, after):
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -20,7 +20,9 @@ CACHE, OLD_CACHE = "cache", "past_key_values"
 KV_CACHE = CACHE if CACHE in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE
 
 # Whether a value other than None is understood, by parameter; the KV cache is called "cache".
-Understood = Mapping[str, Callable[[Any], bool]]
+Understood = Mapping[str, Callable[[object], bool]]
+# Arguments of a forward by name. Their types are transformers' choice; a value is read after a test of its name in `Understood`.
+Arguments: TypeAlias = dict[str, Any]
 
 
 def any_value(value: object) -> bool:
@@ -54,7 +56,7 @@ def why_unknown(cls: type, understood: Understood) -> str | None:
 
 def bind(
     parameters: tuple[str, ...], args: tuple[object, ...], kwargs: Mapping[str, object], understood: Understood
-) -> dict[str, Any] | None:
+) -> Arguments | None:
     """Return the arguments of a call that are not None, by name, the KV cache as "cache".
 
     Args:
@@ -72,7 +74,7 @@ def bind(
         kwargs = {**by_name, **kwargs}
     if kwargs.get(CACHE) is not None and (OLD_CACHE in parameters or kwargs.get(OLD_CACHE) is not None):
         return None  # given by both names; or of paged attention, as in classes that call the KV cache `past_key_values`
-    found: dict[str, Any] = {}
+    found: Arguments = {}
     for name, value in kwargs.items():
         if value is not None:
             known = CACHE if name == OLD_CACHE else name

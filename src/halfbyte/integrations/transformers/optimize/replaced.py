@@ -68,7 +68,7 @@ def _class_of(*parts: type) -> Any:
     return _classes[parts]
 
 
-def _with_signature(function: Any, signature: inspect.Signature) -> object:
+def _with_signature(function: FunctionType, signature: inspect.Signature) -> object:
     """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
     copied: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__, copied.__signature__ = function.__kwdefaults__, signature
@@ -117,6 +117,6 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models.")
 
 
-def _empty(*parts: type) -> Any:
+def _empty(*parts: type) -> object:
     instance = _class_of(*parts)
     return instance.__new__(instance)

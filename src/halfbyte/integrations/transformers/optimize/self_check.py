@@ -40,6 +40,8 @@ from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.nn.report import REMARK, add_notes
 
 if TYPE_CHECKING:
+    from transformers.utils.generic import ModelOutput
+
     from halfbyte.integrations.transformers.modules import Config, Part
 
 _PREFILL, _STEPS = 5, 2  # tokens
@@ -247,7 +249,7 @@ def _decodes(model: Part) -> bool:
     return bool(getattr(model.config, "is_decoder", False) or model.can_generate() or getattr(model.config, "use_cache", False))
 
 
-def _first(outputs: Any) -> Tensor:
+def _first(outputs: ModelOutput) -> Tensor:
     found: Tensor = outputs[0]
     return found.detach().float().cpu()
 
