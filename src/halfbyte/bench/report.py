@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
 from halfbyte.nn.report import table
 from halfbyte.plot import line_plot
@@ -107,7 +107,16 @@ class Report:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nbytes: int, operations: int) -> dict[str, Any]:
+class Summary(TypedDict):
+    """Fields of Measurement that `summarize` computes."""
+
+    seconds: float
+    steady: int
+    operations_per_second: float
+    fraction: float | None
+
+
+def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nbytes: int, operations: int) -> Summary:
     """seconds, steady, rate and fraction of one contender's samples: fields of Measurement.
 
     best_rate   the highest `host_rate` of the run, that of a steady host

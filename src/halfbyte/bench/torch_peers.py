@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +62,7 @@ def dynamic_int8(work: Workload, format: str) -> Built:
         for copy in range(work.copies(copy_bytes)):
             codes = work.take(slab, copy)
             weight = torch._make_per_channel_quantized_tensor(codes.data, codes.scale.flatten().double(), zeros, 0)
-            module: Any = torch.ao.nn.quantized.dynamic.Linear(work.k, work.n, bias_=False)
+            module = torch.ao.nn.quantized.dynamic.Linear(work.k, work.n, bias_=False)
             module.set_weight_bias(weight, None)
             modules.append(module)
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import inf, prod
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class GpuCandidate:
         return self.module.supports(self.multiplied(problem), gpu)  # type: ignore[no-any-return]
 
     @property
-    def module(self) -> Any:
+    def module(self) -> ModuleType:
         return import_module(f"halfbyte.kernels.gpu.{self.home}")
 
     def multiplied(self, problem: Problem) -> Problem:

@@ -6,6 +6,7 @@ The rules follow what was measured on an H100 and an H200 (`benchmarks/conv.py -
 from __future__ import annotations
 
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class ConvChoice(NamedTuple):
     """The kernel's file, its config (None: there is nothing to choose), and the reasons against the others, by their names."""
 
     name: str
-    module: Any
+    module: ModuleType
     config: Any
     rejected: tuple[tuple[str, str], ...]
 

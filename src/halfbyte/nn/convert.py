@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ def put_quantized_(
     return kept
 
 
-def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, images: Any) -> nn.Module:
+def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, images: object) -> nn.Module:
     """`quantize_` with static activations: to a network on int8 codes."""
     check_type(images, Iterable, 'activations="static" takes batches of images', "pass a DataLoader or a list of tensors")
     for name, fmt in formats_of(decisions).items():
@@ -205,7 +205,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
-    network = on_codes(model, images, weight_of, observer=config.observer)
+    network = on_codes(model, cast("Iterable[object]", images), weight_of, observer=config.observer)
     from_ = calibrated(network)
     assert from_ is not None
     replace_(model, network)

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,7 +138,7 @@ def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry],
     plain.linear(problem, x, weight[0], out, epilogue)
 
 
-def run_first(problem: Problem, here: Gpu, options: Sequence[GpuOption], arguments: Sequence[Any]) -> None:
+def run_first(problem: Problem, here: Gpu, options: Sequence[GpuOption], arguments: tuple[Tensor, *tuple[object, ...]]) -> None:
     """Run the first of `options` that runs on this GPU; those before it are not chosen again."""
     recording = current_recording()
     before = 0 if recording is None else len(recording.launches)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from halfbyte.errors import ArgumentError, CheckpointError, unreadable
 from halfbyte.io.files import is_file, is_folder, open_file
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from halfbyte.nn.report import Report
 
 Command = Callable[[argparse.Namespace], int]
-# argparse's own type for this is private.
-Commands = Any
+
+
+class Commands(Protocol):
+    """Where parsers of commands are added: argparse's own type for this is private."""
+
+    def add_parser(self, name: str, *, help: str, description: str, allow_abbrev: bool) -> argparse.ArgumentParser: ...
 
 
 def add_command(commands: Commands, name: str, run: Command, help: str, description: str = "") -> argparse.ArgumentParser:

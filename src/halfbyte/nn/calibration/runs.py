@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -266,11 +266,11 @@ class _Meter:
             self._last = (x, name)
 
 
-def _take_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple[object, ...], dict[str, object]]:
+def _take_hidden(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Tensor, tuple[object, ...], dict[str, object]]:
     """Splits the arguments of a layer into the hidden states and the others."""
     if args:
-        return args[0], args[1:], dict(kwargs)
-    return kwargs["hidden_states"], (), {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return cast(Tensor, args[0]), args[1:], dict(kwargs)
+    return cast(Tensor, kwargs["hidden_states"]), (), {key: value for key, value in kwargs.items() if key != "hidden_states"}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -146,7 +146,7 @@ def without_numbers(name: str) -> str:
 def _styles(model: nn.Module, patterns: Mapping[str, str] | None) -> dict[str, str]:
     """The style of each module and parameter that a plan names."""
     is_default = patterns is None
-    given: Any = getattr(model, "tp_plan", None) if patterns is None else patterns
+    given: Mapping[str, str] | None = getattr(model, "tp_plan", None) if patterns is None else patterns
     if not given:
         raise ArgumentError(f'{type(model).__name__} has no tp_plan, which says what is cut: pass plan={{"*.up_proj": "colwise", …}}')
     names = [*dict(model.named_modules(remove_duplicate=False)), *dict(model.named_parameters())]

@@ -7,7 +7,6 @@ gets them in their order, as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +60,7 @@ class Later:
 
 def make_rings(cache: StaticCache) -> StaticCache:
     """Turns its windows into rings, in place."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
+    for layer in cache.layers:
         if type(layer) is StaticSlidingWindowLayer:
             layer.__class__ = Ring
             if layer.cumulative_length_int >= layer.max_cache_len:

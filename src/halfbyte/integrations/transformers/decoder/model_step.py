@@ -5,7 +5,7 @@ It belongs to one call of `generate`, in which the model does not change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class ModelStep:
     def of(cls, model: Part) -> ModelStep | None:
         """Make the step of a model; None if it is not computed in one native call."""
         family = family_of_model(name_in_transformers(model))
-        stack: Any = getattr(model, "model", None)
+        stack = getattr(model, "model", None)
         if family is None or not is_compiled_stack(stack) or model.config is not stack.config or model.training:
             return None
         head, found = model.lm_head, compiled(stack)

@@ -79,7 +79,7 @@ def is_stack(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("embed_tokens", family.final_norm, "rotary_emb"))
 
 
-def is_compiled_stack(module: nn.Module) -> TypeGuard[Part]:
+def is_compiled_stack(module: object) -> TypeGuard[Part]:
     """Whether the forward of a module was replaced by `compile_stack`."""
     return isinstance(module, _Stack)
 

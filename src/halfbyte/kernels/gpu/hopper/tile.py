@@ -13,7 +13,7 @@ Weights from subnormal codes, and their sums, are 2**-24 times as large (product
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -186,7 +186,18 @@ def one_block(geo: gpu_tiles.Geometry) -> bool:
     return geo.block_rows == 1 and geo.format.zero != "offset"
 
 
-def of_weight(geo: gpu_tiles.Geometry) -> dict[str, Any]:
+class WeightFields(TypedDict):
+    """The fields of `Static` that the weight decides."""
+
+    bits: int
+    blocks_per_slab: int
+    slabs_per_block: int
+    one_block: bool
+    zero: Zero
+    float_codes: bool
+
+
+def of_weight(geo: gpu_tiles.Geometry) -> WeightFields:
     """Return the fields of `Static` that the weight decides."""
     return {
         "bits": geo.format.bits,
