@@ -74,17 +74,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class TensorRow(TypedDict):
-    """What is shown of a tensor: see `_row`."""
-
-    name: str
-    type: str
-    format: str
-    shape: list[int]
-    bytes: int
-    held_bytes: int
-    error: float | None
-    tied_to: str | None
+# What is shown of a tensor: see `_row`.
+TensorRow = TypedDict(  # noqa: UP013  keys of the JSON document, which are not names of this code
+    "TensorRow",
+    {
+        "name": str,
+        "type": str,
+        "format": str,
+        "shape": list[int],
+        "bytes": int,
+        "held_bytes": int,
+        "error": float | None,
+        "tied_to": str | None,
+    },
+)
 
 
 def _cells(row: TensorRow, otherwise: bool) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ def test_part_is_for_type_checkers_alone() -> None:
 
 def test_attributes_of_a_family_are_no_tensors_or_modules() -> None:
     """Why torch's type of a module's attributes does not do: halfbyte reads numbers, texts and configurations of them."""
-    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=8)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 8}
+    config = LlamaConfig(num_hidden_layers=1, **sizes)
     attention = LlamaModel(config).layers[0].self_attn
     read = [getattr(attention, name) for name in ("head_dim", "scaling", "layer_idx", "config")]
     assert not any(isinstance(value, nn.Module | nn.Parameter) for value in read)
