@@ -46,7 +46,7 @@ class GpuCandidate:
     compute: Compute
     home: str
     summary: str
-    tiles: Callable[[object, Problem], Tiles]
+    tiles: Callable[[Any, Problem], Tiles]
     replayable: bool = True
     floats: str = ""
     sparse: bool = False

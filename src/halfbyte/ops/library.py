@@ -125,7 +125,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: object) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+            return gradients.op(x, weight, bias, residual, *settings)
 
     @staticmethod
     def setup_context(ctx: _Context, inputs: _Inputs, output: Tensor) -> None:
@@ -175,7 +175,7 @@ def differentiable(
     if plain(x, bias, residual):  # a second dispatch would take as long as a small kernel
         return run(x, weight, bias, residual, *settings)
     with torch._C._AutoDispatchBelowAutograd():
-        return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+        return gradients.op(x, weight, bias, residual, *settings)
 
 
 def _linear_product(x: Tensor, weight: Tensor, format: str, n: int, k: int, *_: object) -> Tensor:

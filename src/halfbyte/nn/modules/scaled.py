@@ -41,7 +41,7 @@ def factor_of(module: nn.Embedding) -> Factor | None:
     """
     factor = getattr(module, ATTRIBUTE, None)
     if isinstance(module, ScaledEmbedding):
-        return factor  # type: ignore[no-any-return]
+        return factor
     if type(module).forward is nn.Embedding.forward or not isinstance(factor, float | int | Tensor):
         return None
     if isinstance(factor, Tensor) and factor.numel() != 1:
